@@ -1,4 +1,4 @@
-"""Names that differ between versions of transformers, and uses of its private names, with the tested versions."""
+"""Wrap private names of transformers, and names that differ between its versions."""
 
 import copy
 import inspect
@@ -23,22 +23,22 @@ from transformers import (
 from hf_speculate.errors import UnsupportedModelError
 
 _OLDEST, _NEWEST = "5.17.0", "5.24.0"
-# Whether models and `generate` take their cache as `cache`.
+# Since transformers 5.24, models and `generate` take their cache as `cache`.
 TAKES_CACHE = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 OLD_CACHE_NAMES = ("past_key_values", "cache_params")
 CACHE_NAMES = ("cache", *OLD_CACHE_NAMES) if TAKES_CACHE else OLD_CACHE_NAMES
-"""Names under which models and `generate` take a cache, the usual one first: `cache` since transformers 5.24."""
+"""Argument names for the cache in models and `generate`, the usual one first: `cache` since transformers 5.24."""
 CACHE_NAME = CACHE_NAMES[0]
 
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
-_OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # which `generate` gives its copy of a generation config
+_OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # set by `generate` on its copy of a generation config
 
 
 def check_private_names(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if a private name that this module reads is missing."""
+    """Raise `UnsupportedModelError` if a private name read by this module is missing."""
     _check((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
 
 
@@ -54,17 +54,17 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
 
 
 def is_tested_since(version: str) -> bool:
-    """Whether transformers has at least this minor version and at most the newest tested one."""
+    """Return whether transformers has this minor version or newer, up to the newest tested one."""
     return _minor(version) <= _minor(transformers.__version__) and not is_newer_than_tested()
 
 
 def is_newer_than_tested() -> bool:
-    """Whether transformers has a newer minor version than the newest tested one."""
+    """Return whether transformers has a newer minor version than the newest tested one."""
     return _minor(transformers.__version__) > _minor(_NEWEST)
 
 
 def version_note(model_class: type) -> str:
-    """Say what a newer transformers than the newest tested one means for a class; empty with any other version."""
+    """Return a warning about a transformers newer than the tested ones, for a class; else empty."""
     if not is_newer_than_tested():
         return ""
     return (
@@ -79,7 +79,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def has_own_loop(model: PreTrainedModel) -> bool:
-    """Whether the model's class overrides the decoding loop of `GenerationMixin`."""
+    """Return whether the model's class overrides the decoding loop of `GenerationMixin`."""
     model_class: Any = type(model)
     return model_class._sample is not GenerationMixin._sample
 
@@ -90,7 +90,7 @@ def plain_decoding(
     prepared: tuple[LogitsProcessorList, StoppingCriteriaList, GenerationConfig],
     **model_kwargs: Any,
 ) -> Any:
-    """Decode prompts [B, T] int64 in the loop of `GenerationMixin`; returns what `generate` returns."""
+    """Decode prompts [B, T] int64 in the loop of `GenerationMixin`, with its output."""
     decode: Any = model._sample
     return decode(input_ids, *prepared, **model_kwargs)
 
@@ -98,8 +98,8 @@ def plain_decoding(
 class PlainSteps(NamedTuple):
     """Output of plain greedy decoding."""
 
-    token_ids: Tensor  # [B, N + 1] int64, new ones
-    logits: Tensor  # [B, N + 1, V] float32, from which each token was chosen
+    token_ids: Tensor  # [B, N + 1] int64, new tokens
+    logits: Tensor  # [B, N + 1, V] float32, of each token
 
 
 def plain_steps(
@@ -109,7 +109,10 @@ def plain_steps(
     model_kwargs: Mapping[str, Any],
     num_steps: int,
 ) -> PlainSteps:
-    """Decode `num_steps` tokens after prompts [B, T] int64, in the loop of `GenerationMixin`; advances the cache."""
+    """Decode prompts [B, T] int64 greedily for `num_steps` steps after the prefill.
+
+    It uses the loop of `GenerationMixin` and advances the cache.
+    """
     config = copy.copy(generation_config)
     for name in ("do_sample", "output_scores", "output_hidden_states", "output_attentions"):
         setattr(config, name, False)
@@ -127,23 +130,29 @@ def plain_steps(
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether transformers marks the model as stateful."""
+    """Return whether transformers marks the model as stateful."""
     return bool(model._is_stateful)
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:
-    """Attention implementation that layers with this config use."""
+    """Return the attention implementation of layers with this config."""
     name: str | None = config._attn_implementation
     return name
 
 
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:
-    """Set the attention implementation of this config; the public setter also writes to nested configs."""
+    """Set the attention implementation of this config.
+
+    The public setter would also write to nested configs.
+    """
     config._attn_implementation_internal = name
 
 
 def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> CompileConfig | None:
-    """Compile config of plain `generate` with a static cache; None if it does not compile the model."""
+    """Return the compile config of plain `generate` with a static cache.
+
+    None if it does not compile the model.
+    """
     probe = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1)
     is_valid: Any = model._valid_auto_compile_criteria
     default: Any = model._default_compile_config
@@ -154,12 +163,12 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:
-    """Padding token of finished rows, as `generate` prepared it; None if there is none."""
+    """Return the padding token of finished rows, as prepared by `generate`, or None."""
     _check((config, _OF_PREPARED_CONFIGS))
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)
 
 
 def comes_from_model_config(config: GenerationConfig) -> bool:
-    """Whether transformers derived the generation config from a model's config."""
+    """Return whether transformers derived the generation config from a model's config."""
     return bool(config._from_model_config)

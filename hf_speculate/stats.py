@@ -1,4 +1,4 @@
-"""Speculation statistics: what a speculative call did, counted and timed."""
+"""Count and time a speculative call."""
 
 import importlib
 import operator
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import rich.table
 
 STAGES = StageSeconds._fields
-MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
-MAX_PLAIN_STEPS = 256  # plain steps of one number of rows whose seconds are kept
-ENOUGH_PLAIN_STEPS = 16  # plain steps of one number of rows; with fewer, those of earlier calls count too
+MAX_DRAFT_LENS = 16_384  # recorded draft lengths of rounds, in order: 128 KiB
+MAX_PLAIN_STEPS = 256  # recorded plain steps per number of rows
+ENOUGH_PLAIN_STEPS = 16  # plain steps per number of rows; with fewer, those of earlier calls count too
 _PLAIN_STEPS = ("plain_step_s_by_rows", "earlier_plain_step_s_by_rows")
 _BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", *_PLAIN_STEPS)  # dicts with int keys
 _DERIVED = (  # properties in `as_dict`
@@ -32,30 +32,31 @@ _DERIVED = (  # properties in `as_dict`
 
 @dataclass
 class SpeculationStats:
-    """Counts and seconds of one `generate()` call, all runs of it if a model decodes in several; each call resets it.
+    """Counts and seconds of one `generate()` call.
 
-    Times are measured on the host. On an accelerator, the cost of work shows up in the stage that waits for it.
+    They cover all runs if a model decodes in several. Each call resets them. Times are measured on the host; on an
+    accelerator, the cost of work appears in the stage that waits for it.
     """
 
-    has_draft_source: bool = True  #: whether anything was to draft; False if the call decoded plainly
-    verifier: str = ""  #: name of the verifier that ran
-    plan: str = ""  #: what the call decided (drafter, KV caches, schedule, compiled parts), in one line
+    has_draft_source: bool = True  #: whether the call had a draft source; False if it decoded plainly
+    verifier: str = ""  #: name of the verifier
+    plan: str = ""  #: plan of the call (drafter, KV caches, schedule, compiled parts), in one line
     cache: str = ""  #: KV cache of the target, "dynamic", "preallocated" or "hybrid"
-    compiled: list[str] = field(default_factory=list)  #: models that ran compiled in all rounds, "target" and "draft"
+    compiled: list[str] = field(default_factory=list)  #: models compiled in all rounds, "target" and "draft"
     graphed: list[str] = field(default_factory=list)  #: models that ran from device graphs in all rounds
-    num_rounds: int = 0  #: rounds summed over the rows that were live in them
+    num_rounds: int = 0  #: rounds, each counted once per live row
     num_batch_rounds: int = 0  #: rounds of the batch
     num_rescored: int = 0  #: of these, rounds scored again because a drafted token may have made logits NaN or infinite
     num_drafted: int = 0  #: drafted tokens that counted, summed over rows
     num_verified: int = 0  #: drafted tokens up to and including the first rejected token of each round
-    num_accepted: int = 0  #: drafted tokens that were accepted and emitted
-    num_emitted: int = 0  #: tokens that rounds added to the output, without the one that follows the prompt
-    num_longest: int = 0  #: tokens that rounds added to the longest row; plain decoding takes as many steps
-    num_host_syncs: int = 0  #: times that our own code waited for the device
-    num_user_host_syncs: int = 0  #: calls of processors, criteria or streamers that may have waited for it
+    num_accepted: int = 0  #: drafted tokens, accepted and emitted
+    num_emitted: int = 0  #: tokens emitted by rounds, without the first token after the prompt
+    num_longest: int = 0  #: tokens added to the longest row by rounds; plain decoding takes as many steps
+    num_host_syncs: int = 0  #: waits of our own code for the device
+    num_user_host_syncs: int = 0  #: calls of processors, criteria or streamers that may wait for the device
     status: int = 0  #: `Status` flags of all rounds, combined
     lock_step: bool = False  #: whether all rows advanced by the same number of tokens
-    fallbacks: list[str] = field(default_factory=list)  #: what ran otherwise than requested, with the reason
+    fallbacks: list[str] = field(default_factory=list)  #: deviations from the request, with reasons
     drafted_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
     verified_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
     accepted_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
@@ -64,16 +65,16 @@ class SpeculationStats:
     accepted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)  #: of the batch; 0 counts the plain steps
     draft_lens: list[int] = field(default_factory=list)  #: of each round of the batch, in order; the first 16,384
-    #: seconds of rounds without drafts, by the number of their rows; the first 256 of each. A single one counts as no
-    #: longer than the fastest round with drafts, because it may have been the first forward of its size
+    #: seconds of rounds without drafts, by number of rows; the first 256 of each. A single one counts as no longer than
+    #: the fastest round with drafts, because it may have been the first forward of its size
     plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
-    #: the same of earlier calls of this type with this target; the newest 16 of each
+    #: the same for earlier calls of this type with this target; the newest 16 of each
     earlier_plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
-    #: steps that plain decoding takes for what rounds emitted, by the number of rows that are live in them
+    #: steps of plain decoding for the emitted tokens, by number of live rows
     replaced_steps: dict[int, int] = field(default_factory=dict)
     time_to_first_token_s: float = 0.0  #: seconds from the start of `generate()`; 0 if rows are refilled
     rounds_s: float = 0.0  #: seconds of all rounds
-    inputs_s: float = 0.0  #: seconds in which transformers prepared the call, as it does for plain decoding
+    inputs_s: float = 0.0  #: seconds of transformers' preparation, as for plain decoding
     preparation_s: float = 0.0  #: seconds of our own preparation before the prefill
     vocabulary_s: float = 0.0  #: seconds of comparing the draft model's vocabulary with the target's
     prefill_s: float = 0.0  #: seconds of the target's prefill
@@ -83,27 +84,35 @@ class SpeculationStats:
     bookkeeping_s: float = 0.0  #: seconds of all else
 
     def reset(self) -> None:
-        """Reset every field, in place."""
+        """Reset all fields in place."""
         vars(self).update(vars(SpeculationStats()))
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        """Counts and seconds of both calls; names that differ are left empty."""
+        """Add the counts and seconds of two calls; differing names become empty."""
         return SpeculationStats(**{name: add(getattr(self, name), getattr(other, name)) for name, add in _ADD.items()})
 
     def add_fallback(self, reason: str) -> None:
-        """Record once what ran otherwise than requested."""
+        """Record a deviation from the request, once per reason."""
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
 
     def add_eager_part(self, part: str, reason: str) -> None:
-        """Record that the forwards of a model, "target" or "draft", run eagerly from now on."""
+        """Record eager forwards of a model, "target" or "draft", from now on."""
         for parts in (self.compiled, self.graphed):
             if part in parts:
                 parts.remove(part)
         self.add_fallback(f"{part}: {reason}")
 
     def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None) -> None:
-        """Count one row's round; by default tokens up to and including the first rejected one were verified."""
+        """Count one row's round.
+
+        Args:
+            num_drafted: drafted tokens.
+            num_accepted: accepted tokens.
+            num_emitted: emitted tokens.
+            num_verified: verified tokens.
+                None for those up to and including the first rejected one.
+        """
         if num_verified is None:
             num_verified = min(num_accepted + 1, num_drafted)
         self.num_rounds += 1
@@ -120,11 +129,11 @@ class SpeculationStats:
             self.accepted_per_position[position] += position < num_accepted
 
     def add_to_row(self, row_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Count a round of one output row by itself."""
+        """Count a round in the counts of one output row."""
         per_row = self.rounds_per_row, self.drafted_per_row, self.accepted_per_row
-        for counts, num in zip(per_row, (1, num_drafted, num_accepted), strict=True):
+        for counts, count in zip(per_row, (1, num_drafted, num_accepted), strict=True):
             counts += [0] * (row_id + 1 - len(counts))
-            counts[row_id] += num
+            counts[row_id] += count
 
     def add_draft_len(self, num_drafted: int) -> None:
         """Count one round of the batch with a draft of `num_drafted` tokens."""
@@ -133,7 +142,7 @@ class SpeculationStats:
             self.draft_lens.append(num_drafted)
 
     def add_seconds(self, seconds: StageSeconds) -> None:
-        """Add the seconds spent in each stage."""
+        """Add seconds per stage."""
         for stage, spent in zip(STAGES, seconds, strict=True):
             setattr(self, f"{stage}_s", getattr(self, f"{stage}_s") + spent)
 
@@ -160,22 +169,27 @@ class SpeculationStats:
 
     @property
     def verified_acceptance_rate(self) -> float:
-        """Accepted over verified tokens, in [0, 1] (0 if none); tokens after the first rejected one do not count."""
+        """Accepted over verified tokens, in [0, 1]; 0 if there are none.
+
+        Tokens after the first rejected one do not count.
+        """
         return self.num_accepted / self.num_verified if self.num_verified else 0.0
 
     @property
     def verified_acceptance_rate_per_position(self) -> list[float]:
-        """Accepted over verified tokens at each position, that is, the rate if all earlier positions were accepted."""
-        num = len([count for count in self.verified_per_position if count])
-        return _ratios(self.accepted_per_position[:num], self.verified_per_position[:num])
+        """Accepted over verified tokens at each position, given accepted earlier positions."""
+        num_positions = len([count for count in self.verified_per_position if count])
+        return _ratios(self.accepted_per_position[:num_positions], self.verified_per_position[:num_positions])
 
     @property
     def speedup(self) -> float | None:
-        """Estimated speed-up of the whole call over plain decoding; None if no plain step was measured.
+        """Estimated speed-up of the whole call over plain decoding.
 
-        Plain decoding is taken to need no preparation but transformers' own, and in place of the rounds the steps of
-        `replaced_steps`. A step takes the median of the plain steps of as many rows, interpolated between two numbers.
-        Where the call took fewer than 16 plain steps, those of earlier calls of its type count too.
+        None without measured plain steps.
+
+        The estimate for plain decoding leaves out our own preparation, and replaces the rounds by the steps of
+        `replaced_steps`. A step takes the median of the plain steps with the same number of rows, or interpolates
+        between two numbers. If the call took fewer than 16 plain steps, those of earlier calls of its type count too.
         """
         steps = self.measured_steps()
         if not steps or self.total_s <= 0:
@@ -183,7 +197,7 @@ class SpeculationStats:
         measured = sorted(steps)
         medians = [median(steps[num_rows]) for num_rows in measured]
         replaced = self.replaced_steps.items()
-        steps_s = sum(num * float(np.interp(num_rows, measured, medians)) for num_rows, num in replaced)
+        steps_s = sum(num_steps * float(np.interp(num_rows, measured, medians)) for num_rows, num_steps in replaced)
         return (self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s) / self.total_s
 
     @property
@@ -193,12 +207,12 @@ class SpeculationStats:
 
     @property
     def num_plain_forwards(self) -> int:
-        """Forwards after the prompt that plain decoding takes for what rounds emitted."""
+        """Forwards of plain decoding after the prompt for the same emitted tokens."""
         return sum(self.replaced_steps.values())
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
-        """Seconds of inputs, preparation, vocabulary, prefill, draft, score, verify and bookkeeping."""
+        """Seconds of all stages, from inputs to bookkeeping, by name."""
         return {stage: getattr(self, f"{stage}_s") for stage in STAGES}
 
     @property
@@ -208,18 +222,20 @@ class SpeculationStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second after the prefill, summed over rows; 0 before the first round."""
+        """Emitted tokens per second after the prefill, over all rows; 0 before the first round."""
         decoding_s = self.total_s - self.inputs_s - self.preparation_s - self.vocabulary_s - self.prefill_s
         return self.num_emitted / decoding_s if decoding_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Every count, and the rates that follow from them, as values that JSON can hold."""
+        """Return all counts and derived rates as JSON-compatible values."""
         by_number = {name: dict(sorted(getattr(self, name).items())) for name in _BY_NUMBER}
-        texts = {name: {str(num): value for num, value in counts.items()} for name, counts in by_number.items()}
-        return asdict(self) | texts | {name: getattr(self, name) for name in _DERIVED}
+        with_text_keys = {
+            name: {str(key): value for key, value in counts.items()} for name, counts in by_number.items()
+        }
+        return asdict(self) | with_text_keys | {name: getattr(self, name) for name in _DERIVED}
 
     def to_pandas(self) -> Any:
-        """A data frame of one row: `as_dict()` with a column per position, and lists of strings joined.
+        """Convert to a data frame of one row: `as_dict()`, one column per position, joined strings.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -230,17 +246,18 @@ class SpeculationStats:
                 row[name] = "; ".join(value)
             elif not isinstance(value, dict | list):
                 row[name] = value
-        row |= {f"acceptance_rate_{at}": rate for at, rate in enumerate(self.acceptance_rate_per_position, 1)}
+        rates = enumerate(self.acceptance_rate_per_position, 1)
+        row |= {f"acceptance_rate_{position}": rate for position, rate in rates}
         return import_extra("pandas", "plot").DataFrame([row])
 
     def summary(self) -> str:
-        """Return one line: speed-up, target forwards, mean acceptance length, acceptance rate, seconds."""
+        """Return one line: speed-up, target forwards, acceptance length and rate, seconds."""
         line: str = _rendering().summary(self)
         return line
 
     @property
     def headline(self) -> str:
-        """Estimated speed-up over plain decoding, or why there is none."""
+        """Estimated speed-up over plain decoding, or the reason for none."""
         line: str = _rendering().headline(self)
         return line
 
@@ -256,7 +273,10 @@ class SpeculationStats:
         return self.as_table()._repr_mimebundle_(include, exclude, **options)
 
     def plot(self) -> Any:
-        """A `matplotlib.figure.Figure` of acceptance rate per position, draft length by round, and seconds by stage.
+        """Plot acceptance rate per position, draft length by round, and seconds by stage.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
@@ -274,11 +294,11 @@ class SpeculationStats:
         return text
 
     def measured_steps(self) -> dict[int, list[float]]:
-        """Seconds of plain steps by number of rows: the call's own, and as many earlier ones as it lacks."""
-        own, earlier = self.plain_step_s_by_rows, self.earlier_plain_step_s_by_rows
+        """Return seconds of plain steps by number of rows, completed by those of earlier calls."""
+        current, earlier = self.plain_step_s_by_rows, self.earlier_plain_step_s_by_rows
         steps = {}
-        for num_rows in own.keys() | earlier.keys():
-            measured = own.get(num_rows, [])
+        for num_rows in current.keys() | earlier.keys():
+            measured = current.get(num_rows, [])
             num_lacking = max(ENOUGH_PLAIN_STEPS - len(measured), 0)
             newest_first = earlier.get(num_rows, [])[::-1]
             steps[num_rows] = measured + newest_first[:num_lacking]
@@ -286,7 +306,7 @@ class SpeculationStats:
 
 
 _COUNTS = tuple(entry.name for entry in fields(SpeculationStats) if entry.name.endswith(("_per_position", "_per_row")))
-# How the values of a field are added, by the name of the field.
+# Addition of two values, by name of the field.
 _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **{entry.name: operator.add for entry in fields(SpeculationStats)},
     **dict.fromkeys(("verifier", "plan", "cache"), lambda first, second: first if first == second else ""),
@@ -298,9 +318,9 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "draft_lens": lambda first, second: (first + second)[:MAX_DRAFT_LENS],
     "plain_step_s_by_rows": lambda first, second: {
-        num: [*first.get(num, ()), *second.get(num, ())][:MAX_PLAIN_STEPS] for num in first | second
+        num_rows: [*first.get(num_rows, ()), *second.get(num_rows, ())][:MAX_PLAIN_STEPS] for num_rows in first | second
     },
-    # the second call may know those of the first
+    # The second call may know the steps of the first.
     "earlier_plain_step_s_by_rows": lambda first, second: second | first,
 }
 
@@ -310,5 +330,5 @@ def _ratios(numerators: list[int], denominators: list[int]) -> list[float]:
 
 
 def _rendering() -> Any:
-    """Return the module that renders statistics, which imports rich."""
+    """Import the module that renders statistics; it imports rich."""
     return importlib.import_module("hf_speculate.tools.rendering")

@@ -1,1 +1,1 @@
-"""From a `generate()` call to a validated, prepared call."""
+"""Validate and prepare calls of `generate()`."""

@@ -1,4 +1,4 @@
-"""Collects the fields of `SpeculationConfig` from keywords, generation configs and saved files."""
+"""Collect the fields of `SpeculationConfig` from keywords, generation configs and saved files."""
 
 import importlib
 import json
@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 
-# A field that is settled keeps its companion out of weaker sources: a call that asks for K tokens gets K.
+# A field also excludes its companion from weaker sources: a call with K tokens gets K, whatever the saved schedule.
 _SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
 
-# Fields that are objects -> where their class is, which is imported when a call has one.
+# Fields with an object as value -> module and name of its class, imported on use.
 _OBJECTS = {
     "suffix_store": ("hf_speculate.options.sources.suffix_store", "SuffixStore"),
     "draft_state": ("hf_speculate.options.draft_state.state", "DraftState"),
@@ -22,7 +22,10 @@ _OBJECTS = {
 
 
 def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
-    """A field by the keyword, even if that is None, the passed config, or the model's; None if nobody set it."""
+    """Return a field from the keywords, the passed generation config, or the model's.
+
+    A keyword of None counts as set. None if no source sets the field.
+    """
     if name in call:
         return call[name]
     values = (getattr(config, name, None) for config in (call.get("generation_config"), model.generation_config))
@@ -43,23 +46,23 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
             raise ConfigError(
                 f"{name} must be a {class_name}, got {type(value).__name__}; pass hf_speculate.{class_name}()"
             )
-    # an explicit None keeps weaker sources out, then means the default
+    # An explicit None excludes weaker sources, then means the default.
     return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
 
 
 def fields_of(config: object) -> dict[str, Any]:
-    """The fields that a `GenerationConfig` sets; `None` counts as not set."""
+    """Return the fields set by a `GenerationConfig`; `None` counts as not set."""
     values = {name: getattr(config, name, None) for name in FIELD_NAMES}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields of ours that a `generation_config.json`, or its content, sets; `None` counts as not set."""
+    """Return our fields of a `generation_config.json`, or its content; `None` counts as not set."""
     values: Any = saved or {}
     if isinstance(saved, str | Path):
         try:
             values = json.loads(Path(saved).read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:  # no JSON, or lists in lists without end
+        except (ValueError, RecursionError) as error:  # no JSON, or nested too deeply
             raise ConfigError(f"fields_from must be a JSON object, got {saved}: {error}; mend the file") from error
     if not isinstance(values, Mapping):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The decoding method of a call, which transformers runs once it has prepared the inputs."""
+"""Decode a call speculatively after transformers has prepared its inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,12 +24,15 @@ from hf_speculate.models.folded_attention import folded_attention_for
 
 @dataclass(eq=False)
 class SpeculativeDecoding:
-    """A `custom_generate` function for one call of `generate()`, which Whisper's own `generate` runs several times."""
+    """A `custom_generate` function for one call of `generate()`.
+
+    Whisper's own `generate` runs it several times.
+    """
 
     request: Request
     clock: StageClock  # started when the call began
     row_lists: RowLists = ONE_CALL
-    # gets the decoder in place of decoding, so that its rows may join others; None to decode
+    # Receives the decoder, for rows of a running batch, in place of decoding; None to decode.
     on_prepared: Callable[[SpeculativeDecoder], object] | None = None
     num_runs: int = field(default=0, init=False)
 
@@ -72,8 +75,8 @@ class SpeculativeDecoding:
         return self._timed(self._decode(decoder))
 
     def _timed(self, output: GenerateOutput | Tensor) -> GenerateOutput | Tensor:
-        """Return the output once the seconds since the last round are counted."""
-        self.clock.enter(Stage.INPUTS)  # a model's own generate() may go on with another run
+        """Add the seconds since the last round to the statistics and return the output."""
+        self.clock.enter(Stage.INPUTS)  # a model's own generate() may start another run
         self.request.stats.add_seconds(self.clock.lap())
         return output
 
@@ -98,5 +101,5 @@ class SpeculativeDecoding:
             for row, ids in enumerate(decoder.output.new_ids.values()):
                 plan.source.keep_row(ids, partial(call.prompts.real_ids, row))
             if call.static_cache is not None:
-                static_copies().write_back(call.cache, call.static_cache)  # the last step, which nothing would undo
+                static_copies().write_back(call.cache, call.static_cache)  # last, because nothing would undo it
         return output

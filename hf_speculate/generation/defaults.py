@@ -1,4 +1,4 @@
-"""Defaults of an enabled model: what `enable` was given, for calls that name no draft source of their own."""
+"""Store the arguments of `enable` as defaults of a model, for calls without a draft source."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,18 +11,21 @@ from hf_speculate.draft.source import is_set
 from hf_speculate.errors import warn_user
 from hf_speculate.models.text_decoder import unwrapped
 
-# fields that are of use to one draft source alone
+# Each of these fields serves one draft source only.
 _COMPANIONS = ("draft_state", "suffix_store")
-SAVED_ASSISTANT = "speculation_assistant"  # key of a generation config that names a draft
+SAVED_ASSISTANT = "speculation_assistant"  # key of generation configs, names a draft
 TOKENIZERS = ("tokenizer", "assistant_tokenizer")
-_ATTRIBUTE = "_hf_speculate_defaults"  # of an enabled model; no module, parameter or buffer
+_ATTRIBUTE = "_hf_speculate_defaults"  # attribute of enabled models; no module, parameter or buffer
 
 _plain_models: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hf_speculate_plain_models", default=())
 _is_nested: ContextVar[bool] = ContextVar("hf_speculate_is_nested", default=False)
 
 
 class Defaults:
-    """Arguments of `generate()` by name. Copies of a model share them, and what is pickled leaves them out."""
+    """Default arguments of `generate()` by name.
+
+    Copies of a model share them; pickles leave them out.
+    """
 
     def __init__(self, values: Mapping[str, Any]):
         self.values = dict(values)
@@ -30,16 +33,16 @@ class Defaults:
 
     @staticmethod
     def of(model: PreTrainedModel) -> "Defaults":
-        """Return the defaults of a model, empty ones if it has none."""
+        """Return the defaults of a model, empty if it has none."""
         defaults = vars(model).get(_ATTRIBUTE)
         return defaults if isinstance(defaults, Defaults) else Defaults({})
 
     def for_call(self, call: Mapping[str, Any], sources: Collection[str]) -> dict[str, Any]:
-        """Return what counts for a call, whose own draft source replaces all of these.
+        """Return the defaults for a call; a draft source of the call replaces all of these.
 
         Args:
             call: arguments of the call by name; None counts as left out.
-            sources: arguments that name a draft source.
+            sources: names of arguments for draft sources.
         """
         values = dict(self.values)
         if any(is_set(value_in(call, name)) for name in sources):
@@ -47,13 +50,13 @@ class Defaults:
         return {name: value for name, value in values.items() if value_in(call, name) is None}
 
     def warn_once(self, text: str) -> None:
-        """Warn the user, unless these defaults have brought the same warning before."""
+        """Warn the user, once per text."""
         if text not in self._said:
             self._said.add(text)
             warn_user(text)
 
     def warn_left_out(self, where: str, hint: str) -> None:
-        """Warn the user once that these defaults are not part of what is saved."""
+        """Warn the user once: saving leaves these defaults out."""
         if self.values:
             self.warn_once(f"{where} leaves out {', '.join(self.values)}, which enable() was given; {hint}")
 
@@ -66,7 +69,7 @@ class Defaults:
 
 
 def set_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
-    """Replace the defaults of a model."""
+    """Set the defaults of a model, in place of earlier ones."""
     vars(model)[_ATTRIBUTE] = Defaults(values)
 
 
@@ -77,10 +80,10 @@ def remove_defaults(model: PreTrainedModel) -> None:
 
 @contextmanager
 def plain(model: PreTrainedModel) -> Iterator[None]:
-    """Decode plainly in this context: calls of `model.generate()` leave out all draft sources and fields.
+    """Decode plainly in this context.
 
-    Other threads and tasks, and `generate()` of other models, draft as before. A generator that is
-    suspended inside of the context keeps it on for its caller.
+    Calls of `model.generate()` ignore all draft sources and fields. Other threads and tasks, and `generate()` of other
+    models, draft as before. A generator suspended inside of the context keeps it on for its caller.
 
     Args:
         model: an enabled model, or the PEFT model around one.
@@ -99,7 +102,7 @@ def decodes_plainly(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def nested_calls(model: PreTrainedModel) -> Iterator[None]:
-    """Decode plainly and without statistics: for calls of `generate()` that a call of it makes itself."""
+    """Decode plainly and without statistics, for calls of `generate()` inside another call."""
     token = _is_nested.set(True)
     try:
         with plain(model):
@@ -114,6 +117,6 @@ def is_nested() -> bool:
 
 
 def value_in(call: Mapping[str, Any], name: str) -> Any:
-    """Return an argument of a call, by keyword or from the generation config that it passes; None if it has neither."""
+    """Return an argument of a call from its keywords or its generation config, or None."""
     value = call.get(name)
     return getattr(call.get("generation_config"), name, None) if value is None else value

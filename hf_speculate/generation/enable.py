@@ -1,4 +1,4 @@
-"""Enables and disables speculative `generate()` for one model object."""
+"""Enable and disable speculative `generate()` for one model object."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,31 +21,31 @@ from hf_speculate.verify.base import check_verifier
 ModelT = TypeVar("ModelT")
 
 _LOCK = threading.Lock()
-_ENABLED_CLASSES: dict[type, type] = {}  # by plain class, which they name as `_plain_class`
+_ENABLED_CLASSES: dict[type, type] = {}  # plain class (their `_plain_class`) -> enabled class
 
 
 def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> ModelT:
     """Make `model.generate()` speculative, whoever calls it.
 
-    Whatever `generate()` takes for speculation may be given here: a draft source (`assistant_model`,
+    All arguments of `generate()` for speculation may be given here as defaults: a draft source (`assistant_model`,
     `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter`, `candidate_generator` or `use_mtp`), tokenizers, and
-    the fields of `SpeculationConfig`. These defaults count in calls that leave them out, before what is saved with the
-    model; a draft source of a call replaces theirs. A call that cannot use them decodes plainly, with one warning.
-    Without any, an enabled model keeps its defaults, and a call without a draft source decodes as before; only
+    the fields of `SpeculationConfig`. A call may override them; its draft source replaces theirs. They take precedence
+    over the settings saved with the model. A call that cannot use them decodes plainly, with one warning. Without
+    defaults, an enabled model keeps its earlier ones. A call without a draft source decodes as before; only
     `verifier="coupled"` with `do_sample=True` replaces the draw then too.
 
-    Only this object changes: its class becomes a subclass of its own class, of the same name, and the defaults lie
-    beside its modules: they are no part of its state dict, config or parameters. A PEFT-wrapped model is enabled
-    through the model that it wraps. Copies share the defaults. Pickles are enabled too, in other processes as well,
-    without the defaults; what `save_pretrained` writes is loaded as a plain model.
+    Only this object changes. Its class becomes a subclass of the same name; the defaults are stored on the object and
+    are no part of its state dict, config or parameters. For a PEFT model, the wrapped model is enabled. Copies share
+    the defaults. Pickles stay enabled, in other processes as well, without the defaults. `save_pretrained` saves a
+    plain model.
 
     With a newer transformers than the newest tested one, the first enabled model of a class brings a warning, and its
     first speculative call a self-test.
 
     Args:
         model: a transformers model that can generate, changed in place.
-        assistant_model: a draft model or head, or its folder or Hub id, which is loaded with the target's dtype and
-            device. None for the one that `save_settings` has saved with the model, if there is one.
+        assistant_model: a draft model or head, or its folder or Hub id, loaded with the target's dtype and device.
+            None for the one saved with the model by `save_settings`, if any.
         **defaults: other arguments of `generate()` for speculation; None counts as left out.
 
     Returns:
@@ -55,7 +55,7 @@ def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> Model
         ConfigError: a default is unknown or has a wrong value, or the draft does not load.
         UnsupportedGenerationError: the defaults exclude each other.
         UnsupportedModelError: it is not a transformers model that can generate, the draft does not fit it, or this
-            version of transformers lacks what is needed.
+            version of transformers lacks a name that we use.
     """
     base = _base_model(model)
     check_private_names(base)
@@ -73,7 +73,7 @@ def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> Model
 
 
 def disable(model: ModelT) -> ModelT:
-    """Undo `enable`, in place. A model that is not enabled stays as it is.
+    """Undo `enable`, in place; a plain model stays as it is.
 
     Args:
         model: the object, or the PEFT model around it.
@@ -93,7 +93,10 @@ def disable(model: ModelT) -> ModelT:
 
 
 def is_enabled(model: object) -> bool:
-    """Return whether `model.generate()` is speculative, also for a class written with `SpeculativeGenerationMixin`."""
+    """Return whether `model.generate()` is speculative.
+
+    Classes written with `SpeculativeGenerationMixin` count too.
+    """
     return isinstance(_base_model(model), SpeculativeGenerationMixin)
 
 
@@ -115,7 +118,7 @@ def _base_model(model: object) -> PreTrainedModel:
 
 
 def _given_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `enable` is given, and the draft that is saved with the model if that names no source."""
+    """Return the arguments of `enable`, by default with the draft saved with the model."""
     sources = getattr(model, "draft_sources", SOURCES)
     given = {name: value for name, value in values.items() if value is not None}
     given = {name: value for name, value in given.items() if is_set(value) or name not in sources}
@@ -133,7 +136,7 @@ def _given_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> dict[s
 
 
 def _check_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
-    """Check what `enable` is given as the first call would, so that no later one fails."""
+    """Check the arguments of `enable` as calls would, so errors come early."""
     sources = getattr(model, "draft_sources", SOURCES)
     names = {*filter(str.isidentifier, sources), *FIELD_NAMES, *TOKENIZERS}
     for name in values.keys() - names:
@@ -184,10 +187,10 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
 
 
 class _Maker:
-    """Makes the empty object that a copy or a pickle of an enabled model fills.
+    """A factory of empty objects for copies and pickles.
 
-    A copy gets the model's own class. A pickle names the plain class, which other processes can import, and the loaded
-    model is enabled again.
+    A copy gets the model's own class. A pickle names the plain class, because other processes can import it, and the
+    loaded model is enabled again.
     """
 
     def __init__(self, model_class: Any):
@@ -201,11 +204,11 @@ class _Maker:
 
 
 def _maker_of(plain: type[PreTrainedModel]) -> _Maker:
-    """Return what a pickle calls for its plain class."""
+    """Return the factory for the plain class of a pickle."""
     return _Maker(_enabled_class(plain))
 
 
-# Copies come from here too: wrappers such as PEFT's, which look up missing attributes in their model, would find its
+# Copies come from here too. Wrappers such as PEFT's look up missing attributes in their model: they would find its
 # `__copy__` and `__deepcopy__` and return a copy of the model alone.
 def _reduce(self: PreTrainedModel, protocol: Any) -> tuple[Any, ...]:
     return _Maker(type(self)), (), self.__getstate__()

@@ -1,4 +1,4 @@
-"""`generate()` of an enabled model, and the function `generate`."""
+"""Run `generate()` of enabled models, and the function `generate`."""
 
 import functools
 import inspect
@@ -50,25 +50,25 @@ _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
-    """Gives a model class speculative `generate()`; put it before the model in a class's bases.
+    """Mixin for speculative `generate()`.
 
-    `generate()` takes the arguments of transformers', and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`; with a source of drafts, what cannot be decoded speculatively raises an error. Without a source
-    it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that
-    every assistant gives with the same seed.
+    Put it before the model in a class's bases. `generate()` takes the arguments of transformers' method, and the fields
+    of `SpeculationConfig` as keywords or from a `GenerationConfig`. With a draft source, unsupported arguments raise an
+    error. Without a draft source it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws token
+    by token, and the text equals the text with any assistant and the same seed.
     """
 
     draft_sources: ClassVar[Mapping[str, str]] = SOURCES
-    """Argument of `generate()` -> where its draft source is made; a subclass may add its own, see CONTRIBUTING.md."""
+    """Argument of `generate()` -> factory of its draft source; subclasses may add more, see CONTRIBUTING.md."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         ours = SpeculativeGenerationMixin.generate
-        if getattr(cls.generate, "__code__", None) is ours.__code__:  # no class in between has one of its own
+        if getattr(cls.generate, "__code__", None) is ours.__code__:  # no class in between overrides it
             cls.generate = described(ours, super().generate)  # type: ignore[method-assign]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
-        """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
+        """Generate as in transformers, with `.speculation` on output objects.
 
         Raises:
             SpeculateError: see `hf_speculate.generate`.
@@ -84,7 +84,10 @@ class SpeculativeGenerationMixin(GenerationMixin):
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
-        """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
+        """Heal tokens as transformers does, by default with the tokenizer of the current call.
+
+        Transformers does not pass it on.
+        """
         tokenizer = _healing_tokenizer.get() if tokenizer is None else tokenizer
         model: Any = self
         with _provide_tokenizer(None), nested_calls(model):  # heal_tokens calls `generate` itself
@@ -96,17 +99,17 @@ def generate(
 ) -> GenerateOutput | Tensor:
     """Decode once with speculation, without enabling the model.
 
-    The model class's own `generate` runs underneath, never one that was put on the instance, so that a Hub
-    repository's `custom_generate/generate.py` can call this.
+    It runs the class's `generate`, never one set on the instance. So a Hub repository's
+    `custom_generate/generate.py` can call it.
 
     Args:
-        model: the target, which PEFT may wrap.
-        *args: as `model.generate`.
-        fields_from: a `generation_config.json`, or its content; its fields count where the call leaves them open.
-        **kwargs: as `model.generate`, and the fields of `SpeculationConfig`.
+        model: the target, possibly wrapped by PEFT.
+        *args: as for `model.generate`.
+        fields_from: a `generation_config.json`, or its content, with defaults of the fields.
+        **kwargs: as for `model.generate`, and the fields of `SpeculationConfig`.
 
     Returns:
-        What `model.generate` returns.
+        The output of `model.generate`.
 
     Raises:
         ConfigError: a field has a wrong value.
@@ -123,7 +126,7 @@ def generate(
 
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> SpeculativeDecoder:
-    """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
+    """Prepare a call for continuous batching and return its decoder before the prefill."""
     decoders: list[SpeculativeDecoder] = []
     plain, clock = _plain_generate(model), _started_clock()
     call, _ = bind(plain, (), kwargs)
@@ -135,7 +138,7 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Speculativ
 
 @contextmanager
 def _provide_tokenizer(tokenizer: Any) -> Iterator[None]:
-    """Make the tokenizer of a call available to `heal_tokens` while transformers prepares the call."""
+    """Provide the tokenizer of a call to `heal_tokens` while transformers prepares the call."""
     token = _healing_tokenizer.set(tokenizer)
     try:
         yield
@@ -186,15 +189,15 @@ def _decode_without_source(
     refusal: str = "",
     has_prompt: bool = False,
 ) -> GenerateOutput | Tensor:
-    """Decode a call as transformers does without a draft source, whoever names one.
+    """Decode a call plainly, as transformers does without a draft source.
 
     Args:
         model: the target.
         plain: the model's own `generate`.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        refusal: why what `enable` was given cannot be used, for the statistics.
-        has_prompt: whether the call's streamer has the prompt already.
+        refusal: reason for not using the defaults of `enable`, for the statistics.
+        has_prompt: whether the call's streamer has received the prompt already.
     """
     call, positional_names = bind(plain, args, kwargs)
     sources = getattr(model, "draft_sources", SOURCES)
@@ -214,14 +217,14 @@ def _decode_without_source(
 
 
 def _started_clock() -> StageClock:
-    """Return a clock of a call that begins now."""
+    """Start the clock of a call."""
     clock = StageClock()
     clock.enter(Stage.PREPARE)
     return clock
 
 
 def _decode(model: PreTrainedModel, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
-    """Let transformers prepare a call, and call the function that decodes it."""
+    """Let transformers prepare a call and run the decoding function."""
     request = decoding.request
     if setting(model, request.arguments, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
         raise UnsupportedGenerationError(
@@ -240,7 +243,7 @@ def _decode(model: PreTrainedModel, decoding: SpeculativeDecoding) -> GenerateOu
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:
-    """Warn if transformers will lose our fields when the model's generation config is next loaded."""
+    """Warn if saving and loading the model's generation config will drop our fields."""
     config = model.generation_config
     names = sorted(fields_of(config))
     if names and comes_from_model_config(config):
@@ -252,16 +255,16 @@ def warn_of_lost_fields(model: PreTrainedModel) -> None:
 
 
 def described(generate: Any, plain: Callable[..., Any]) -> Any:
-    """A copy of `generate` whose signature and docstring begin with those of `plain`; it runs as the original does."""
+    """Copy `generate` and extend the signature and docstring of `plain` by our fields."""
     code, scope, name = generate.__code__, generate.__globals__, generate.__name__
-    twin = FunctionType(code, scope, name, generate.__defaults__, generate.__closure__)
-    twin.__module__, twin.__qualname__ = generate.__module__, generate.__qualname__
-    twin.__annotations__ = generate.__annotations__
-    twin.__signature__ = _signature(plain)  # type: ignore[attr-defined]
+    function = FunctionType(code, scope, name, generate.__defaults__, generate.__closure__)
+    function.__module__, function.__qualname__ = generate.__module__, generate.__qualname__
+    function.__annotations__ = generate.__annotations__
+    function.__signature__ = _signature(plain)  # type: ignore[attr-defined]
     text = inspect.getdoc(plain) or inspect.getdoc(GenerationMixin.generate) or ""
     ours = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    twin.__doc__ = f"{text}\n\nSpeculative decoding, by keyword or as fields of a `GenerationConfig`:\n{ours}\n"
-    return twin
+    function.__doc__ = f"{text}\n\nSpeculative decoding, by keyword or as fields of a `GenerationConfig`:\n{ours}\n"
+    return function
 
 
 def _signature(plain: Callable[..., Any]) -> inspect.Signature:

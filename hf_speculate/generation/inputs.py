@@ -1,4 +1,4 @@
-"""The inputs of a call: what transformers has prepared for the target, checked, and what the draft model reads."""
+"""Read the inputs of a prepared call: check those of the target, make those of the draft model."""
 
 import inspect
 from collections.abc import Mapping
@@ -47,15 +47,15 @@ from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
-_FEWEST_LEFT = 2  # tokens to come, without which nothing is drafted
+_FEWEST_LEFT = 2  # new tokens from which a call drafts
 _BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")  # read by some encoders
 _OWN = """
 attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
 past_key_values return_dict use_cache
 """
-OWN_NAMES = set(_OWN.split())  # arguments that our own loop gives itself, or to nobody
+OWN_NAMES = set(_OWN.split())  # arguments set by our loop, or not passed to forwards
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_BY_COLUMN = {"cross_attention_mask"}  # masks with an entry for each token, of which the prompt's last one goes on
+_BY_COLUMN = {"cross_attention_mask"}  # masks with one entry per token; new tokens repeat the prompt's last entry
 
 
 def read_call(
@@ -71,26 +71,27 @@ def read_call(
     row_lists: RowLists,
     num_run: int,
 ) -> Call:
-    """Read what transformers has prepared, after all checks.
+    """Check and read a prepared call.
 
     Args:
-        request: the call as it was asked.
+        request: the call before transformers prepared it.
         model: the target.
         input_ids: [B, T], the prompts, left-padded.
         logits_processor: the call's list.
         stopping_criteria: the call's list.
-        generation_config: as transformers has prepared it.
-        inputs_tensor: the main input, an encoder's for example. None if transformers hands over none.
+        generation_config: as prepared by transformers.
+        inputs_tensor: the main input, for example of an encoder.
+            None if transformers passes none.
         model_kwargs: arguments of the target's forwards; a static cache in it is replaced.
-        row_lists: whether rows leave, so that others may join.
-        num_run: runs of `generate` that the call has had, as Whisper's has several.
+        row_lists: whether rows leave and others join (continuous batching).
+        num_run: index of this run within the call; Whisper runs several.
     """
     config = request.config.for_run(num_run).resolve(bool(generation_config.do_sample))
     check_verifier(config)
     source, passed = request.source, request.passed
     streamer = passed.get("streamer")
     check_prepared(model, input_ids, generation_config, model_kwargs, streamer, source)
-    input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
+    input_ids = input_ids.long()  # plain decoding takes int32 too and returns int64
     static_cache = _replace_static_cache(model, model_kwargs)
     is_static_named = request.is_static or static_cache is not None
     check_unused(logits_processor)
@@ -160,11 +161,11 @@ def _with_forced_text(
     rows_leave: bool,
     stats: SpeculationStats,
 ) -> DraftSource:
-    """Return the source; if the call asks for it, one that drafts forced text before."""
+    """Return the source, wrapped by forced-text drafts if the call asks for these."""
     is_offered = any(map(offers_forced_text, processors))
     if choice is False or not (choice or (is_offered and source.drafts)):
         return source
-    if not is_offered and not rows_leave:  # rows that join may have such a processor
+    if not is_offered and not rows_leave:  # joining rows may have such a processor
         raise ConfigError(
             "grammar_draft must be left out unless a logits processor has forced_text(), got True; pass a processor "
             "that has, or leave grammar_draft out"
@@ -172,7 +173,7 @@ def _with_forced_text(
     if tokenizer is None and choice:
         raise ConfigError("tokenizer must be given with grammar_draft, got None; pass tokenizer= to generate()")
     excluded = "" if source.takes_turns else source.argument
-    # ranks of different texts would run different numbers of forwards
+    # Synced ranks with different texts would run different numbers of forwards.
     excluded = "synced_gpus" if is_synced else excluded
     if excluded and choice:
         raise UnsupportedGenerationError(f"grammar_draft must be left out with {excluded}, got True; omit one of them")
@@ -185,7 +186,7 @@ def _with_forced_text(
 
 
 def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache | None:
-    """Return the static cache that a call passes, if any; a dynamic one with its states replaces it."""
+    """Replace a static cache by a dynamic copy, in place, and return the static one, if any."""
     cache: Cache = model_kwargs[cache_name(model)]
     if not is_static(cache):
         return None
@@ -202,7 +203,7 @@ def _prompts(
     passed: Mapping[str, Any],  # arguments of the call
     source: DraftSource,
 ) -> Prompts:
-    """Return the prompts of a run, after the checks of mask, length and cache."""
+    """Check mask, length and cache of a run and return its prompts."""
     mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")  # [B, P] of any dtype
     is_padded = mask is not None and not bool((mask != 0).all())
     padding_mask = (mask != 0).to(torch.int64) if is_padded and mask is not None else None
@@ -227,17 +228,29 @@ def _prompts(
 
 
 def _shape_of_ones(passed: Mapping[str, Any], prompt: Tensor) -> tuple[int, ...] | None:
-    """Return the shape of a passed mask of ones, which transformers may drop, for a prompt [B, P, ...]; or None."""
+    """Return the shape of a passed attention mask for a prompt [B, P, ...].
+
+    Transformers may drop a mask of ones. None if no mask was passed, or it belongs to another prompt.
+    """
     names = ("inputs_embeds", "input_ids", "inputs")
     mask, prompts = passed.get("attention_mask"), [passed[name] for name in names if name in passed]
     if mask is None or not prompts or prompts[0].shape[1] != prompt.shape[1]:
-        return None  # none was passed, or the model's own generate() has made another prompt
+        return None  # no mask, or a prompt made by the model's own generate()
     num_copies = prompt.shape[0] // prompts[0].shape[0]
     return (prompt.shape[0] if len(mask) == 1 else len(mask) * num_copies, *mask.shape[1:])
 
 
 def _uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds: Tensor | None = None) -> Tensor:
-    """[B, Q] int64, the tokens of ids [B, T], whole or new, that the cache lacks; zeros for embeddings [B, P, D]."""
+    """Return the uncached tokens of the prompts, [B, Q] int64.
+
+    Args:
+        input_ids: [B, T], whole prompts or new tokens only.
+        cache: the target's.
+        passed_mask: [B, P], tells whole prompts from new tokens.
+            None for whole prompts.
+        embeds: [B, P, D]; the result is then zeros.
+            None for prompts of ids.
+    """
     num_before, num_prompt = num_cached(cache), input_ids.shape[1]
     mask_len = None if passed_mask is None else passed_mask.shape[-1]
     if embeds is None:
@@ -265,16 +278,16 @@ def _uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embed
 def target_inputs(
     model: PreTrainedModel, prompts: Prompts, model_kwargs: dict[str, Any], *, has_positions: bool
 ) -> ExtraInputs:
-    """Return what the target reads besides the text, as its own `prepare_inputs_for_generation` would have it."""
+    """Return the target's inputs besides the text, from its `prepare_inputs_for_generation`."""
     input_ids, num_query = prompts.input_ids, prompts.query_ids.shape[1]
     if model.config.is_encoder_decoder:
         names = [name for name in ("encoder_outputs", "attention_mask") if model_kwargs.get(name) is not None]
         every = {name: model_kwargs[name] for name in names}
-        own_positions = _decoder_positions(model, input_ids, num_query, model_kwargs)
-        return ExtraInputs(every, own_positions, prefix=text_prefix(model))
+        positions_by_name = _decoder_positions(model, input_ids, num_query, model_kwargs)
+        return ExtraInputs(every, positions_by_name, prefix=text_prefix(model))
     extra = {name for name, value in model_kwargs.items() if value is not None} - OWN_NAMES - {"position_ids"}
     positions = model_kwargs.get("position_ids")
-    counts_columns = positions is None and takes_positions(model)  # plain `generate` tells it none
+    counts_columns = positions is None and takes_positions(model)  # plain `generate` passes none
     model_class: Any = type(model)
     embeds = model_kwargs.get("inputs_embeds")
     read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
@@ -292,14 +305,17 @@ def target_inputs(
         del prompt["position_ids"]
     columns = {name: model_kwargs[name][:, -1:] for name in _BY_COLUMN & extra}
     if not columns and (columns := _whole_pictures(model, model_kwargs)):
-        prompt |= dict.fromkeys(columns)  # the prompt itself is read without them, as in plain
+        prompt |= dict.fromkeys(columns)  # read without them, as in plain decoding
     return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns)
 
 
 def _decoder_positions(
     model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Position ids of a padded decoder prompt if plain `generate` passes none, so that the model counts columns."""
+    """Return position ids of a padded decoder prompt if plain `generate` passes none.
+
+    The model then counts the columns of its cache.
+    """
     if model_kwargs.get("decoder_attention_mask") is None or not takes_positions(model):
         return {}
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
@@ -310,15 +326,16 @@ def _decoder_positions(
 
 
 def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device) -> Tensor:
-    """[1, Q] int64: position ids that count the columns of the KV cache, as models do without `position_ids`."""
+    """Return position ids [1, Q] int64 by column of the KV cache, as models count by default."""
     start = model_kwargs[CACHE_NAME].get_seq_length()
     return torch.arange(start, start + num_query, device=device)[None]
 
 
 def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a mask [B, 1, 1, tiles] that shows all pictures, for calls without one; empty if there are no pictures.
+    """Return a mask [B, 1, 1, tiles] over all pictures, for calls without one; {} without pictures.
 
-    Without a mask a single token sees all tiles, but of several tokens read together SDPA shows the first ones fewer.
+    Without a mask, a single token attends to all tiles. Of several tokens in one forward, SDPA's causal mask hides
+    tiles from the first ones.
     """
     fixed = fixed_layers(model.config.get_text_config(decoder=True))
     if not fixed:
@@ -335,7 +352,7 @@ def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dic
 
 
 def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Return whether the prompt's positions [..., B or 1, Q] only count each row's real tokens, on one axis."""
+    """Return whether positions [..., B or 1, Q] only count each row's real tokens, on one axis."""
     if positions.ndim != 2:
         return False
     num_query = positions.shape[1]
@@ -345,11 +362,11 @@ def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
     is_masked = attention_mask[:, -num_query:] == 0
     counted = (attention_mask.cumsum(-1) - 1)[:, -num_query:].masked_fill(is_masked, 0)
     is_counted = positions == counted
-    return bool((is_counted | is_masked).all() and is_counted[:, -1].all())  # later tokens go on from the last column
+    return bool((is_counted | is_masked).all() and is_counted[:, -1].all())  # later positions continue the last column
 
 
 def _later_types(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the token types [B, 1] that plain `generate` hands the model with every token after the prompt."""
+    """Return token types [B, 1] of all tokens after the prompt, as in plain `generate`."""
     longer = {}
     for name in _TOKEN_TYPES:
         types = model_kwargs.get(name)
@@ -377,7 +394,10 @@ def _draft_inputs(
     ranks: Ranks,
     stats: SpeculationStats,
 ) -> ExtraInputs | None:
-    """What the draft model reads besides tokens; None, with the reason in the statistics, if it cannot read it."""
+    """Return the draft model's inputs besides tokens.
+
+    None, with the reason in the statistics, if it cannot read them.
+    """
     draft, media = source.model, sorted(MEDIA & passed.keys())
     if draft is None:
         return ExtraInputs()
@@ -452,7 +472,10 @@ def _encoded(
     vocabulary: VocabMapping | None,
     batch_size: int,
 ) -> ExtraInputs:
-    """What a draft model with an encoder reads: what its encoder makes of `inputs`, or what a shared one has made."""
+    """Return the encoder output for a draft model with an encoder.
+
+    Run the draft's encoder on `inputs`; if it is the target's encoder, reuse the target's output.
+    """
     outputs = model_kwargs.get("encoder_outputs")
     mask = model_kwargs.get("attention_mask")
     encoder: Any = draft.get_encoder()
@@ -484,7 +507,7 @@ def _encoded(
 
 
 def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
-    """A copy of a tensor, or of an output's, where the model is; numbers with a fraction in the model's dtype."""
+    """Move tensors to the model's device, and floating-point ones to its dtype."""
     device, dtype = device_of(model), dtype_of(model)
     return tree_map_only(
         Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype), value

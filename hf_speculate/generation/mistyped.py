@@ -1,4 +1,4 @@
-"""Names the argument of `generate()` that a mistyped one stands for."""
+"""Suggest an argument of `generate()` for a mistyped one."""
 
 import inspect
 from collections.abc import Collection, Iterator
@@ -22,7 +22,7 @@ _REFUSAL = "The following `model_kwargs` are not used by the model"  # the begin
 
 @contextmanager
 def name_mistyped(keywords: Collection[str]) -> Iterator[None]:
-    """Raise a `ConfigError` with the nearest argument where transformers refuses a keyword that it does not know."""
+    """Raise a `ConfigError` with the nearest argument if transformers refuses a keyword."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Plain decoding: whether a call must decode so because of code in its target, and how it then does."""
+"""Decode plainly if the target has foreign code that may not fit speculation."""
 
 import importlib
 from typing import Any
@@ -19,11 +19,11 @@ from hf_speculate.models.foreign_code import described
 from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.stats import SpeculationStats
 
-_SELF_TEST = "hf_speculate.options.self_test.compare"  # imported for models of a type that no test has shown
+_SELF_TEST = "hf_speculate.options.self_test.compare"  # imported for untested model types
 
 
 def self_test(call: Call, source: DraftSource) -> str:
-    """Compare a target of unknown type with plain decoding; empty if its type is known to agree."""
+    """Compare a target of an untested type with plain decoding; return "" for tested types."""
     if is_tested_type(call.target):
         return ""
     result: str = importlib.import_module(_SELF_TEST).check_decoding(call, source)
@@ -31,7 +31,10 @@ def self_test(call: Call, source: DraftSource) -> str:
 
 
 def plain_reason(call: Call, source: DraftSource, stats: SpeculationStats) -> str:
-    """Return why a call decodes without drafts because of foreign code in its target, and warn; empty if it drafts."""
+    """Return the reason for plain decoding because of foreign code in the target, and warn.
+
+    Empty if the call drafts.
+    """
     choice = call.config.speculation_hooks
     if not source.drafts or choice == "trusted" or not call.ranks.max(int(bool(call.foreign_code))):
         return ""
@@ -52,7 +55,7 @@ def decode_plainly(
     stopping_criteria: StoppingCriteriaList,
     stats: SpeculationStats,
 ) -> GenerateOutput | Tensor:
-    """Decode in transformers' own loop, over a cache that holds what transformers puts there."""
+    """Decode in transformers' own loop, with the call's own cache."""
     stats.plan = f"Plan(drafter: none; {stats.fallbacks[-1]})"
     options = {**call.model_kwargs, "streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
     device, seeds = call.prompts.input_ids.device, None
@@ -75,7 +78,7 @@ def decode_plainly(
 
 
 def returned_cache(call: Call) -> Cache:
-    """Return the cache that plain `generate` would return."""
+    """Return the cache of the output, of the same kind as in plain `generate`."""
     if call.static_cache is not None:
         return call.static_cache
     if not call.is_static_named or not call.is_cache_kept:

@@ -1,4 +1,4 @@
-"""The request of a call: its arguments, without those that speculation handles itself, its source and settings."""
+"""Read a call's draft source, settings, and arguments for transformers."""
 
 import copy
 import inspect
@@ -28,18 +28,21 @@ from hf_speculate.verify.base import check_verifier
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _DEFAULTS = GenerationConfig()
-# arguments of ours alone: transformers has the others, too
+# Transformers has the other fields, too.
 OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(_DEFAULTS, name)}
 _FRAMES_PER_POSITION = 2  # strides of the two convolutions before Whisper's encoder
 
 
 @dataclass(frozen=True)
 class Request:
-    """A call of `generate()` that has a source, without what transformers must not see."""
+    """A call of `generate()` with a draft source.
+
+    Its arguments leave out those hidden from transformers.
+    """
 
     plain: Callable[..., Any]  # the model's own `generate`
     arguments: Mapping[str, Any]  # by name
-    positional_names: Sequence[str]  # arguments that must be passed by position, because the function takes *args
+    positional_names: Sequence[str]  # arguments passed by position, because the function takes *args
     source: DraftSource  # the drafts' source
     config: SpeculationConfig
     stats: SpeculationStats
@@ -49,7 +52,7 @@ class Request:
 
     @cached_property
     def passed(self) -> dict[str, Any]:
-        """The arguments that are not None."""
+        """Arguments other than None."""
         return {name: value for name, value in self.arguments.items() if value is not None}
 
     @property
@@ -64,12 +67,12 @@ class Request:
 
 
 class RefusedDefaultError(Exception):
-    """A call cannot draft with what `enable` was given; transformers decodes it."""
+    """Error of a call with defaults of `enable`; transformers then decodes it."""
 
 
 @contextmanager
 def refusals(is_default: bool) -> Iterator[None]:
-    """Turn a refused call into one that decodes plainly if the call itself names no draft source."""
+    """Convert errors of a call to `RefusedDefaultError` if its draft source is a default."""
     try:
         yield
     except (ConfigError, UnsupportedGenerationError, UnsupportedModelError) as error:
@@ -79,11 +82,11 @@ def refusals(is_default: bool) -> Iterator[None]:
 
 
 class Found(NamedTuple):
-    """What drafts in a call, and how."""
+    """Draft source and settings of a call."""
 
     source: DraftSource | None  # None if transformers decodes the call
     config: SpeculationConfig
-    declined: list[str]  # arguments that do without a source here
+    declined: list[str]  # arguments without a draft source for this target
     is_default: bool  # whether `enable` named the source, and not the call
 
 
@@ -95,13 +98,13 @@ def read_request(
     saved: Mapping[str, Any],
     clock: StageClock,
 ) -> "Request | Undrafted":
-    """Read a call.
+    """Read the draft source and settings of a call.
 
     Args:
         model: the target.
         plain: the model's own `generate`.
         args: positional arguments of the call.
-        kwargs: keyword arguments of the call; ours are taken out if transformers decodes the call.
+        kwargs: keyword arguments of the call; ours are removed if transformers decodes the call.
         saved: fields of a file, weaker than those of the call.
         clock: times the preparation.
 
@@ -124,7 +127,7 @@ def read_request(
 
 
 def call_by_name(plain: Callable[..., Any], call: Mapping[str, Any], positional_names: Sequence[str]) -> Any:
-    """Call `generate`; a positional argument that was removed from the call is passed as None."""
+    """Call `generate`; positional arguments missing in the call are passed as None."""
     by_name = {name: value for name, value in call.items() if name not in positional_names}
     return plain(*(call.get(name) for name in positional_names), **by_name)
 
@@ -132,14 +135,14 @@ def call_by_name(plain: Callable[..., Any], call: Mapping[str, Any], positional_
 def find_source_of(
     model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any], saved: Mapping[str, Any]
 ) -> Found:
-    """Take what drafts and the settings out of a call; what `enable` was given fills in what the call leaves out."""
+    """Pop the draft source and settings from a call and return them, with defaults."""
     sources = getattr(model, "draft_sources", SOURCES)
     defaults = Defaults.of(model).for_call(call, sources)
     fields = {name: defaults.pop(name) for name in FIELD_NAMES if name in defaults}
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     keywords = {name: value for name, value in keywords.items() if value is not None or name not in fields}
-    passed, own = fields_of(call.get("generation_config")), fields_of(model.generation_config)
-    stronger = [keywords, passed, fields, saved, own]
+    passed, model_fields = fields_of(call.get("generation_config")), fields_of(model.generation_config)
+    stronger = [keywords, passed, fields, saved, model_fields]
     is_default = any(name in sources and is_set(value) for name, value in {**fields, **defaults}.items())
     if not is_default:
         defaults.pop("assistant_tokenizer", None)
@@ -159,12 +162,12 @@ def find_source_of(
 def speculative_request(
     model: PreTrainedModel,
     plain: Callable[..., Any],
-    call: dict[str, Any],  # the arguments by name, of which our own are taken out
+    call: dict[str, Any],  # the arguments by name; ours are removed
     found: Found,
     clock: StageClock,
     positional_names: Sequence[str] = (),
 ) -> Request:
-    """Check a call with a source, and hide from transformers what it would do itself."""
+    """Check a call with a draft source and hide its speculative arguments from transformers."""
     source, config = found.source or CONTINUOUS, found.config
     check_call(model, call, config, source, found.declined)
     check_private_names(model)
@@ -182,7 +185,7 @@ def speculative_request(
 
 
 def check_source(model: PreTrainedModel, source: DraftSource, arguments: Mapping[str, Any]) -> DraftSource:
-    """Check the models of a call, and relate its source to the target."""
+    """Check the models of a call and resolve its draft source for the target."""
     models = [model] if source.model is None else [model, source.model]
     check_models(models, source)
     check_weights(models, source)
@@ -190,10 +193,10 @@ def check_source(model: PreTrainedModel, source: DraftSource, arguments: Mapping
 
 
 def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Name all arguments of a call; what goes into `*args` is named as in `GenerationMixin.generate`.
+    """Bind the arguments of a call to names; those in `*args` as in `GenerationMixin.generate`.
 
     Returns:
-        The arguments by name, and the names of those that must be passed by position, because the function takes *args.
+        The arguments by name, and the names of those passed by position, because the function takes *args.
     """
     signature = inspect.signature(plain)
     call = dict(signature.bind(*args, **kwargs).arguments)
@@ -209,8 +212,8 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def samples(model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any]) -> bool:
-    """Return whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's."""
-    # a `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0
+    """Return whether the call may sample by its keywords, its generation config, or the model's."""
+    # A `generate` with an argument `temperature`, such as Whisper's, samples at temperatures above 0.
     if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
         return True
     return bool(setting(model, call, "do_sample"))
@@ -219,9 +222,9 @@ def samples(model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str
 def check_row_lists(
     model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any], config: SpeculationConfig
 ) -> None:
-    """Refuse a list with an entry per row if a model's own `generate`, as Whisper's, may decode several times.
+    """Refuse lists with an entry per row if the model's own `generate` may decode several times.
 
-    Only the rows that are not finished are decoded again, and it does not say which these are.
+    Whisper's decodes only unfinished rows again, without their indices.
     """
     name = "force_unique_generate_call"
     lists = {field: getattr(config, field) for field in ("num_assistant_tokens", "seed")}
@@ -239,7 +242,7 @@ def check_row_lists(
 
 
 def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
-    """Return the value of a field that speculation handles itself; in its place transformers gets `left`."""
+    """Pop a setting: return its value and pass `left` on to transformers."""
     value = setting(model, call, name)
     if value not in (None, left):
         call[name] = left
@@ -247,9 +250,9 @@ def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: A
 
 
 def source_arguments(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of draft sources by name, but for the settings.
+    """Return the arguments of draft sources by name, without fields of `SpeculationConfig`.
 
-    What no generation config has, such as `assistant_model`, leaves the call: transformers must not see it.
+    Arguments unknown to generation configs, such as `assistant_model`, are popped from the call.
     """
     names = [name for name in sources if name not in FIELD_NAMES and name.isidentifier()]
     return {name: setting(model, call, name) if hasattr(_DEFAULTS, name) else call.pop(name, None) for name in names}
@@ -263,7 +266,10 @@ def take_over_all(model: PreTrainedModel, call: dict[str, Any], values: Mapping[
 
 
 def intercept_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Turn `stop_strings` into a criterion, in place: transformers drops the tokenizer before it would."""
+    """Convert `stop_strings` to a criterion, in place.
+
+    Transformers would drop the tokenizer before doing so.
+    """
     stop_strings, tokenizer = pop_setting(model, call, "stop_strings"), call.get("tokenizer")
     if stop_strings is None:
         return
@@ -275,7 +281,10 @@ def intercept_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None
 
 
 def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> None:
-    """Keep settings that choose a draft source from transformers, which would draft itself, and refuse several rows."""
+    """Hide settings of draft sources from transformers.
+
+    It would draft by itself, and refuse several rows.
+    """
     for name in sources:
         if name not in FIELD_NAMES or not hasattr(_DEFAULTS, name):
             continue
@@ -288,9 +297,9 @@ def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping
 
 
 def take_cache(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Use a cache, in place, unless the call itself says otherwise: a model's own config only names its default.
+    """Set `use_cache`, in place, unless the call itself sets it.
 
-    The cache changes no text, and configs such as that of MPT leave it out.
+    The cache changes no text. Some models' configs, such as MPT's, switch it off by default.
     """
     passed = call.get("use_cache"), getattr(call.get("generation_config"), "use_cache", None)
     if passed == (None, None) and ("use_cache" in call or model.generation_config.use_cache is False):
@@ -298,7 +307,10 @@ def take_cache(model: PreTrainedModel, call: dict[str, Any]) -> None:
 
 
 def take_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether a call asks for a new static cache, which cannot roll back by row: it gets a dynamic one, in place."""
+    """Replace a requested static cache by a dynamic one, in place.
+
+    Static caches cannot roll back by row. Return whether there was one.
+    """
     is_passed = any(call.get(name) is not None for name in CACHE_NAMES)
     if is_passed or setting(model, call, "cache_implementation") != "static":
         return False
@@ -307,9 +319,9 @@ def take_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
 
 
 def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Rename a passed cache, in place, as this version of transformers names it.
+    """Rename a passed cache, in place, for this version of transformers.
 
-    The warning about an old name is attributed to the line that calls `generate`, two functions above the caller.
+    The warning about an old name points to the call of `generate`, two functions above the caller.
     """
     if not TAKES_CACHE and "cache" in arguments:
         arguments[cache_name(model) or CACHE_NAME] = arguments.pop("cache")

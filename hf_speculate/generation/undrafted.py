@@ -1,4 +1,4 @@
-"""Calls that transformers decodes, because nothing drafts: their statistics, tokenizer and streamer."""
+"""Prepare calls without a draft source: statistics, tokenizer and streamer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from hf_speculate.stats import SpeculationStats
 
 
 def undrafted_config(model: PreTrainedModel, call: Mapping[str, Any]) -> SpeculationConfig:
-    """Return the settings of a call that nothing drafts for: where its statistics go."""
+    """Return the settings of a call without a draft source: only `speculation_stats`."""
     if is_nested():
         return SpeculationConfig()
     given = value_in(call, "speculation_stats")
@@ -22,14 +22,17 @@ def undrafted_config(model: PreTrainedModel, call: Mapping[str, Any]) -> Specula
 
 
 def add_tokenizer(model: PreTrainedModel, call: Mapping[str, Any], arguments: dict[str, Any]) -> None:
-    """Add the tokenizer that `enable` was given to the arguments of a call without one; stop strings need it."""
+    """Add the default tokenizer to the arguments of a call without one; stop strings need it."""
     tokenizer = Defaults.of(model).values.get("tokenizer")
     if tokenizer is not None and call.get("tokenizer") is None:
         arguments["tokenizer"] = tokenizer
 
 
 class WithoutPrompt(BaseStreamer):
-    """Hands tokens on to a streamer that has the prompt already."""
+    """Streamer without the prompt.
+
+    It passes new tokens on to a streamer that has received the prompt already.
+    """
 
     def __init__(self, streamer: BaseStreamer):
         self._streamer, self._is_prompt = streamer, True
@@ -44,14 +47,17 @@ class WithoutPrompt(BaseStreamer):
 
 
 class Undrafted(NamedTuple):
-    """The statistics of a call that transformers decodes, and what gets them when it has ended."""
+    """A call without a draft source.
+
+    It has the statistics, and a callback for these after the call.
+    """
 
     stats: SpeculationStats
     report: Callable[[SpeculationStats], object]
 
     @classmethod
     def of(cls, config: SpeculationConfig, refusal: str = "") -> "Undrafted":
-        """Return empty statistics, with the reason if a source was refused."""
+        """Return empty statistics, with the reason if a draft source was refused."""
         undrafted = cls(*stats_of(config))
         undrafted.stats.has_draft_source = False
         if refusal:
@@ -60,7 +66,7 @@ class Undrafted(NamedTuple):
 
 
 def stats_of(config: SpeculationConfig) -> tuple[SpeculationStats, Callable[[SpeculationStats], object]]:
-    """Return the statistics that a call fills in, empty, and what gets them when it has ended."""
+    """Return empty statistics for a call, and the callback that receives them at its end."""
     given = config.speculation_stats
     if given is None or isinstance(given, SpeculationStats):
         stats = SpeculationStats() if given is None else given

@@ -1,4 +1,4 @@
-"""Validates calls: refuses arguments that cannot be decoded speculatively."""
+"""Validate calls: refuse arguments that speculative decoding does not support."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from hf_speculate.generation.config_sources import setting
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import input_table, vocab_size_of
 
-# Arguments of forwards; an encoder-decoder's, and those that a decoder-only model reads with its prompt.
+# Supported arguments of forwards, for encoder-decoders and for the prompts of decoder-only models.
 _COMMON = (
     "attention_mask cache cache_params logits_to_keep output_attentions output_hidden_states past_key_values use_cache"
 )
@@ -33,7 +33,7 @@ _DECODER_KWARGS = set(
     token_type_ids video_grid_thw vision_feature_layer vision_feature_select_strategy""".split()
 )
 
-# Plain generation never hands labels to the model, Seq2SeqTrainer passes them; the routers' logits go nowhere.
+# `Seq2SeqTrainer` passes labels and plain generation ignores them; nobody reads the routers' logits.
 _PASSED_OVER = {"labels", "output_router_logits"}
 
 
@@ -42,9 +42,9 @@ def check_call(
     call: dict[str, Any],
     config: SpeculationConfig,
     source: DraftSource,
-    declined: Sequence[str],  # arguments that would have another source draft, for another target
+    declined: Sequence[str],  # arguments without a draft source for this target
 ) -> None:
-    """Refuse arguments, before transformers prepares the call."""
+    """Check the arguments before transformers prepares the call."""
 
     def refused(name: str, got: str = "one") -> UnsupportedGenerationError:
         return UnsupportedGenerationError(f"{name} must be left out with {source.argument}, got {got}; {source.hint}")
@@ -86,7 +86,7 @@ def check_prepared(
     streamer: object,
     source: DraftSource,
 ) -> None:
-    """Refuse arguments, after transformers has prepared the call."""
+    """Check the arguments after transformers has prepared the call."""
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
@@ -125,7 +125,7 @@ def check_prepared(
 
 
 def _check_rows(num_rows: int, generation_config: GenerationConfig, streamer: object, source: DraftSource) -> None:
-    """Refuse what serves a single row only."""
+    """Refuse arguments for a single row."""
 
     def refused(name: str) -> UnsupportedGenerationError:
         return UnsupportedGenerationError(
@@ -143,7 +143,7 @@ def _check_rows(num_rows: int, generation_config: GenerationConfig, streamer: ob
 
 
 def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str) -> None:
-    """Check that the attention mask has the shape of the query [B, Q] and the tokens that the cache holds."""
+    """Check the shape of the attention mask: cached tokens and the query [B, Q]."""
     num_rows, num_query = query.shape
     if mask_shape is None or mask_shape == (num_rows, num_cached + num_query):
         return
@@ -157,7 +157,7 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
 
 
 def check_synced(generation_config: GenerationConfig, is_static: bool, source: DraftSource) -> None:
-    """Refuse arguments with which synced ranks would run different numbers of forwards."""
+    """Refuse arguments that let synced ranks run different numbers of forwards."""
 
     def refused(name: str) -> UnsupportedGenerationError:
         return UnsupportedGenerationError(
@@ -174,7 +174,7 @@ def check_synced(generation_config: GenerationConfig, is_static: bool, source: D
 
 
 def check_extra_inputs(read: ExtraInputs, input_ids: Tensor, chunk_size: int | None, source: DraftSource) -> None:
-    """Refuse what excludes inputs of the target besides the text, whose ids are [B, T]."""
+    """Refuse chunks and unknown draft ids if the target reads inputs besides the ids [B, T]."""
     if not read.prompt_names:
         return
     if chunk_size is not None:
@@ -196,8 +196,8 @@ def check_extra_inputs(read: ExtraInputs, input_ids: Tensor, chunk_size: int | N
 
 def _check_cache(cache: Any, source: DraftSource) -> None:
     is_pair = isinstance(cache, EncoderDecoderCache)
-    parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
-    if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):
+    caches = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
+    if not is_static(cache) and any(type(single) is not DynamicCache or single.offloading for single in caches):
         raise UnsupportedGenerationError(
             "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device with "
             f"{source.argument}, got {described(cache)}; pass a DynamicCache, or leave the cache and "
@@ -206,7 +206,7 @@ def _check_cache(cache: Any, source: DraftSource) -> None:
 
 
 def check_room(room: int | None, num_columns: int) -> None:
-    """Check that a static cache has room for `num_columns` tokens; None is room for any number."""
+    """Check the room of a static cache for `num_columns` tokens; None is unlimited."""
     if room is not None and room < num_columns:
         raise UnsupportedGenerationError(
             f"the cache must have room for {counted(num_columns, 'token')}, got a StaticCache for {room}; make it with "

@@ -1,4 +1,4 @@
-"""Validates models: refuses those that cannot decode speculatively, or not with each other."""
+"""Validate models: refuse those that cannot decode speculatively, alone or together."""
 
 import inspect
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _SERVED_BESIDE_RECURRENT_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_a
 
 
 def check_models(models: Sequence[Any], source: DraftSource) -> None:
-    """Refuse models that cannot decode, from the configs alone; the target comes first, then what is to draft."""
+    """Check the target (first) and the draft models from their configs and classes."""
     for assistant in models[1:]:
         if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
             raise UnsupportedModelError(
@@ -56,7 +56,7 @@ def _check_model(model: Any, source: DraftSource) -> None:
         raise refused(f"models must take a cache, got {name} without; ")
     if quirk := limit_reason(model, Limit.NOT_SUPPORTED):
         raise refused(f"models must read several tokens after a cached text, got {name}, whose layers {quirk}; ")
-    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise refused(
             f"models must keep their states, got {name} in training mode with gradient checkpointing, which drops "
             "them; call eval() or gradient_checkpointing_disable(), or "
@@ -81,9 +81,9 @@ def _check_model(model: Any, source: DraftSource) -> None:
 
 
 def check_weights(models: Sequence[PreTrainedModel], source: DraftSource) -> None:
-    """Refuse models on the meta device, unless hooks (`_hf_hook`) load their weights for each forward."""
+    """Refuse models on the meta device, unless hooks (`_hf_hook`) load weights for each forward."""
     for model in models:
-        if model.device.type == "meta" and not any(hasattr(part, "_hf_hook") for part in model.modules()):
+        if model.device.type == "meta" and not any(hasattr(module, "_hf_hook") for module in model.modules()):
             raise UnsupportedModelError(
                 f"models must have weights, got {type(model).__name__} on the meta device; load it with "
                 f"from_pretrained(), or {source.hint}"
@@ -91,7 +91,7 @@ def check_weights(models: Sequence[PreTrainedModel], source: DraftSource) -> Non
 
 
 def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Refuse a draft whose encoder, or attention to one, does not go with the target's."""
+    """Check that the draft's encoder, or its cross-attention, fits the target's encoder."""
     has_encoder = target.config.is_encoder_decoder
     names = [type(model).__name__ for model in (target, draft)]
     if draft.config.is_encoder_decoder:
@@ -118,7 +118,7 @@ def check_target(
     max_length: int,
     source: DraftSource,
 ) -> None:
-    """Check a prepared call, whose text may grow to `max_length` tokens, against the limits of its target."""
+    """Check a prepared call of at most `max_length` tokens against the limits of its target."""
     name, attention = type(target).__name__, attention_of(target)
     is_masked = attention not in ALL_ATTENTION_FUNCTIONS or attention in AttentionMaskInterface()
     if not is_masked and not source.is_token_by_token:  # drafts would see wrong columns
@@ -154,9 +154,9 @@ def check_target(
 
 
 def takes_chunks(target: PreTrainedModel) -> bool:
-    """Whether plain decoding of a target takes a `prefill_chunk_size`.
+    """Return whether plain decoding of a target takes a `prefill_chunk_size`.
 
-    With attention layers it does, also where `reads_prompts_in_chunks` is False: the text then depends on the size.
+    With attention layers it does, even if `reads_prompts_in_chunks` is False; the text then depends on the size.
     """
     cache = recurrent_cache(target)
     return cache is None or bool(attention_layers(cache.layers)) or reads_prompts_in_chunks(target)

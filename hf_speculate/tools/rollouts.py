@@ -1,4 +1,4 @@
-"""A callback for trainers whose rollouts come from an enabled model."""
+"""Log the acceptance of rollouts of an enabled model in trainers."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from hf_speculate.stats import SpeculationStats
 
 
 class RolloutCallback(TrainerCallback):
-    """Logs the acceptance of rollouts, and warns when their draft model is old.
+    """Trainer callback for the acceptance of rollouts.
 
-    Give `record` to the model, as in `enable(model, draft, speculation_stats=callback.record)`, and
-    the callback to the trainer. Logs then hold `draft/acceptance_rate` and `draft/acceptance_length`
-    (tokens per row and target forward) of the rollouts since the log before. With a draft model,
-    `draft/age` is the number of optimiser steps since `enable` got it. Callbacks that stand earlier
-    in the trainer's list read a log before these are in it.
+    It logs the acceptance and warns about an old draft model. Give `record` to the model, as in
+    `enable(model, draft, speculation_stats=callback.record)`, and the callback to the trainer. Logs
+    then hold `draft/acceptance_rate` and `draft/acceptance_length` (tokens per row and target forward)
+    of the rollouts since the previous log. With a draft model, `draft/age` is the number of optimiser
+    steps since `enable` got it. Earlier callbacks in the trainer's list read a log without these.
 
     Args:
-        max_draft_age: optimiser steps after which a draft model brings a warning, once.
-            None: it brings none.
+        max_draft_age: maximum age of a draft model in optimiser steps; an older one brings one warning.
+            None for no warning.
     """
 
     def __init__(self, max_draft_age: int | None = None):
         self.max_draft_age = max_draft_age
-        self._stats = SpeculationStats()  # of the rollouts since the last log
-        self._defaults = Defaults({})  # what `enable` was given last
-        self._first_step = 0  # the step at which it was
+        self._stats = SpeculationStats()  # statistics of rollouts since the last log
+        self._defaults = Defaults({})  # latest defaults of `enable`
+        self._first_step = 0  # step of the call of `enable`
 
     def record(self, stats: SpeculationStats) -> None:
         """Add the statistics of a call."""
@@ -36,7 +36,7 @@ class RolloutCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note what the model drafts with, and warn about an old draft model."""
+        """Record the model's defaults and warn about an old draft model."""
         defaults = Defaults.of(unwrapped(kwargs["model"]))
         if defaults is not self._defaults:
             self._defaults, self._first_step = defaults, state.global_step
@@ -55,7 +55,7 @@ class RolloutCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the acceptance of the rollouts since the last log."""
+        """Log the acceptance of the rollouts since the last log."""
         if self._stats.num_rounds:
             values: dict[str, float] = {
                 "draft/acceptance_rate": self._stats.acceptance_rate,
@@ -70,6 +70,6 @@ class RolloutCallback(TrainerCallback):
             self._stats = SpeculationStats()
 
     def _draft_age(self, state: TrainerState) -> int | None:
-        """Return the number of steps since `enable` got its draft model; None if it got none."""
+        """Return the number of steps since `enable` got its draft model, or None without one."""
         is_model = self._defaults.values.get("assistant_model") is not None
         return state.global_step - self._first_step if is_model else None

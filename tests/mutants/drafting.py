@@ -38,7 +38,7 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/options/sources/forced_text.py", "options/sources/test_forced_text.py"): {
-            "forced text is split without the row": Fault("list(tail[-num:])", "[]"),
+            "forced text is split without the row": Fault("list(tail[-tail_len:])", "[]"),
             "a text that the row changes is split at its border": Fault("_encode(_BORDER + text)", "_encode(text)"),
             "all of an enormous text is tokenised": Fault("text[: _CHARS_PER_TOKEN * self.max_tokens]", "text"),
             "ids past the vocabulary are drafted": Fault("if token_id >= self._vocab_size", "if False"),

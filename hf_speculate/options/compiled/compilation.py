@@ -1,4 +1,4 @@
-"""Compilation: functions of a model run compiled by `torch.compile`, or eagerly with a reason."""
+"""Run functions of a model compiled by `torch.compile`, or eagerly with a reason."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -17,72 +17,80 @@ warn_once = cache(logging.getLogger(__name__).warning)
 
 
 def settings_key(config: CompileConfig) -> Hashable:
-    """Equal for configs that compile to the same function."""
+    """Return a key, equal for configs with the same compiled function."""
     return config.backend, config.mode, config.dynamic, repr(sorted((config.options or {}).items()))
 
 
 def _compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
-    """`function`, compiled at its first call; graphs are always whole."""
-    # dynamo counts recompilations by code object, whichever function that belongs to
+    """Wrap a copy of `function` by `torch.compile`, without graph breaks."""
+    # Dynamo counts recompilations by code object, even across functions.
     code, name = function.__code__.replace(), function.__name__
-    own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    function_copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     backend: Any = config.backend
     options = dict(config.options) if config.options else None
     mode = None if options else config.mode
-    return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=backend, mode=mode, options=options)
+    return torch.compile(
+        function_copy, fullgraph=True, dynamic=config.dynamic, backend=backend, mode=mode, options=options
+    )
 
 
 class Runner(ABC):
-    """Runs functions of a model over fixed buffers during one call: `Compilation`, or `Graphing`."""
+    """Runner of a model's functions over fixed buffers.
+
+    It serves one call. Subclasses: `Compilation` and `Graphing`.
+    """
 
     varies: bool = False
-    """Whether sizes may be numbers that vary."""
+    """Whether sizes may be dynamic."""
     sampling_backend: str | None = None
     """Backend of the sampling kernel in compiled functions; None for the call's."""
 
     def __init__(self, model: nn.Module, units: CompiledUnits, on_failure: Callable[[str], None]):
         self.model = model
-        self.units = units  # what was compiled for the model before, and what failed
-        self.is_working = True  # whether it still runs anything; if not, forwards run eagerly
+        self.units = units  # functions compiled for the model before, and failures
+        self.is_working = True  # if False, forwards run eagerly
         self._on_failure = on_failure  # called with the reason once
 
     def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use what was captured over the buffers that come next."""
+        """Use the graphs captured over the next buffers; a no-op without graphs."""
         return
 
     @abstractmethod
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """The result of a function of the model and `args`; None if it cannot be run.
+        """Run a function of the model and `args`, and return its result.
 
-        It returns a tensor, or nested tuples of tensors or None; what it writes to is undefined after a failure.
-        Functions of one name are the same one.
+        None if it cannot run. The result is a tensor, or nested tuples of tensors or None. After a failure, the tensors
+        written by the function are undefined. Equal names mean equal functions.
         """
 
     @abstractmethod
     def repeat(
         self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
     ) -> list[Any] | None:
-        """The results of `num_steps` steps that feed one another; None if they cannot be run.
+        """Run `num_steps` consecutive steps and return their results, or None if they cannot run.
 
         A step is a function of the model, `carry` and `args`; it returns its result and the next step's `carry`.
         """
 
     def fail(self, why: str, failure_key: Hashable | None) -> None:
-        """Run nothing more in this call, nor in later ones under a failure's key."""
+        """Stop running in this call, and with a failure key also in later calls."""
         reason = f"eager forwards of {type(self.model).__name__}, which cannot be {why}"
         if failure_key is not None:
             self.units.failures[failure_key] = reason
         self.give_up(reason)
 
     def give_up(self, reason: str, figures: str = "") -> None:
-        """Run nothing more in this call; the log has each reason once, without its figures."""
+        """Stop running in this call; log each reason once, without its figures."""
         self.is_working = False
         warn_once(reason)
         self._on_failure(f"{reason}: {figures}" if figures else reason)
 
 
 class Compilation(Runner):
-    """The compiled forwards of one model; later calls try again only after torch's recompile limit, of new shapes."""
+    """Compiled forwards of one model.
+
+    After a failure, later calls run eagerly. Only after torch's recompile limit do they try again.
+    """
 
     sampling_backend = "torch"
 
@@ -106,7 +114,7 @@ class Compilation(Runner):
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 result = compiled(self.model, *args)
-                return copies(result) if is_graphed else result  # the next replay overwrites it
+                return copies(result) if is_graphed else result  # the next replay overwrites the result
         except _compile_errors() as error:
             self.fail(f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self._key)
             return None
@@ -116,33 +124,33 @@ class Compilation(Runner):
     ) -> list[Any] | None:
         results = []
         for _ in range(num_steps):
-            done = self.run(name, step, carry, *args)
-            if done is None:
+            step_output = self.run(name, step, carry, *args)
+            if step_output is None:
                 return None
-            result, carry = done
+            result, carry = step_output
             results.append(result)
         return results
 
 
 def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:
-    """Nested tuples with copies of their tensors, but for tuples of the types `kept`, which stay as they are."""
+    """Copy the tensors in nested tuples, except in tuples of the types `kept`."""
     if isinstance(tree, Tensor):
         return tree.clone()
     if not isinstance(tree, tuple) or isinstance(tree, kept):
         return tree
-    parts = [copies(part, kept) for part in tree]
-    return tuple(parts) if type(tree) is tuple else type(tree)(*parts)
+    children = [copies(child, kept) for child in tree]
+    return tuple(children) if type(tree) is tuple else type(tree)(*children)
 
 
 def _cause_of(error: Exception) -> str:
-    """One line that says why something could not be compiled."""
+    """Return the cause of a compile error in one line."""
     if _is_recompile_limit(error):
         return "torch.compile reached its recompile limit; raise torch._dynamo.config.recompile_limit"
     cause = getattr(error, "inner_exception", None) or error.__cause__
     lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
     if not lines:
         return type(cause or error).__name__
-    # graph breaks say it in their first line, a backend's error in the last line of the one that it wraps
+    # Graph breaks name the cause in their first line, backends in the last line of the wrapped error.
     return lines[0] if cause is None else f"{type(cause).__name__}: {lines[-1]}"
 
 
@@ -151,7 +159,7 @@ def _is_recompile_limit(error: Exception) -> bool:
 
 
 def _compile_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that `torch.compile` raises; looked up late, as dynamo imports slowly."""
+    """Return the exceptions of `torch.compile`; imported late because dynamo imports slowly."""
     import torch._dynamo.exc as dynamo_errors
     import torch._inductor.exc as inductor_errors
 

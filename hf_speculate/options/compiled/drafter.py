@@ -1,4 +1,4 @@
-"""The compiled drafter: a draft model whose steps run compiled, or from device graphs."""
+"""Draft with a model in compiled steps or from device graphs."""
 
 from typing import NamedTuple
 
@@ -16,23 +16,23 @@ from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.language_model import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.types import DraftOut, NoiseKeys
 
-# A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the
-# last but one. For the others its states are written again.
+# Every step reads the two newest tokens, so all steps have the same shape: before the first one, the drafter may not
+# have read the older token. Later steps write its states again.
 STEP_QUERY_LEN = 2
 
 
 class Carry(NamedTuple):
-    """The tensors that a draft step carries over to the next one."""
+    """Tensors passed from one draft step to the next."""
 
     query: Tensor  # [B, 2] int64, the newest tokens
-    ends: Tensor  # [B] int64, the column of the first of them
+    ends: Tensor  # [B] int64, column of the first query token
     keys: NoiseKeys | None  # keys of the next token's noise; None to take the argmax
 
 
 def draft_step(
     model: PreTrainedModel, carry: Carry, rows: Rows, states: States, mask_spec: MaskSpec, settings: DraftSettings
 ) -> tuple[Chosen, Carry]:
-    """Choose one token per row; the cache's buffers `states` are written to."""
+    """Choose one token per row and write its states to the cache's buffers `states`."""
     query, ends, keys = carry
     logits = forward_rows(model, query, ends, rows, states, mask_spec).logits[:, -1]  # [B, V]
     chosen = choose_step(logits, keys, settings)
@@ -42,7 +42,10 @@ def draft_step(
 
 
 class CompiledDrafter(ModelDrafter):
-    """A `ModelDrafter` whose steps run compiled; with processors or a confidence threshold, only their forwards do."""
+    """A `ModelDrafter` with compiled steps.
+
+    With processors or a confidence threshold, only the forwards in the steps run compiled.
+    """
 
     min_query_len = STEP_QUERY_LEN
     language_model: CompiledLanguageModel
@@ -64,15 +67,15 @@ class CompiledDrafter(ModelDrafter):
         return draft.finish(self._out_device(request.query_token_ids))
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
-        """Feed a query that is longer than a step's, such as the prompt; returns what is left to feed, [B, Q]."""
+        """Feed all but the newest tokens of a long query (a prompt) and return these [B, Q]."""
         if query.shape[1] < STEP_QUERY_LEN or (query.shape[1] == STEP_QUERY_LEN and kv_cache.num_columns):
             return query
         ahead, model = query[:, :-1], self.language_model
         if ahead.shape[1] <= STEP_QUERY_LEN and model.runner.varies:  # after plain steps
-            LanguageModel.run(model, ahead, kv_cache, logits_to_keep=1)  # compiled, it would be one more graph
+            LanguageModel.run(model, ahead, kv_cache, logits_to_keep=1)  # eagerly, to save one more graph
         else:
             self.inferencer.feed(ahead, kv_cache)
-        kv_cache.crop(1)  # it is fed again: a prompt may be a single token
+        kv_cache.crop(1)  # the step reads the last fed token again
         return query[:, -STEP_QUERY_LEN:]
 
     def _steps(self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None) -> list[Chosen] | None:
@@ -81,11 +84,11 @@ class CompiledDrafter(ModelDrafter):
             return None
         runner = self.language_model.runner
         if keys is not None:
-            keys = NoiseKeys(*(buffers.vary(part, 0) for part in keys))
+            keys = NoiseKeys(*(buffers.vary(tensor, 0) for tensor in keys))
         backend = runner.sampling_backend or self.settings.backend
         settings = self.settings._replace(eos_token_ids=None, backend=backend)  # steps do not end rows
         name = f"draft step, {'greedy' if keys is None else settings}"
         ends, rows, states, mask_spec = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
-        query = query.clone(memory_format=torch.contiguous_format)  # other strides would be compiled again
+        query = query.clone(memory_format=torch.contiguous_format)  # other strides would recompile
         carry = Carry(buffers.vary(query, 0), ends, keys)
         return runner.repeat(name, draft_step, num_steps, carry, rows, states, mask_spec, settings)

@@ -1,4 +1,4 @@
-"""Graph plan: which models of a call run from device graphs, and why the others do not."""
+"""Plan device graphs: select the models of a call, with reasons against the others."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,15 +13,15 @@ from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.graphs import FAILURE_KEY
 from hf_speculate.options.compiled.plan import GraphPlan
 
-# Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
-# asked for, or a call that allows many more tokens than it generates would run out of memory.
+# Graphs need KV buffers of maximum length from the start. "auto" stops at this share of the device's memory: a call may
+# allow many more tokens than it generates, and would run out of memory.
 MAX_SHARE = 0.125
 
 
 def plan_graphs(
     models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int, lens: Sequence[int]
 ) -> GraphPlan:
-    """Return which models run from graphs, with `graphs` "on" or "auto"."""
+    """Plan the models that run from graphs, with `graphs` "on" or "auto"."""
     if graphs == "on":
         return GraphPlan({plan.part: _ungraphed_reason(plan, plan.part in compiled) for plan in models})
     models = [plan for plan in models if plan.model.device.type in GRAPH_BACKENDS and plan.part not in compiled]
@@ -36,10 +36,10 @@ def plan_graphs(
 
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
-    """Bytes of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
+    """Return the bytes of full-length KV buffers and of the logits of graphs of two widths."""
     config, num_columns = plan.model.config.get_text_config(decoder=True), plan.request.max_columns or 0
     num_kv_values = num_columns * kv_values_per_token(config)
-    num_logits = 2 * vocab_size_of(plan.model) * (sum(num + 1 for num in lens) if plan.part == "target" else 1)
+    num_logits = 2 * vocab_size_of(plan.model) * (sum(length + 1 for length in lens) if plan.part == "target" else 1)
     return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
 
 
@@ -61,7 +61,7 @@ def _ungraphed_reason(plan: ModelPlan, runs_compiled: bool = False) -> str:
 
 
 def _obstacle(plan: ModelPlan, runs_compiled: bool) -> str:
-    """Return why a model cannot run from graphs; empty if it can."""
+    """Return the obstacle for running a model from graphs; empty if there is none."""
     model = plan.model
     if runs_compiled:
         return "it runs compiled"

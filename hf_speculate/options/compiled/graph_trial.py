@@ -1,4 +1,4 @@
-"""Graph trial: before graphs are relied on, they are compared with eager forwards of the same model, and timed."""
+"""Compare and time graphs against eager forwards of the same model, before relying on them."""
 
 from collections.abc import Callable, Hashable, Sequence
 from statistics import median
@@ -9,29 +9,32 @@ from torch import Tensor
 
 from hf_speculate.options.compiled.language_model import States
 
-NUM_TIMED = 3  # replays, and as many eager forwards in turn with them
-# How far apart a replay and an eager forward may be, relative to the largest number. Both run the same kernels, which
-# give the same bits unless they add in an order that varies.
+NUM_TIMED = 3  # replays, alternating with the same number of eager forwards
+# Tolerated difference between a replay and an eager forward, relative to the largest number. Both run the same kernels:
+# their bits are equal unless a kernel adds in varying order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 Run = Callable[[], list[Any]]
 
 
 class Timer(Protocol):
-    """Runs what is given, and says how long the device took."""
+    """Timer of device work; returns results and seconds."""
 
     def timed(self, run: Run) -> tuple[list[Any], float]: ...
 
 
 class Attempt(NamedTuple):
-    """The results of a function, and their difference to the eager ones."""
+    """Results of a function."""
 
-    results: list[Any]
-    difference: str = ""  # how the replay differed from the eager forward, whose results these are then; or empty
+    results: list[Any]  # from the eager forward if the replay differs
+    difference: str = ""  # between replay and eager forward; empty if none
 
 
 class GraphTrial:
-    """Compares the first replay of each graph of one function, and times the first ones if there is a timer."""
+    """Trial of one function's graphs.
+
+    It compares the first replay of each graph with an eager forward, and times the first replays if it has a timer.
+    """
 
     def __init__(self, timer: Timer | None):
         self._timer = timer
@@ -41,7 +44,7 @@ class GraphTrial:
 
     @property
     def slower(self) -> str:
-        """That graphs are not faster than eager forwards, in words; empty if they are, or if it is not known."""
+        """Times of a replay and an eager step, in words, if replays are not faster; or empty."""
         if not self._is_timed:
             return ""
         replay_s, eager_s = median(self._replay_s), median(self._eager_s)
@@ -52,9 +55,9 @@ class GraphTrial:
         return len(self._eager_s) == NUM_TIMED
 
     def run(self, graph: Hashable, replay: Run, eager: Run, num_steps: int, states: States | None) -> Attempt:
-        """Run `num_steps` steps from a graph, or eagerly in its place while both are timed.
+        """Run `num_steps` steps from a graph, or eagerly if it is the eager run's turn to be timed.
 
-        The eager steps come last where both run, so that the states are theirs.
+        If both run, the eager steps come last, so the states are theirs.
         """
         if graph not in self._compared:
             replayed, buffers = replay(), () if states is None else (states.keys[-1], states.values[-1])
@@ -75,26 +78,27 @@ class GraphTrial:
 
 
 def _difference(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """What is wrong with a replay; empty if nothing is."""
-    pairs = [(mine.reshape(-1), twin.reshape(-1)) for mine, twin in zip(replayed, expected, strict=True)]
-    numbers = [(mine, twin) for mine, twin in pairs if mine.is_floating_point()]
+    """Describe the difference of a replay; empty if there is none."""
+    pairs = [(replay.reshape(-1), eager.reshape(-1)) for replay, eager in zip(replayed, expected, strict=True)]
+    numbers = [(replay, eager) for replay, eager in pairs if replay.is_floating_point()]
     is_same = True
-    for mine, twin in numbers:
-        differs = (mine != twin) & ~(mine.isnan() & twin.isnan())
+    for replay, eager in numbers:
+        differs = (replay != eager) & ~(replay.isnan() & eager.isnan())
         if not bool(differs.any()):
             continue
         is_same = False
-        largest = float(twin.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0).amax())
-        gap = float((mine - twin).abs().masked_fill(~differs, 0.0).nan_to_num(torch.inf).amax())
-        if gap > TOLERANCES.get(twin.dtype, 0.0) * largest:
+        largest = float(eager.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0).amax())
+        gap = float((replay - eager).abs().masked_fill(~differs, 0.0).nan_to_num(torch.inf).amax())
+        if gap > TOLERANCES.get(eager.dtype, 0.0) * largest:
             return f"by {gap:.3g}, where the largest number is {largest:.3g}"
-    # If logits are not the same to the last bit, ties may fall otherwise.
-    num = sum(int((mine != twin).sum()) for mine, twin in pairs if is_same and not mine.is_floating_point())
-    return f"in {num} tokens" if num else ""
+    # Unless logits are equal to the last bit, ties may break differently.
+    ids = [(replay, eager) for replay, eager in pairs if is_same and not replay.is_floating_point()]
+    num_tokens = sum(int((replay != eager).sum()) for replay, eager in ids)
+    return f"in {num_tokens} tokens" if num_tokens else ""
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in nested sequences."""
+    """List the tensors in nested sequences."""
     if isinstance(tree, Tensor):
         return [tree]
-    return [tensor for part in tree for tensor in _tensors(part)] if isinstance(tree, tuple | list) else []
+    return [tensor for child in tree for tensor in _tensors(child)] if isinstance(tree, tuple | list) else []

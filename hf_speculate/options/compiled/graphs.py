@@ -1,4 +1,4 @@
-"""Device graphs: forwards over fixed buffers are captured once and replayed by one launch each, without a compiler."""
+"""Capture forwards over fixed buffers as device graphs and replay each by one launch."""
 
 import pkgutil
 import time
@@ -17,16 +17,16 @@ from hf_speculate.options.compiled.compilation import Runner, copies
 from hf_speculate.options.compiled.graph_trial import GraphTrial
 from hf_speculate.options.compiled.language_model import States
 
-FAILURE_KEY = "device graphs"  # key of failures that later calls need not repeat
+FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
 _WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"  # entries beside the graphs of a set of buffers
-# Graphs that nobody asked for are captured only where as much of the device's memory is free.
+# With "auto", graphs are captured only if at least this share of the device's memory is free.
 MIN_FREE_SHARE = 1 / 32
 
 
 class Graph(NamedTuple):
-    """What a function launched."""
+    """Captured launches of a function."""
 
-    outputs: Any  # in memory that every replay writes again
+    outputs: Any  # overwritten by every replay
     replay: Callable[[], None]
 
 
@@ -38,7 +38,10 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class HostReads(TorchDispatchMode):
-    """Raises RuntimeError where an operator brings numbers to the host: a device that captures cannot do that."""
+    """Dispatch mode against host reads.
+
+    It raises RuntimeError if an operator copies numbers to the host, because captures do not allow that.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").split(".")[0]
@@ -49,7 +52,7 @@ class HostReads(TorchDispatchMode):
 
 
 def _finds_true(name: str, args: Any) -> bool:
-    """Whether an operator indexes with a mask, the number of whose elements it must know."""
+    """Return whether an operator indexes with a mask and so counts its true elements."""
     return name in _INDEXED and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
 
 
@@ -59,25 +62,28 @@ def _leaves_device(name: str, args: Any, kwargs: Any) -> bool:
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory."""
+    """Backend of CUDA graphs with one shared memory pool."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pool: Any = None  # made when a function was seen to stay on the device
+        self._pool: Any = None  # made after the first function without host reads
 
     def capture(self, function: Callable[[], Any]) -> Graph:
-        """Capture what `function` launches, whose tensors must stay where they are as long as the graph is replayed."""
+        """Capture the launches of `function`.
+
+        Its tensors must keep their addresses as long as the graph is replayed.
+        """
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(current)
             try:
                 with torch.cuda.stream(side):
                     if self._pool is None:
-                        # A capture that fails leaves more behind than an error here.
+                        # An error here is cleaner than a failed capture.
                         with HostReads():  # type: ignore[no-untyped-call]
                             function()
                         self._pool = torch.cuda.graph_pool_handle()
-                    function()  # libraries make their workspaces and Triton compiles, which cannot be captured
+                    function()  # warm-up: library workspaces and Triton compilation cannot be captured
             finally:
                 current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -86,12 +92,12 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                     outputs = function()
             finally:
-                torch.cuda.set_stream(current)  # which torch does not after a capture that failed
+                torch.cuda.set_stream(current)  # torch leaves the stream set after a failed capture
                 _drop_workspaces()
         return Graph(outputs, graph.replay)
 
     def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-        """What `run` gives, and the seconds until the device has done it; nothing else runs there meanwhile."""
+        """Return the results and seconds of `run`, synchronising the device before and after."""
         torch.cuda.synchronize(self._device)
         begin = time.perf_counter()
         results = run()
@@ -99,41 +105,44 @@ class CudaGraphs:
         return results, time.perf_counter() - begin
 
     def has_room(self) -> bool:
-        """Whether enough memory is free to capture what nobody asked for."""
+        """Return whether enough memory is free for graphs with "auto"."""
         free, total = torch.cuda.mem_get_info(self._device)
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return free + unused >= MIN_FREE_SHARE * total
 
 
 def _drop_workspaces() -> None:
-    """Let matrix products allocate new workspaces, in the memory of the graph while one is captured.
+    """Drop cuBLAS workspaces, so a captured graph allocates them in its own memory.
 
-    torch frees them all whenever `torch.compile` records graphs of its own: one from outside of the graph, such as the
-    run before the capture made, would then be gone from under it.
+    Torch frees all workspaces whenever `torch.compile` records graphs. A workspace from outside of the graph, for
+    example from the warm-up, would then be freed while the graph still uses it.
     """
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # builds for CPUs lack it
 
 
 class _Recorded(NamedTuple):
-    inputs: list[Tensor]  # that the graph reads
-    sources: list[Tensor | None]  # what was copied to each of them last
+    inputs: list[Tensor]  # read by the graph
+    sources: list[Tensor | None]  # last tensor copied to each input
     graph: Graph
 
 
 class Graphing(Runner):
-    """The graphs of one model, over states where they are and copies of all other tensors."""
+    """Runner of one model's device graphs.
+
+    Graphs read states in place and copies of all other tensors.
+    """
 
     model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, units: CompiledUnits, on_failure: Callable[[str], None], is_tried: bool):
         super().__init__(model, units, on_failure)
-        self._is_tried = is_tried  # whether graphs are compared with eager forwards, and used only where faster
+        self._is_tried = is_tried  # whether graphs are compared with eager forwards, and used only if faster
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
 
     def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use the graphs of a set of buffers; they are dropped if the model's weights or hooks have changed."""
+        """Use the graphs of a set of buffers, or drop them if weights or hooks have changed."""
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
             graphs[_WEIGHTS] = self._weights
@@ -161,9 +170,9 @@ class Graphing(Runner):
             return result
 
         def eager() -> list[Any]:
-            results, now = [], carry
+            results, step_carry = [], carry
             for _ in range(num_steps):
-                result, now = step(self.model, now, *args)
+                result, step_carry = step(self.model, step_carry, *args)
                 results.append(result)
             return results
 
@@ -174,7 +183,7 @@ class Graphing(Runner):
             name, recorded, lambda: [self._replay(recorded) for _ in range(num_steps)], eager, num_steps, args
         )
         for index, _ in enumerate(_tensors(carry)):
-            recorded.sources[index] = None  # the steps have written there
+            recorded.sources[index] = None  # overwritten by the steps
         return results
 
     def _attempt(
@@ -186,7 +195,7 @@ class Graphing(Runner):
         num_steps: int,
         args: tuple[Any, ...],
     ) -> list[Any] | None:
-        """The results of a function's steps, from its graph or, while that is tried, eagerly; None if it fails."""
+        """Run a function's steps from its graph, or eagerly during the trial; None if it fails."""
         if not self._is_tried:
             return replay()
 
@@ -194,25 +203,25 @@ class Graphing(Runner):
             with torch.no_grad(), folding():
                 return eager()
 
-        states = next((part for part in args if isinstance(part, States)), None)
+        states = next((argument for argument in args if isinstance(argument, States)), None)
         try:
-            done = self._trial(name).run(id(recorded), replay, forwards, num_steps, states)
+            attempt = self._trial(name).run(id(recorded), replay, forwards, num_steps, states)
         except torch.OutOfMemoryError:
             self.give_up(self._eagerly("whose graphs cannot be compared in the device's memory"))
             return None
-        except RuntimeError as error:  # the eager forward that follows raises again what is not the graph's own fault
+        except RuntimeError as error:  # other faults are raised again by the next eager forward
             self.fail(f"replayed: {_first_line(error)}", FAILURE_KEY)
             return None
-        if done.difference:
-            self.fail(f"captured: a replay differs from the eager forward {done.difference}", FAILURE_KEY)
-        return done.results
+        if attempt.difference:
+            self.fail(f"captured: a replay differs from the eager forward {attempt.difference}", FAILURE_KEY)
+        return attempt.results
 
     def _trial(self, name: Hashable) -> GraphTrial:
         trial: GraphTrial = self._graphs.setdefault((_TRIAL, name), GraphTrial(self._graphs[_BACKEND]))
         return trial
 
     def _may_run(self, name: Hashable) -> bool:
-        """Whether a function still runs from graphs; if they were seen to be slower, nothing does in this call."""
+        """Return whether a function may run from graphs; if they are slower, give up."""
         slower = self._trial(name).slower if self.is_working and self._is_tried else ""
         if slower:
             self.give_up(self._eagerly("whose graphs are not faster"), slower)
@@ -222,7 +231,7 @@ class Graphing(Runner):
         return f"eager forwards of {type(self.model).__name__}, {why}"
 
     def _recorded(self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
-        """The graph of a function, captured on first use, with its inputs in place."""
+        """Return the graph of a function, captured on first use, with its inputs in place."""
         if not self._may_run(name):
             return None
         tensors = list(_tensors(args))
@@ -257,7 +266,7 @@ class Graphing(Runner):
         return _Recorded(tensors, [None] * len(tensors), graph)
 
     def _replay(self, recorded: _Recorded) -> Any:
-        """Copies of the outputs, which the next replay would overwrite."""
+        """Replay a graph and copy its outputs, because the next replay overwrites them."""
         recorded.graph.replay()
         return copies(recorded.graph.outputs)
 
@@ -267,9 +276,9 @@ def _first_line(error: RuntimeError) -> str:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, those of states left out."""
+    """Iterate over the tensors in nested tuples, without those of states."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple) and not isinstance(tree, States):
-        for part in tree:
-            yield from _tensors(part)
+        for child in tree:
+            yield from _tensors(child)

@@ -1,4 +1,4 @@
-"""Forwards of few shapes over fixed buffers, for `torch.compile` and for device graphs."""
+"""Run forwards of few shapes over fixed buffers, for `torch.compile` and for device graphs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,33 +18,36 @@ from hf_speculate.models.language_model import LanguageModel, StateCapture
 from hf_speculate.options.compiled.compilation import Runner
 from hf_speculate.types import Scored
 
-# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths
-# that are compiled or recorded one by one are 256, 384, 512, 768, ...
+# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: at most a fifth of them are unused. Widths
+# compiled or captured one by one are 256, 384, 512, 768, ...
 MIN_WIDTH = 256
-# Columns that are never read: slicing a whole buffer would trigger a recompilation.
+# The last columns are never read, because slicing a whole buffer would trigger a recompilation.
 UNREAD_COLUMNS = 8
 
 
 class Rows(NamedTuple):
-    """Constant tensors of the rows; inputs of a compiled forward, so that no number in it changes."""
+    """Constant tensors of the rows.
 
-    pads: Tensor  # [B] int64, columns of padding before its first token
-    seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
+    They are inputs of a compiled forward, so its Python numbers never change.
+    """
+
+    pads: Tensor  # [B] int64, columns of padding before the first token
+    seen: Tensor  # [W] int64, columns 0..W-1, read by attention
     last_position: Tensor  # [1] int64, upper bound of position ids
 
 
 class States(NamedTuple):
-    """The buffers of all layers."""
+    """KV buffers of all layers."""
 
     keys: tuple[Tensor, ...]  # each [B, H, capacity, D]
     values: tuple[Tensor, ...]
 
 
 class StaticSlotLayer(CacheLayerMixin):
-    """A layer of a transformers `Cache` for one forward over buffers [B, H, capacity, D].
+    """Cache layer over fixed buffers [B, H, capacity, D].
 
-    The coming tokens of the rows 0..B-1, `rows` [B, 1] int64, are written to the columns `slots` [B, Q] int64;
-    attention reads the first `width` columns.
+    It serves one forward. The states of new tokens of rows `rows` [B, 1] int64 are written to columns `slots` [B, Q]
+    int64; attention reads the first `width` columns.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, width: int):
@@ -55,12 +58,12 @@ class StaticSlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the buffers are there."""
+        """Do nothing, because the buffers exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            # Not through a flat view: of one, the compiler would copy the whole buffer.
+            # Through a flat view, the compiler would copy the whole buffer.
             buffer[self.rows, :, self.slots] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
             seen.append(buffer[:, :, : self.width])  # type: ignore[index]
         return seen[0], seen[1]
@@ -69,7 +72,7 @@ class StaticSlotLayer(CacheLayerMixin):
         return self.width, 0
 
     def get_seq_length(self) -> int:
-        """Columns that attention reads: a row's own length is in no Python number."""
+        """Return the columns read by attention; row lengths exist only as tensors."""
         return self.width
 
     def get_max_length(self) -> int:
@@ -85,9 +88,10 @@ def forward_rows(
     mask_spec: MaskSpec,
     layers: tuple[int, ...] = (),
 ) -> Scored:
-    """Score query tokens [B, Q] int64, whose states are written from the columns `ends` [B] int64 on.
+    """Score query tokens [B, Q] int64 and write their states.
 
-    The inputs of the decoder layers `layers` are captured; -1 is the state after the final norm.
+    The states of a row are written from its column in `ends` [B] int64 on. The inputs of the decoder layers `layers`
+    are captured; -1 is the state after the final norm.
     """
     offsets = torch.arange(query.shape[1], device=query.device)
     slots = ends[:, None] + offsets  # [B, Q]
@@ -117,7 +121,13 @@ def forward_rows(
 
 
 def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
-    """How many columns attention reads where `num_columns` are in use: one of `num_steps` between powers of two."""
+    """Return the number of columns to be read by attention.
+
+    Args:
+        num_columns: columns in use.
+        capacity: columns of the buffers.
+        num_steps: number of widths between two powers of two.
+    """
     base = MIN_WIDTH
     while 2 * base <= num_columns:
         base *= 2
@@ -127,10 +137,10 @@ def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
 
 
 class FixedBuffers:
-    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already.
+    """Cache arguments of compiled forwards.
 
-    If sizes may vary, rows, columns and the width that attention reads are compiled as numbers that vary, so that one
-    compilation serves them all; a single row is a case of its own.
+    The cache's fixed buffers hold states already. With dynamic sizes, one compilation serves all numbers of rows and
+    columns and all widths; a single row is compiled separately.
     """
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
@@ -148,7 +158,7 @@ class FixedBuffers:
             self.vary(buffer, 0, 2)
 
     def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, MaskSpec]:
-        """Return what forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
+        """Return the arguments after the query for a forward of `num_query` columns."""
         layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
         serves_all = self._varies and self.kv_cache.device.type != "cuda"
@@ -159,14 +169,17 @@ class FixedBuffers:
         return self.vary(layout.row_lens.on_device(), 0), rows, self.states, self.kv_cache.mask_spec
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
-        """The tensor, whose sizes in some dimensions are compiled as numbers that vary, so that one serves all."""
+        """Mark some dimensions of a tensor as dynamic, if sizes may vary, and return it."""
         if self._varies:
             maybe_mark_dynamic(tensor, dims)
         return tensor
 
 
 class CompiledLanguageModel(LanguageModel):
-    """A `LanguageModel` whose short queries run compiled, padded to lengths that are; prompts run eagerly."""
+    """A `LanguageModel` with compiled forwards.
+
+    Short queries run compiled, padded to compiled lengths. Prompts run eagerly.
+    """
 
     pads_queries = True
 
@@ -179,14 +192,14 @@ class CompiledLanguageModel(LanguageModel):
         extra_inputs: ExtraInputs | None = None,
         capture: StateCapture | None = None,
     ):
-        # One mode for all forwards, or everything compiles twice.
+        # All forwards share one mode, or everything would compile twice.
         super().__init__(model, max_position, keeps_states=True, extra_inputs=extra_inputs, capture=capture)
         self.runner = runner
         self.query_lens = tuple(query_lens)
         self._buffers: FixedBuffers | None = None
 
     def buffers(self, kv_cache: KVCache) -> FixedBuffers | None:
-        """Return the buffers of `kv_cache` for compiled forwards; None if forwards must run eagerly."""
+        """Return the buffers of `kv_cache` for compiled forwards; None if they must run eagerly."""
         if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.layout.capacity is None:
             return None
         if not self.runner.is_working or not kv_cache.num_columns:

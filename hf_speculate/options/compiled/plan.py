@@ -1,4 +1,4 @@
-"""Compiled runners: which forwards of a call run compiled or from graphs, and why the others do not."""
+"""Select forwards to run compiled or from graphs, with reasons against the others."""
 
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ from hf_speculate.options.compiled.compilation import Compilation, Runner, setti
 from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, CompiledDrafter
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, CompiledLanguageModel
 
-# Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
+# Fixed buffers have a multiple of this length, so calls of similar length share the length of their buffers.
 CAPACITY_UNIT = 128
-# Imported where a call may run from graphs.
+# Imported only if a call may run from graphs.
 _PLAN_GRAPHS, _GRAPHING = (
     "hf_speculate.options.compiled.graph_plan:plan_graphs",
     "hf_speculate.options.compiled.graphs:Graphing",
@@ -34,10 +34,10 @@ _PLAN_GRAPHS, _GRAPHING = (
 
 
 class GraphPlan(NamedTuple):
-    """The models of a call that may run from device graphs."""
+    """Models of a call for device graphs."""
 
-    reasons: dict[str, str]  # part -> why it does not run from graphs, empty if it does
-    is_tried: bool = False  # whether graphs are compared with eager forwards first, and used only where faster
+    reasons: dict[str, str]  # part -> reason against graphs, empty if it runs from graphs
+    is_tried: bool = False  # whether graphs are compared with eager forwards first, and used only if faster
 
 
 NO_GRAPHS = GraphPlan({})
@@ -45,21 +45,21 @@ NO_GRAPHS = GraphPlan({})
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledRunners(Runners):
-    """The forwards of a call that run compiled or from device graphs, and their fixed buffers."""
+    """Compiled and graphed forwards of a call, with their fixed buffers."""
 
     is_static: bool = False  # whether buffers never grow
-    # draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these
+    # Draft lengths K, ascending. Without dynamic sizes, other lengths are rounded up to these.
     lens: tuple[int, ...] = ()
-    min_columns: int = 0  # columns that buffers have at least
+    min_columns: int = 0  # minimum number of columns of buffers
     is_tried: bool = False  # see `GraphPlan`
-    on_failure: Callable[[str, str], None]  # called with the part and the reason if it cannot run so
+    on_failure: Callable[[str, str], None]  # called with the part and the reason if it falls back to eager forwards
 
     @property
     def max_query(self) -> int | None:
         return max(self.lens, default=0) + 1 if self.is_static else None
 
     def buffers(self, model_plan: ModelPlan) -> Buffers:
-        # eager forwards make inference tensors, which no later call could write to
+        # Eager forwards make inference tensors, and later calls could not write to these.
         pool = BufferPool.of(model_plan.model) if model_plan.part in self.parts else None
         return Buffers(self._capacity(model_plan.request.max_columns or 0, model_plan.device), pool)
 
@@ -97,7 +97,10 @@ class CompiledRunners(Runners):
         return CompiledDrafter(Inferencer(compiled, chunk_size), setup.processors, settings, context)
 
     def _capacity(self, max_columns: int, device: torch.device) -> int | None:
-        """Columns of fixed buffers for rows of `max_columns` and what a round writes after them; None if they grow."""
+        """Return the columns of fixed buffers for rows of `max_columns` and one more round.
+
+        None if buffers grow.
+        """
         if not self.is_static:
             return None
         num_columns = max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
@@ -114,7 +117,7 @@ def make_runners(
     batch_size: int,
     on_failure: Callable[[str, str], None],
 ) -> CompiledRunners:
-    """Return what can run compiled or from graphs; see `find_runners`."""
+    """Select forwards that can run compiled or from graphs; see `find_runners`."""
     wanted = [model_plan for model_plan in models if model_plan.part in request.settings]
     uncompiled = {
         model_plan.part: _eager_reason(model_plan, request.settings[model_plan.part]) for model_plan in wanted
@@ -129,7 +132,7 @@ def make_runners(
     graphed = tuple(part for part, reason in ungraphed.items() if not reason)
     reasons = tuple(filter(None, (*request.reasons, *uncompiled.values(), *ungraphed.values())))
     for reason in reasons:
-        if graphs == "on" or reason not in ungraphed.values():  # nobody asked for what "auto" cannot do
+        if graphs == "on" or reason not in ungraphed.values():  # no warning about "auto" graphs
             warn_once(reason)
     is_static = request.is_static or bool(graphed)
     return CompiledRunners(
@@ -145,13 +148,16 @@ def make_runners(
 
 
 def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
-    """The lengths Q of the target's queries, to which others are rounded up; CUDA graphs are recorded for each."""
+    """Return the lengths Q of the target's queries; others are rounded up to these.
+
+    CUDA graphs are recorded for each length.
+    """
     if not lens:
         return (1,)
-    if varies:  # one compilation serves every Q from 2 on; a single token would be compiled anew
+    if varies:  # one compilation serves every Q from 2 on; a single token would recompile
         return tuple(range(2, max(lens) + 2))
-    # If K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
-    return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
+    # If K varies, plain steps run at length 2. With a constant K, the last round is rounded up.
+    return (*(() if len(lens) == 1 else (2,)), *(length + 1 for length in lens))
 
 
 def _eager_reason(model_plan: ModelPlan, config: CompileConfig) -> str:

@@ -1,4 +1,4 @@
-"""Continuous batching: a finished row is replaced by the next prompt of a source."""
+"""Batch continuously: replace finished rows by the next prompts of a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,38 +24,37 @@ from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch,
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds
 
-PREFILL_CHUNK_TOKENS = 512  # tokens of all rows in a forward that reads prompts between two rounds of other rows
+PREFILL_CHUNK_TOKENS = 512  # prompt tokens, of all rows, read between two rounds of the running rows
 
 
 @dataclass
 class ContinuousDecoder:
-    """Decodes prompts of a source in a batch whose rows are refilled as they finish.
+    """Decoder for continuous batching.
 
-    A row gets the tokens that its prompt gets alone: greedy ones, and with a fixed draft length also those sampled with
-    its seed. A row that fails ends alone, with its error in the result. Rows whose arguments choose another verifier,
-    such as greedy ones among sampled ones, or another draft length run in a batch of their own; the batches take turns,
-    round by round.
+    It decodes prompts of a source and refills finished rows. A row gets the same tokens as its prompt gets alone: with
+    greedy decoding, and with a fixed draft length also with sampling by seed. A failed row ends alone; its result holds
+    the error. Rows with another verifier (such as greedy rows among sampled ones) or another draft length run in a
+    separate batch. The batches take turns, round by round.
     """
 
     model: PreTrainedModel  # the target, enabled or not
-    num_rows: int  # rows that are decoded at once, >= 1
+    num_rows: int  # rows decoded at once, >= 1
     arguments: Mapping[str, Any]  # arguments of `generate()` for all rows, `assistant_model` for example
-    pad_token_id: int = 0  # pads prompts that are read together
+    pad_token_id: int = 0  # pads prompts read together
     stats: SpeculationStats = field(default_factory=SpeculationStats)  # statistics of all rows; written to
-    on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before they are read
-    # called after each round with the prompt of each row that goes on, and all of its new tokens; a row for which it
-    # returns False is cancelled. The tokens begin anew if a row is decoded again: after an error in a batch, its rows
-    # are decoded one by one, to find the row that fails
+    on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before the prefill
+    # Called after each round with the prompt and all new tokens of each unfinished row; False cancels the row. After an
+    # error in a batch, its rows are decoded again one by one, to find the failing row; their tokens then begin anew.
     on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None
-    ends_rows: bool = False  # whether wrong arguments and a lack of memory end the row, too, instead of the run
+    ends_rows: bool = False  # whether wrong arguments and a lack of memory also end only the row, not the run
 
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
         self._clock = StageClock()
         self._readings: list[Reading] = []  # in order of arrival; short ones may overtake long ones
-        self._may_overtake = False  # whether the oldest reading had its chunk since others overtook it
+        self._may_overtake = False  # whether the oldest reading had a chunk since others overtook it
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier, length and source
-        self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
+        self._prompts: dict[int, RowPrompt] = {}  # prompts of unfinished rows
         self._observer = RowsObserver(self._prompts)
         self._num_begun = 0
         self._sources: dict[int, DraftSource] = {}  # source of each row, by row id
@@ -65,11 +64,11 @@ class ContinuousDecoder:
         return len(self._prompts)
 
     def obstacle(self, prompt: RowPrompt) -> str:
-        """Return why rows like this one can only be decoded in static batches; empty if they can join."""
+        """Return the obstacle to continuous batching of rows like this one, or an empty string."""
         return join_obstacle(self._prepare([prompt]))
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
-        """Decode until no row is left and the source has none; the results of each round that finishes rows."""
+        """Decode until no row is left and the source is empty; yield the results of each round."""
         models = [model for model in (self.model, *self.arguments.values()) if isinstance(model, PreTrainedModel)]
         with folded_attention_for(models):
             while True:
@@ -104,7 +103,7 @@ class ContinuousDecoder:
         return results
 
     def _admit(self, source: RowSource) -> list[RowResult]:
-        """Begin to read the next prompts into free rows; returns the rows that have failed by then."""
+        """Begin to read the next prompts into free rows and return failed rows."""
         waiting: list[RowPrompt] = []
         while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None:
             waiting.append(prompt)
@@ -117,14 +116,14 @@ class ContinuousDecoder:
         return results
 
     def _can_be_padded(self, prompt: RowPrompt) -> bool:
-        """Whether prompts like this one may be read with padding: it moves the borders of a call's own chunks."""
+        """Return whether such prompts may be padded; padding moves the call's own chunks."""
         arguments = {**self.arguments, **prompt.arguments}
         config = arguments.get("generation_config") or self.model.generation_config
         chunk_size = arguments.get("prefill_chunk_size") or config.prefill_chunk_size
         return chunk_size is None or reads_prompts_in_chunks(self.model)
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
-        """Begin to read prompts together; returns the rows that have failed by then."""
+        """Begin to read prompts together and return failed rows."""
         self._prompts |= dict(enumerate(prompts, self._num_begun))
         try:
             decoder = self._prepare(prompts, is_chunked=True)
@@ -141,9 +140,9 @@ class ContinuousDecoder:
         return []
 
     def _read(self) -> list[RowResult]:
-        """Read one chunk or some short prompts, between two rounds of the rows that are decoded.
+        """Read one chunk or some short prompts, between two rounds, and return finished rows.
 
-        Short prompts overtake a long one after each of its chunks. Returns the rows that are finished by then.
+        Short prompts overtake a long one after each of its chunks.
         """
         results: list[RowResult] = []
         num_left, has_read, may_overtake = PREFILL_CHUNK_TOKENS, False, self._may_overtake
@@ -154,8 +153,8 @@ class ContinuousDecoder:
                 break
             num_left, has_read = num_left - num_tokens, True
             self._may_overtake = reading is self._readings[0]
-            at = self._readings.index(reading)
-            del self._readings[at]
+            queue_index = self._readings.index(reading)
+            del self._readings[queue_index]
             try:
                 is_unread = reading.read_chunk()
                 while is_unread and _is_short(reading) and self._is_wanted(reading):
@@ -164,7 +163,7 @@ class ContinuousDecoder:
                     finished = self._join(reading)
                 elif self._is_wanted(reading):
                     finished, num_left = [], 0
-                    self._readings.insert(at, reading)
+                    self._readings.insert(queue_index, reading)
                 else:
                     finished = [FinishedRow(row_id, [], 0, 0, 0, None) for row_id in reading.row_ids]
             except Exception as error:
@@ -176,21 +175,21 @@ class ContinuousDecoder:
         return results
 
     def _next_reading(self, may_overtake: bool) -> Reading:
-        """Return the oldest reading, or the oldest of the short ones if these may overtake."""
+        """Return the oldest reading, or the oldest short one if these may overtake."""
         short = filter(_is_short, self._readings) if may_overtake else ()
         return next(iter(short), self._readings[0])
 
     def _is_wanted(self, reading: Reading) -> bool:
-        """Return whether any row whose prompt is being read is not cancelled."""
+        """Return whether any row of a reading is not cancelled."""
         if self.on_tokens is None:
             return True
         return any(self.on_tokens(self._prompts[row_id], ()) for row_id in reading.row_ids)
 
     def _join(self, reading: Reading) -> list[FinishedRow]:
-        """Let the rows that are not finished join a running batch; returns the others."""
+        """Let unfinished rows join a running batch and return the finished ones."""
         decoder, plan, finished = reading.decoder, reading.plan, reading.finished()
         if len(finished) < len(plan.call.row_ids):
-            kind = type(plan.source)  # drafters of one kind only can join
+            kind = type(plan.source)  # only drafters of the same kind can join
             batch_key = plan.call.do_sample, plan.config.verifier or "", _most_drafted(plan.config), kind
             running = self._running.pop(batch_key, None)  # an error leaves it half joined
             with torch.no_grad(), self._clock:
@@ -201,21 +200,24 @@ class ContinuousDecoder:
                     running.join(decoder, reading.batch)
                 self._clock.enter(None)
             self._running[batch_key] = running
-        read = plan.config.speculation_stats
-        stats, read = self.stats, read if isinstance(read, SpeculationStats) else SpeculationStats()
-        stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
+        given = plan.config.speculation_stats
+        stats, prefill_stats = self.stats, given if isinstance(given, SpeculationStats) else SpeculationStats()
+        stats.add_seconds(StageSeconds(*prefill_stats.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
         stats.add_seconds(seconds)
-        stats.status |= read.status
-        stats.rounds_s += seconds.draft  # plain decoding reads no prompt a second time
+        stats.status |= prefill_stats.status
+        stats.rounds_s += seconds.draft  # plain decoding has no prefill of a draft model
         if not stats.plan:
-            stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
-        for reason in read.fallbacks:
+            stats.plan, stats.verifier, stats.cache = prefill_stats.plan, prefill_stats.verifier, prefill_stats.cache
+        for reason in prefill_stats.fallbacks:
             stats.add_fallback(reason)
         return finished
 
     def _isolate(self, error: Exception) -> list[RowResult]:
-        """Decode the rows of no running batch anew, one by one, after an error; one that fails again has its own."""
+        """Decode rows again, one by one, after an error in their batch or prefill.
+
+        A row that fails again ends with its own error.
+        """
         running = {row_id for batch in self._running.values() for row_id in batch.row_ids}
         running |= {row_id for reading in self._readings for row_id in reading.row_ids}
         failed = sorted(set(self._prompts) - running)
@@ -232,7 +234,10 @@ class ContinuousDecoder:
         return results
 
     def _ends_a_row(self, error: Exception) -> bool:
-        """Whether an error is a row's own: not a wrong argument, nor a lack of memory, unless these end rows too."""
+        """Return whether an error ends only its row.
+
+        Wrong arguments and a lack of memory do so only with `ends_rows`.
+        """
         if self.ends_rows:
             return True
         if isinstance(error, torch.OutOfMemoryError):
@@ -246,7 +251,7 @@ class ContinuousDecoder:
         return RowResult(prompt, *row[1:])
 
     def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> SpeculativeDecoder:
-        """Return the decoder of prompts with equal arguments, left-padded; long ones may be read in chunks."""
+        """Return the decoder of prompts with equal arguments, left-padded, chunked if long."""
         first_row = self._num_begun
         self._num_begun += len(prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
@@ -267,6 +272,6 @@ def _is_short(reading: Reading) -> bool:
 
 
 def _most_drafted(config: SpeculationConfig) -> int | None:
-    """The number of tokens to draft that a call names; it may be a list, of equal numbers for rows read together."""
-    num = config.num_assistant_tokens
-    return num if num is None or isinstance(num, int) else max(num)
+    """Return `num_assistant_tokens` of a call; a list has equal numbers for rows read together."""
+    num_tokens = config.num_assistant_tokens
+    return num_tokens if num_tokens is None or isinstance(num_tokens, int) else max(num_tokens)

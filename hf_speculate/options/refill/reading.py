@@ -1,4 +1,4 @@
-"""Reading: prompts that are read chunk by chunk, before their rows join a running batch."""
+"""Read prompts chunk by chunk, before their rows join a running batch."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -18,12 +18,15 @@ from hf_speculate.types import RoundRecord
 
 
 class Reading:
-    """Reads the prompts of a call, with the target and then with the drafter."""
+    """Chunked prefill of a call.
+
+    The target reads the prompts first, then the drafter.
+    """
 
     def __init__(self, decoder: SpeculativeDecoder, observer: Observer):
         self.plan, self.batch = decoder.plan, Batch.of(decoder.plan)
         self.decoder = replace(decoder, observers=[*decoder.observers, observer])
-        self._chunks: deque[PromptChunk] | None = None  # those that the target has not read; None before the first
+        self._chunks: deque[PromptChunk] | None = None  # unread by the target; None before the first read
 
     @property
     def row_ids(self) -> list[int]:
@@ -37,12 +40,12 @@ class Reading:
 
     @property
     def is_whole(self) -> bool:
-        """Whether one forward of each model reads the prompts."""
+        """Whether each model reads the prompts in one forward."""
         size = self._chunk_size
         return size is None or self.plan.call.prompts.query_ids.shape[1] <= size
 
     def read_chunk(self) -> bool:
-        """Read a chunk; False once all is read."""
+        """Read a chunk and return whether more is left to read."""
         clock = self.decoder.clock
         with torch.no_grad(), clock:
             is_unread = self._read()
@@ -50,7 +53,7 @@ class Reading:
         return is_unread
 
     def finished(self) -> list[FinishedRow]:
-        """Return the rows that ended with the token that follows their prompt."""
+        """Return the rows finished by the first token after their prompt."""
         batch = self.batch
         left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
         ended = [row_id for row_id in self.row_ids if left.get(row_id, True)]
@@ -62,7 +65,7 @@ class Reading:
 
     @property
     def _draft_chunk_size(self) -> int | None:
-        """Tokens of each row that a draft model reads between two rounds; None for all at once."""
+        """Tokens per row in a chunk of the draft model; None for all at once."""
         draft = self.plan.draft
         return self._chunk_size if draft is None or reads_prompts_in_chunks(draft.model) else None
 
@@ -81,18 +84,21 @@ class Reading:
 
 @dataclass
 class RowsObserver(Observer):
-    """Hands each round, and the target's logits of new tokens, to the rows that ask for them."""
+    """Observer for callbacks of rows.
+
+    It passes each round and the target's logits of new tokens to `on_round` and `on_logits` of prompts.
+    """
 
     stage = Stage.REPORT
     prompts: Mapping[int, RowPrompt]  # by row
 
     def on_round(self, record: RoundRecord) -> None:
         for row in record.live_rows:
-            prompt, num = self.prompts[record.row_ids[row]], record.trimmed.num_emitted[row]
-            num_before = record.trimmed.num_new[row] - num
-            if prompt.on_logits is not None and num:
-                token_ids = record.verified.new_ids[row][:num]
-                prompt.on_logits(num_before, token_ids, record.scored.logits[row, :num])
+            prompt, num_emitted = self.prompts[record.row_ids[row]], record.trimmed.num_emitted[row]
+            num_before = record.trimmed.num_new[row] - num_emitted
+            if prompt.on_logits is not None and num_emitted:
+                token_ids = record.verified.new_ids[row][:num_emitted]
+                prompt.on_logits(num_before, token_ids, record.scored.logits[row, :num_emitted])
             if prompt.on_round is not None:
-                num_accepted = min(record.verified.num_accepted[row], num)
-                prompt.on_round(RowRound(num_before, num, num_accepted, record.drafted_by(row)))
+                num_accepted = min(record.verified.num_accepted[row], num_emitted)
+                prompt.on_round(RowRound(num_before, num_emitted, num_accepted, record.drafted_by(row)))

@@ -1,4 +1,4 @@
-"""Row groups: logits processors and stopping criteria of a batch; rows with equal ones are processed together."""
+"""Group rows of a batch with equal logits processors or stopping criteria."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -15,11 +15,14 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 
 Settings = TypeVar("Settings", bound=Iterable[Any])
-_Group = tuple[Settings, list[int]]  # the rows of the batch that they are for, in ascending order
+_Group = tuple[Settings, list[int]]  # settings and their rows of the batch, in ascending order
 
 
 class RefilledRows(RowLists):
-    """Makes lists that the rows of other calls may join."""
+    """Row lists for continuous batching.
+
+    Rows of other calls may join their processors and criteria.
+    """
 
     rows_leave = True
 
@@ -36,7 +39,10 @@ class RefilledRows(RowLists):
 
 
 class ProcessorGroups:
-    """Runs every row's own logits processors on all K+1 positions of a round."""
+    """Logits processors of a batch, by row.
+
+    They run on all K+1 positions of a round.
+    """
 
     can_join = True
 
@@ -53,7 +59,7 @@ class ProcessorGroups:
         draft_token_ids: Tensor | None = None,
         prefix_lens: Sequence[int] | None = None,
     ) -> Tensor:
-        """See `BlockLogitsProcessorList.__call__`, in the block form."""
+        """Process logits as the block form of `BlockLogitsProcessorList.__call__`."""
         if len(self._groups) == 1:
             return self._groups[0][0](input_ids, scores, draft_token_ids, prefix_lens)
         processed = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
@@ -61,8 +67,8 @@ class ProcessorGroups:
             index = upload(rows, scores.device)
             drafted = None if draft_token_ids is None else draft_token_ids[index]
             lens = None if prefix_lens is None else [prefix_lens[row] for row in rows]
-            part = processors(input_ids[index], scores[index], drafted, lens)
-            processed.index_copy_(0, index, part.to(processed))
+            group_scores = processors(input_ids[index], scores[index], drafted, lens)
+            processed.index_copy_(0, index, group_scores.to(processed))
         return processed
 
     @property
@@ -78,13 +84,13 @@ class ProcessorGroups:
         for processors, rows in self._groups:
             if not any(map(offers_forced_text, processors)):
                 continue
-            some = _some_of(tokens, rows)
-            for row, text in zip(rows, processors.forced_texts(some, [is_asked[row] for row in rows]), strict=True):
+            group_texts = processors.forced_texts(_some_of(tokens, rows), [is_asked[row] for row in rows])
+            for row, text in zip(rows, group_texts, strict=True):
                 texts[row] = text
         return texts
 
     def forked(self) -> "ProcessorGroups":
-        """Return the groups themselves: rows of different calls join only if no processor has state."""
+        """Return the groups themselves, because their processors have no state."""
         return self
 
     def rollback(self, num_calls: Sequence[int]) -> None:
@@ -92,7 +98,8 @@ class ProcessorGroups:
             processors.rollback([num_calls[row] for row in rows])
 
     def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
-        self._groups = [(processors.rows(at), rows) for processors, at, rows in _kept(self._groups, indices)]
+        selected = _selected(self._groups, indices)
+        self._groups = [(processors.rows(group_rows), rows) for processors, group_rows, rows in selected]
         return self
 
     def join(self, other: "ProcessorGroups") -> None:
@@ -100,26 +107,29 @@ class ProcessorGroups:
 
 
 class StoppingGroups:
-    """Runs every row's own stopping criteria, none of them foreign, on a round's new tokens."""
+    """Stopping criteria of a batch, by row.
+
+    They run on a round's new tokens; all of them are row-wise.
+    """
 
     def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
         self._max_lengths = list(max_lengths)
-        rest = BlockStoppingCriteria(criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria)
-        self._groups: list[_Group[BlockStoppingCriteria]] = [(rest, list(range(len(max_lengths))))]
+        others = BlockStoppingCriteria(criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria)
+        self._groups: list[_Group[BlockStoppingCriteria]] = [(others, list(range(len(max_lengths))))]
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
         for criteria, rows in self._groups:
             verdict = criteria(_some_of(tokens, rows), [new_ids[row] for row in rows])
-            for row, num, done in zip(rows, *verdict, strict=True):
-                num_emitted[row], is_done[row] = num, done
-        for row, (length, most, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
-            if ids and length + num_emitted[row] >= most:
-                num_emitted[row], is_done[row] = max(1, most - length), True
+            for row, num_tokens, done in zip(rows, *verdict, strict=True):
+                num_emitted[row], is_done[row] = num_tokens, done
+        for row, (length, max_len, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
+            if ids and length + num_emitted[row] >= max_len:
+                num_emitted[row], is_done[row] = max(1, max_len - length), True
         return StopVerdict(num_emitted, is_done)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self._groups = [(criteria, rows) for criteria, _, rows in _kept(self._groups, indices)]
+        self._groups = [(criteria, rows) for criteria, _, rows in _selected(self._groups, indices)]
         self._max_lengths = [self._max_lengths[row] for row in indices]
 
     def join(self, other: Any) -> None:
@@ -142,25 +152,29 @@ def _some_of(tokens: TokenRows, rows: Sequence[int]) -> TokenRows:
     return _SomeRows(tokens.token_ids[index], [tokens.lens[row] for row in rows])
 
 
-def _kept(
+def _selected(
     groups: Iterable[_Group[Settings]], indices: Sequence[int]
 ) -> Iterator[tuple[Settings, list[int], list[int]]]:
-    """Of each group that keeps rows: its settings, the places of these rows in the group, and their new numbers."""
-    numbers = {row: number for number, row in enumerate(indices)}
+    """Select the rows `indices` of groups.
+
+    Yields for each group with remaining rows: its settings, the indices of these rows in the group, and their new
+    indices in the batch.
+    """
+    new_indices = {row: new_index for new_index, row in enumerate(indices)}
     for settings, rows in groups:
-        pairs = sorted((numbers[row], at) for at, row in enumerate(rows) if row in numbers)
+        pairs = sorted((new_indices[row], index) for index, row in enumerate(rows) if row in new_indices)
         if pairs:
-            yield settings, [at for _, at in pairs], [number for number, _ in pairs]
+            yield settings, [index for _, index in pairs], [new_index for new_index, _ in pairs]
 
 
 def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> list[_Group[Settings]]:
-    """Return the groups of both batches, the rows of the second one behind those of the first."""
+    """Merge the groups of two batches; the rows of the second follow those of the first."""
     groups, num_rows = list(mine), sum(len(rows) for _, rows in mine)
     for settings, rows in others:
         moved = [row + num_rows for row in rows]
-        for at, (same, before) in enumerate(groups):
-            if is_equal(list(same), list(settings)):
-                groups[at] = same, before + moved
+        for index, (present, present_rows) in enumerate(groups):
+            if is_equal(list(present), list(settings)):
+                groups[index] = present, present_rows + moved
                 break
         else:
             groups.append((settings, moved))
@@ -168,7 +182,10 @@ def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> lis
 
 
 def is_equal(mine: Any, other: Any) -> bool:
-    """Return whether two processors or criteria, or values in them, do the same; objects without fields must be one."""
+    """Return whether two processors or criteria, or values in them, are equal by their fields.
+
+    Unknown objects are equal only to themselves.
+    """
     if mine is other:
         return True
     if type(mine) is not type(other):

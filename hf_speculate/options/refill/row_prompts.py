@@ -1,4 +1,4 @@
-"""Row prompts: what a running batch reads for each of its rows, and what it returns."""
+"""Define prompts and results of rows in continuous batching."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-_MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
+_MAX_PADDING = 1.25  # padded over real tokens of prompts read together
 
 
 class RowRound(NamedTuple):
-    """The tokens that a round added to one row: accepted drafts, then tokens of the target."""
+    """New tokens of one row in a round.
 
-    num_before: int  # new tokens of the row before it
+    They are accepted drafts, then tokens of the target.
+    """
+
+    num_before: int  # new tokens of the row before the round
     num_emitted: int
     num_accepted: int
     drafted_by: str  # draft source as in `stats.plan`; "" without drafted tokens
@@ -26,33 +29,33 @@ class RowPrompt:
 
     token_ids: Sequence[int]
     seed: int | None = None  # seed of the row when sampling; None to draw one
-    # for `generate()`, beside the decoder's; `num_assistant_tokens` may be a list of one number
+    # Further arguments of `generate()`, beside the decoder's; `num_assistant_tokens` may be a list of one number.
     arguments: Mapping[str, Any] = field(default_factory=dict)
     key: Any = None  # passed on to the result
-    # called in each round with the number of new tokens before it, its N tokens and their logits [N, V], which are the
-    # target's before processors and only valid during the call
+    # Called in each round with the number of new tokens before it, its N tokens and their logits [N, V]: the target's,
+    # before processors, valid only during the call.
     on_logits: Callable[[int, Sequence[int], Tensor], object] | None = None
-    # called in each round, and for the token that follows the prompt
+    # Called in each round, and for the first token after the prompt.
     on_round: Callable[[RowRound], object] | None = None
 
 
-# The next prompt; None if there is none now. It is asked again after each round in which a row is free.
+# Returns the next prompt, or None if there is none now. It is called again after each round with a free row.
 RowSource = Callable[[], RowPrompt | None]
 
 
 class RowResult(NamedTuple):
-    """A finished row; a cancelled one has the tokens that it had."""
+    """A finished or cancelled row."""
 
     prompt: RowPrompt
     token_ids: list[int]  # new tokens, up to the row's stop
     num_rounds: int
     num_drafted: int
     num_accepted: int
-    error: Exception | None = None  # that ended the row
+    error: Exception | None = None  # cause of the row's end, if it failed
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Left-pad B prompts; returns `input_ids` and `attention_mask`, both [B, T] int64."""
+    """Left-pad B prompts and return `input_ids` and `attention_mask`, both [B, T] int64."""
     rows = [torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in prompts]
     input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
     attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
@@ -60,12 +63,12 @@ def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: tor
 
 
 def alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
-    """Groups of prompts that are read together: of equal arguments and like length."""
+    """Group neighbouring prompts of equal arguments and similar length, to read them together."""
     groups = [[prompt] for prompt in prompts[:1]]
     for prompt in prompts[1:]:
         first, lens = groups[-1][0], [len(member.token_ids) for member in (*groups[-1], prompt)]
         is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (prompt.seed is None)
-        if is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
+        if is_like and max(lens) * len(lens) <= _MAX_PADDING * sum(lens):
             groups[-1].append(prompt)
         else:
             groups.append([prompt])

@@ -1,4 +1,4 @@
-"""Running batch: rows join it once they have read their prompts, and leave it one by one."""
+"""Decode a running batch: rows join it after their prefill and leave it one by one."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -16,18 +16,21 @@ from hf_speculate.types import RoundRecord
 
 
 class FinishedRow(NamedTuple):
-    """A row that has left the running batch."""
+    """A row after leaving the running batch."""
 
     row_id: int
-    token_ids: list[int]  # the new ones
+    token_ids: list[int]  # new tokens
     num_rounds: int
     num_drafted: int
     num_accepted: int
-    error: Exception | None  # that ended the row
+    error: Exception | None  # cause of the row's end, if it failed
 
 
 class RunningBatch:
-    """Decodes rows of several calls together; each row gets the tokens that it gets alone."""
+    """Rows of several calls decoded together.
+
+    Each row gets the same tokens as alone.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class RunningBatch:
         return [row_id for row_id, is_finished in rows if not is_finished]
 
     def join(self, theirs: SpeculativeDecoder, batch: Batch) -> None:
-        """Add rows that have read their prompts; the parts of their decoder are not used after that."""
+        """Add rows after their prefill; the parts of their decoder must not be used any more."""
         mine = self._decoder
         mine.drafts.admit(theirs.drafts, self._batch)  # reads the present rows
         mine.target.join(theirs.target)
@@ -65,7 +68,7 @@ class RunningBatch:
         self._batch.join(batch)
 
     def decode_round(self) -> list[FinishedRow]:
-        """Decode one round; the rows that it finished."""
+        """Decode one round and return the finished rows."""
         before = self.row_ids
         self._decoder.decode_round(self._batch)
         if self._rows.errors:
@@ -95,7 +98,10 @@ class RunningBatch:
 
 
 class _RowObserver(Observer):
-    """Counts each row's rounds, and finds rows whose token was sampled from logits that define no distribution."""
+    """Observer of rows.
+
+    It counts each row's rounds. When sampling, it collects errors of rows with logits that define no distribution.
+    """
 
     stage = Stage.RECORD
 
@@ -116,7 +122,7 @@ class _RowObserver(Observer):
 
 
 def join_obstacle(decoder: SpeculativeDecoder) -> str:
-    """Return why the rows of a call cannot join a running batch; empty if they can."""
+    """Return the obstacle for rows of a call to join a running batch; empty if they can."""
     plan, call = decoder.plan, decoder.plan.call
     if plan.is_lock_step:
         return plan.lock_step

@@ -1,4 +1,4 @@
-"""The source of early exit: the draft is made of the target's own first layers."""
+"""Draft by early exit: with the target's own first layers."""
 
 import copy
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from hf_speculate.field_checks import is_int
 
 
 def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """The model without its last layers, in new objects with its own modules: the norm follows layer `num_layers`.
+    """Return the model without its last layers.
+
+    The new objects share the model's modules; the final norm follows layer `num_layers`.
 
     Source:
         LayerSkip: Elhoushi et al. (arXiv:2404.16710).
@@ -44,7 +46,7 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
     config = copy.copy(model.config)
     config.num_hidden_layers = num_layers
     types = getattr(config, "layer_types", None)
-    if types is not None and len(types) > num_layers:  # others are derived from the number of layers
+    if types is not None and len(types) > num_layers:  # else derived from the number of layers
         config.layer_types = list(types)[:num_layers]
     if _has_recurrence_alone(config) and not _has_recurrence_alone(model.config):
         raise ConfigError(
@@ -56,7 +58,7 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
 
 
 def _has_recurrence_alone(config: PreTrainedConfig) -> bool:
-    """Whether all layers are recurrent, so that a cache does not tell how many tokens it holds."""
+    """Return whether all layers are recurrent; their cache does not count its tokens."""
     if only_attends(config):
         return False
     cache = DynamicCache(config=config)
@@ -64,16 +66,19 @@ def _has_recurrence_alone(config: PreTrainedConfig) -> bool:
 
 
 def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn.Module]) -> Any:
-    """A shallow copy with another config and some children replaced; the other children are the same objects."""
-    twin: Any = copy.copy(module)
-    state = vars(twin)
+    """Copy a module shallowly, with another config and some children replaced."""
+    module_copy: Any = copy.copy(module)
+    state = vars(module_copy)
     state["_modules"] = {**state["_modules"], **parts}  # assigning a child would write to the original's own table
-    twin.config = config
-    return twin
+    module_copy.config = config
+    return module_copy
 
 
 class EarlyExit(AssistantModel):
-    """The source of a call that drafts with the first layers of the target; they exist once the target is checked."""
+    """Draft source for `assistant_early_exit`.
+
+    It drafts with the first layers of the target. `resolve` makes the draft model.
+    """
 
     argument = "assistant_early_exit"
     hint = hint_of(argument)
@@ -93,5 +98,5 @@ class EarlyExit(AssistantModel):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> EarlyExit:
-    """The source of `assistant_early_exit`."""
+    """Return the draft source for `assistant_early_exit`."""
     return EarlyExit(values["assistant_early_exit"])

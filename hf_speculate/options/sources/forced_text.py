@@ -1,10 +1,10 @@
-"""The source of forced text: drafts what a logits processor leaves no choice about.
+"""Draft forced text, the only continuation that a logits processor allows.
 
 A grammar often allows one continuation only, such as the names of a JSON schema and the quotes around
-them. The processor tells this text, the call's tokenizer splits it, and the target verifies the tokens
-under the grammar's mask as any draft. A split that the target would not choose costs acceptance and
-changes no text. Rows in which several continuations are allowed, or that expect more tokens of a draft
-model or head, have the drafts of the call's other source.
+them. The processor returns this text, the call's tokenizer splits it, and the target verifies the
+tokens under the grammar's mask like any draft. A split other than the target's lowers acceptance and
+changes no text. Rows with several allowed continuations use the call's other draft source, and so do
+rows that expect more tokens from a draft model or head.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ _TAIL_LENS = (
     4,
     2,
     1,
-)  # newest tokens of a row before which its forced text is tokenised; fewer if these do not fit
-_BORDER = "\n"  # stands before a text whose first token would take in the row's last one
-_CHARS_PER_TOKEN = 16  # characters of a forced text that are tokenised for each drafted token; texts have about 4
-# capabilities of the other source, and of its drafter, that stay as they are
+)  # newest tokens of a row, tokenised together with its forced text; fewer if these do not fit
+_BORDER = "\n"  # replaces the tail if its last token would merge with the text
+_CHARS_PER_TOKEN = 16  # tokenised characters of a forced text per drafted token; texts have about 4
+# Capabilities copied from the other source and from its drafter.
 _OF_SOURCE = (
     *(
         "argument",
@@ -73,12 +73,14 @@ _OF_DRAFTER = (
 
 
 class Continuation:
-    """Tokenises forced text as it continues a row.
+    """Tokeniser of forced text.
+
+    It splits the text as a continuation of a row.
 
     Args:
         tokenizer: the target's.
-        max_tokens: tokens that are returned at most.
-        vocab_size: V; larger ids end the tokens.
+        max_tokens: maximum number of returned tokens.
+        vocab_size: V; the tokens end before the first larger id.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, vocab_size: int):
@@ -86,24 +88,23 @@ class Continuation:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def tokens(self, tail: Sequence[int], text: str) -> tuple[list[int], bool]:
-        """Return the first tokens of `text` behind the tokens `tail`, and whether they are all of it.
+        """Return the first tokens of `text` after the tokens `tail`, and whether these are all.
 
-        If the tokens of the tail's text and `text` begin with the tail, the rest is returned: words that
-        go on across the border are then split as the tokenizer splits them. If not, `text` is split by
-        itself.
+        The text is tokenised together with the tail, so words across the border are split as usual. If
+        the result does not begin with the tail, `text` is split alone.
         """
         shown = text[: _CHARS_PER_TOKEN * self.max_tokens]
         token_ids = self._behind(tail, shown)
         num_known = next(
-            (at for at, token_id in enumerate(token_ids) if token_id >= self._vocab_size),
+            (index for index, token_id in enumerate(token_ids) if token_id >= self._vocab_size),
             len(token_ids),
         )
-        num = min(num_known, self.max_tokens)
-        return token_ids[:num], num == len(token_ids) and len(shown) == len(text)
+        num_returned = min(num_known, self.max_tokens)
+        return token_ids[:num_returned], num_returned == len(token_ids) and len(shown) == len(text)
 
     def _behind(self, tail: Sequence[int], text: str) -> list[int]:
-        for num in _TAIL_LENS:
-            before = list(tail[-num:])
+        for tail_len in _TAIL_LENS:
+            before = list(tail[-tail_len:])
             token_ids = self._encode(self._decode(before) + text) if before else []
             if before and token_ids[: len(before)] == before:
                 return token_ids[len(before) :]
@@ -118,17 +119,17 @@ class Continuation:
 
 
 class ForcedRow(RowChoice):
-    """One row: its newest tokens, and the forced ones that are proposed behind them."""
+    """Newest tokens of a row and its forced proposal."""
 
     def __init__(self, tail: Sequence[int], shared: SharedRates):
         super().__init__()
         self.tail, self.rates = list(tail), RowRates(shared)
         self.token_ids: list[int] = []  # the proposal
-        self.probabilities: list[float] = []  # of each proposed token that it is accepted with all before it
+        self.probabilities: list[float] = []  # acceptance of each proposed token and all before it
         self._buckets: list[int] = []  # kinds of the proposed tokens
 
     def learn(self, ids: Sequence[int]) -> None:
-        """Append emitted tokens, and learn from those of the last proposal that are among them."""
+        """Append emitted tokens and learn from the acceptance of the last proposal."""
         super().learn(ids)
         agrees = [drafted == emitted for drafted, emitted in zip(self.token_ids, ids, strict=False)]
         if agrees:
@@ -138,18 +139,26 @@ class ForcedRow(RowChoice):
         self.token_ids, self.probabilities = [], []
 
     def propose(self, token_ids: list[int], is_whole: bool) -> None:
-        """Propose forced tokens; `is_whole` says whether they are all of the forced text."""
+        """Propose forced tokens.
+
+        Args:
+            token_ids: the tokens.
+            is_whole: whether they are all of the forced text.
+        """
         self.token_ids, self._buckets = token_ids, forced_buckets(len(token_ids), is_whole)
         self.probabilities = self.rates.probabilities(self._buckets)
 
 
 def is_costly(drafter: Drafter) -> bool:
-    """Return whether drafts of a drafter take time."""
+    """Return whether drafts of a drafter cost forwards of a model."""
     return drafter.max_draft_tokens != 0 and not drafter.is_free
 
 
 class ForcedTextDrafter(PerRow, Drafter):
-    """Proposes the tokens of forced text as point masses; rows without it have the drafts of another drafter."""
+    """A `Drafter` of forced text, as point masses.
+
+    Rows without forced text use the drafts of another drafter.
+    """
 
     BY_ROW = ("_rows",)
     PARTS = ("rest",)
@@ -162,7 +171,7 @@ class ForcedTextDrafter(PerRow, Drafter):
         rest: Drafter,
         continuation: Continuation,
         make_rates: Callable[[], SharedRates],  # called for each row; acceptance rates of forced tokens
-        max_model_tokens: int,  # tokens that the other drafter drafts at most, if it does not propose
+        max_model_tokens: int,  # limit of the other drafter, unless it proposes
         device: torch.device,
     ):
         self.rest, self._continuation, self._make_rates, self._device = (
@@ -177,8 +186,8 @@ class ForcedTextDrafter(PerRow, Drafter):
         self.is_free = not is_costly(rest)
         self.max_draft_tokens = rest.max_draft_tokens or None
         self._rows: list[ForcedRow] = []  # [B], once the prompts were read
-        self._texts: Sequence[str] = ()  # [B] forced text behind the newest tokens
-        self._tokenizer_error: Exception | None = None  # the last one that the tokenizer raised
+        self._texts: Sequence[str] = ()  # [B] forced text after the newest tokens
+        self._tokenizer_error: Exception | None = None  # last error of the tokenizer
 
     def begin(self, token_ids: Tensor) -> None:
         tails = token_ids[:, -max(_TAIL_LENS) :].tolist()
@@ -243,20 +252,20 @@ class ForcedTextDrafter(PerRow, Drafter):
             raise
 
     def _prefers(self, row: ForcedRow, num_draft_tokens: int) -> bool:
-        """Return whether a row's forced tokens promise as much as a draft of the other drafter."""
+        """Return whether a row expects at least as many tokens as from the other drafter."""
         return row.prefers(row.probabilities[:num_draft_tokens], self._num_of_rest(num_draft_tokens))
 
     def _num_of_rest(self, num_draft_tokens: int) -> int:
         return min(num_draft_tokens, self._max_model_tokens)
 
     def _mixed(self, forced: list[list[int]], drafted: DraftOut) -> DraftOut:
-        """Return the forced tokens of rows that have some, and the other drafter's of the rest."""
+        """Return the forced tokens of rows, or else the other drafter's tokens."""
         is_forced = upload([bool(ids) for ids in forced], self._device, torch.bool)
         return mixed_draft(point_masses(forced, self._device), drafted, is_forced)
 
 
 class ForcedText(DraftSource):
-    """The source of a call that drafts forced text, and otherwise what another source drafts."""
+    """Draft source of forced text before another source."""
 
     varies_len = True
 
@@ -289,13 +298,13 @@ class ForcedText(DraftSource):
         return self.rest.step_bytes(target)
 
     def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
-        rest = self.rest.make_drafter(setup, runners, meet)
+        drafter = self.rest.make_drafter(setup, runners, meet)
         shared = SharedRates.of_forced_texts(setup.target)
-        # rows that choose between two sources do so by what they have seen themselves, as if alone
-        make_rates = forced_rates if is_costly(rest) else lambda: shared
+        # A row's choice between two sources depends on its own tokens only, as if it were decoded alone.
+        make_rates = forced_rates if is_costly(drafter) else lambda: shared
         continuation = Continuation(self._tokenizer, setup.max_draft_tokens, setup.vocab_size)
         max_model_tokens = setup.config.max_model_tokens
-        return ForcedTextDrafter(rest, continuation, make_rates, max_model_tokens, setup.device)
+        return ForcedTextDrafter(drafter, continuation, make_rates, max_model_tokens, setup.device)
 
     def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
         self.rest.keep_row(token_ids, prompt_ids)
@@ -305,5 +314,5 @@ class ForcedText(DraftSource):
 
 
 def make_source(rest: DraftSource, tokenizer: Any) -> ForcedText:
-    """Return the source of forced text before another source."""
+    """Return the draft source of forced text before another source."""
     return ForcedText(rest, tokenizer)

@@ -1,4 +1,4 @@
-"""The source of a draft model with prompt lookup: the hybrid drafter uses a suffix match or the model, row by row."""
+"""Draft with prompt lookup and a draft model, chosen row by row."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,10 @@ _HOST = torch.device("cpu")
 
 
 class RowChoice:
-    """One row's choice between a free proposal and a draft of a model or head, by expected tokens."""
+    """A row's choice between two drafts.
+
+    It compares a free proposal with a draft of a model or head by expected tokens.
+    """
 
     def __init__(self) -> None:
         self.model_rates = RowRates(model_rates())
@@ -37,15 +40,15 @@ class RowChoice:
         """Return whether a proposal is expected to gain at least as much as `num_model` tokens.
 
         Args:
-            probabilities: of each proposed token that it is accepted with all before it.
-            num_model: tokens that the model would draft; 0 if it cannot.
+            probabilities: per proposed token, the probability of accepting it and all before it.
+            num_model: draft length of the model; 0 if it cannot draft.
         """
         if not probabilities or not num_model:
             return bool(probabilities)
         return sum(probabilities) >= self.model_rates.expected(model_buckets(num_model))
 
     def learn(self, ids: Sequence[int]) -> None:
-        """Learn from the tokens that a round has emitted; a finished row has none."""
+        """Learn from the emitted tokens of a round; a finished row has none."""
         self.is_live = bool(ids)
         if ids and self.num_model:
             num_accepted = min(len(ids) - 1, self.num_model)
@@ -55,7 +58,10 @@ class RowChoice:
 
 
 class HybridRow(RowChoice):
-    """One row of the hybrid drafter, with what the model has not read."""
+    """One row of the hybrid drafter.
+
+    It holds the tokens that the model has not read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +77,10 @@ class HybridRow(RowChoice):
 
 
 class HybridDrafter(PerRow, Drafter):
-    """A `Drafter` that uses suffix matches or a draft model, row by row, by expected tokens.
+    """A `Drafter` of suffix matches or a draft model.
 
-    The choice depends on past tokens of the row only, so each row's proposal keeps its distribution.
+    Each row chooses by expected tokens. The choice depends on past tokens of the row only, so each row's proposal
+    keeps its distribution.
 
     Source:
         Oliaro et al., "SuffixDecoding" (arXiv:2411.04975), section 4.
@@ -115,10 +122,10 @@ class HybridDrafter(PerRow, Drafter):
         num_model = min(num_draft_tokens, self.max_model_tokens)
         matched = self.matches.cut_proposal(num_draft_tokens)
         uses_match, max_model_lens = [], [self._max_model_len(text, num_model) for text in self.matches.texts]
-        for row, text, num in zip(self._rows, self.matches.texts, max_model_lens, strict=True):
+        for row, text, model_len in zip(self._rows, self.matches.texts, max_model_lens, strict=True):
             num_match = min(len(text.proposal.token_ids), num_draft_tokens)
-            uses_match.append(row.prefers_match(text, num_match, num))
-            row.num_model = num if row.is_live and not uses_match[-1] else 0
+            uses_match.append(row.prefers_match(text, num_match, model_len))
+            row.num_model = model_len if row.is_live and not uses_match[-1] else 0
         if not any(row.num_model for row in self._rows):
             return matched._replace(cached=not_fed(request.query_token_ids))
         drafted = self._run_model(request, num_model)
@@ -140,17 +147,17 @@ class HybridDrafter(PerRow, Drafter):
         self.model.read(token_ids, kv_cache)
 
     def _max_model_len(self, text: RowText, num_model: int) -> int:
-        """Return how many of `num_model` tokens the model can draft in a row."""
+        """Return the number of tokens, at most `num_model`, that fit in the model's context."""
         context_len = self.model.context_len
         if context_len is None:
             return num_model
         return max(min(num_model, context_len - len(text.token_ids) + 1), 0)
 
     def _run_model(self, request: DraftRequest, num_draft_tokens: int) -> DraftOut:
-        """Draft with the model, which is shown the tokens emitted since its last run."""
+        """Draft with the model, after feeding the tokens emitted since its last run."""
         counts = [len(row.unread) for row in self._rows]
         pairs = zip(self._rows, counts, strict=True)
-        ids = [row.unread + [-1] * (max(counts) - num) for row, num in pairs]
+        ids = [row.unread + [-1] * (max(counts) - count) for row, count in pairs]
         kept = Kept(upload(ids, _HOST), upload(counts, _HOST, torch.int32))
         query = request.query_token_ids
         if not self.model.reads_host_tokens:
@@ -163,7 +170,10 @@ class HybridDrafter(PerRow, Drafter):
 
 
 def mixed_draft(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:
-    """One draft of both by `uses_match` [B] bool; matched tokens have kept logits 0 at the token, -inf elsewhere."""
+    """Merge two drafts by `uses_match` [B] bool.
+
+    Kept logits of matched tokens are 0 at the token and -inf elsewhere.
+    """
     num_drafted = drafted.token_ids.shape[1]
     width = max(matched.token_ids.shape[1], num_drafted)
     matched_ids, drafted_ids = (
@@ -183,7 +193,7 @@ def mixed_draft(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> Dra
 
 
 class HybridSource(DraftSource):
-    """The source of a call that drafts with a model and by prompt lookup."""
+    """Draft source for a model with prompt lookup."""
 
     varies_len = True
     unsynced = "prompt_lookup_num_tokens"
@@ -231,6 +241,6 @@ class HybridSource(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HybridSource:
-    """Return the source of a model, or of the target's first layers, with `prompt_lookup_num_tokens`."""
+    """Return the draft source for a model or early exit with `prompt_lookup_num_tokens`."""
     name = "assistant_early_exit" if values.get("assistant_model") is None else "assistant_model"
     return HybridSource(make_part(name, target, values), make_part("prompt_lookup_num_tokens", target, values))

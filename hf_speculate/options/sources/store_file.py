@@ -1,4 +1,4 @@
-"""The file of a suffix store: outputs with their keys, and the tokenizer that they belong to."""
+"""Save and load suffix stores: outputs with their keys, and a digest of their tokenizer."""
 
 import hashlib
 import json
@@ -25,14 +25,14 @@ class StoredOutput(NamedTuple):
 
 
 def write_outputs(path: Path, outputs: Sequence[StoredOutput], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write outputs, the oldest first; after a crash the file holds the old ones or the new ones.
+    """Write outputs, the oldest first, atomically.
 
-    Tensors: `token_ids` [N] int32 of all outputs, `lens` [M] int64, `keys` [M] int64, the places of their keys in
+    Tensors: `token_ids` [N] int32 of all outputs, `lens` [M] int64, `keys` [M] int64, the indices of their keys in
     `key_names` [S] uint8, a list in JSON.
     """
-    places: dict[Hashable, int] = {}
-    keys = [places.setdefault(output.key, len(places)) for output in outputs]
-    names = json.dumps([_as_json(key) for key in places]).encode()
+    key_indices: dict[Hashable, int] = {}
+    keys = [key_indices.setdefault(output.key, len(key_indices)) for output in outputs]
+    names = json.dumps([_as_json(key) for key in key_indices]).encode()
     tensors: dict[str, Any] = {
         "token_ids": np.array([token for output in outputs for token in output.token_ids], dtype=np.int32),
         "lens": np.array([len(output.token_ids) for output in outputs], dtype=np.int64),
@@ -52,7 +52,7 @@ def read_outputs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StoredO
     """Read the outputs of a file, the oldest first.
 
     Raises:
-        ConfigError: the file is none of a store, or belongs to another tokenizer.
+        ConfigError: the file holds no store, or the store of another tokenizer.
     """
     try:
         with safe_open(path, "numpy") as file:
@@ -68,8 +68,8 @@ def read_outputs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StoredO
                 file.get_tensor(name) for name in ("token_ids", "lens", "keys", "key_names")
             )
         key_names = [_as_key(name) for name in json.loads(names.tobytes())]
-        parts = np.split(token_ids, np.cumsum(lens)[:-1]) if len(lens) else []
-        return [StoredOutput(key_names[key], part.tolist()) for key, part in zip(keys, parts, strict=True)]
+        outputs = np.split(token_ids, np.cumsum(lens)[:-1]) if len(lens) else []
+        return [StoredOutput(key_names[key], output.tolist()) for key, output in zip(keys, outputs, strict=True)]
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise

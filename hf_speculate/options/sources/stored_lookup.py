@@ -1,4 +1,4 @@
-"""The source of prompt lookup with a suffix store, which also searches the outputs of earlier calls."""
+"""Draft by prompt lookup in the prompt and in outputs of earlier calls (suffix store)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,10 @@ from hf_speculate.options.sources.suffix_store import SuffixStore
 
 
 class StoredLookup(PromptLookup):
-    """Prompt lookup that searches a store, and adds the outputs of the call to it."""
+    """Prompt lookup with a suffix store.
+
+    It searches the store and adds the outputs of the call.
+    """
 
     def __init__(self, store: SuffixStore):
         self.store = store
@@ -20,5 +23,5 @@ class StoredLookup(PromptLookup):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> StoredLookup:
-    """Return the source of `prompt_lookup_num_tokens` with a `suffix_store`."""
+    """Return the draft source for `prompt_lookup_num_tokens` with a `suffix_store`."""
     return StoredLookup(values["suffix_store"])

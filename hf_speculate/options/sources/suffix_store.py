@@ -1,4 +1,4 @@
-"""Suffix store: the outputs of earlier calls, which prompt lookup searches too."""
+"""Store outputs of earlier calls, to be searched by prompt lookup."""
 
 import copy
 import math
@@ -16,8 +16,8 @@ from hf_speculate.field_checks import is_int
 from hf_speculate.options.sources.store_file import StoredOutput, read_outputs, write_outputs
 
 MIN_BYTES = 1 << 20
-_CHUNK_TOKENS = 256  # appended between two looks at the size
-_PROMPT_TOKENS = 8  # last tokens of a prompt that are kept with its outputs, so that their beginning is found
+_CHUNK_TOKENS = 256  # appended between two checks of the size
+_PROMPT_TOKENS = 8  # last tokens of a prompt, stored before its outputs so their beginning can be matched
 _KEY_BYTES = 2048  # bytes of the index of one key without its tokens, at most
 _ID_BYTES = 40  # bytes of an id in a key, at most
 _OUTPUT_BYTES = 192  # bytes of one output without its tokens, at most
@@ -25,7 +25,7 @@ PromptKey = Callable[[list[int]], Hashable]
 
 
 def _bytes_of(key: Hashable) -> int:
-    """Return the memory that a key takes with an empty index, as an estimate that is not below it."""
+    """Return an upper bound of the memory for a key with an empty index, in bytes."""
     return _KEY_BYTES + _ID_BYTES * _num_ids(key)
 
 
@@ -41,11 +41,11 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.index = SuffixIndex()
-        self.begins: list[tuple[int, int]] = []  # number of each output in the store, and where it begins in the index
+        self.begins: list[tuple[int, int]] = []  # number of each output in the store, and its offset in the index
         self.num_tokens = 0
 
     def bytes_under(self, key: Hashable) -> int:
-        """Return the memory in use with a key, as an estimate that is not below it."""
+        """Return an upper bound of the memory in use with a key, in bytes."""
         return self.index.num_bytes + _bytes_of(key) + _OUTPUT_BYTES * len(self.begins)
 
     def extend(self, token_ids: "array[int]") -> None:
@@ -53,7 +53,7 @@ class _Outputs:
         self.num_tokens += len(token_ids) - token_ids.count(SEPARATOR)
 
     def numbered(self) -> Iterator[tuple[int, list[int]]]:
-        """Return the number and the tokens of each output."""
+        """Iterate over the number and the tokens of each output."""
         token_ids = self.index.token_ids
         ends = [begin for _, begin in self.begins[1:]] + [len(token_ids)]
         for (number, begin), end in zip(self.begins, ends, strict=True):
@@ -61,14 +61,14 @@ class _Outputs:
 
 
 class _Generation:
-    """Outputs that are dropped together."""
+    """Outputs dropped together."""
 
     def __init__(self) -> None:
         self.by_key: dict[Hashable, _Outputs] = {}
         self.num_bytes = self.num_tokens = 0
 
     def forget(self, key: Hashable) -> _Outputs:
-        """Take the outputs of a key away; new ones if there are none."""
+        """Remove and return the outputs of a key, empty if there are none."""
         outputs = self.by_key.pop(key, None)
         if outputs is None:
             return _Outputs()
@@ -77,18 +77,18 @@ class _Generation:
         return outputs
 
     def put(self, key: Hashable, outputs: _Outputs) -> None:
-        """Put the outputs of a key, which are there no more, back."""
+        """Put removed outputs of a key back."""
         self.by_key[key] = outputs
         self.num_bytes += outputs.bytes_under(key)
         self.num_tokens += outputs.num_tokens
 
 
 class _Memory:
-    """What all views of a store share."""
+    """Memory shared by all views of a store."""
 
     def __init__(self, max_bytes: int, max_tokens: int | None):
         self.max_bytes, self.max_tokens = max_bytes, math.inf if max_tokens is None else max_tokens
-        self.lock = threading.Lock()  # guards what follows
+        self.lock = threading.Lock()  # guards the fields below
         self.newer, self.older, self.num_added = _Generation(), _Generation(), 0
 
     def reset(self) -> None:
@@ -100,7 +100,7 @@ class _Memory:
             chunk = text[begin : begin + _CHUNK_TOKENS]
             if self._is_full(len(chunk), 0 if key in self.newer.by_key else _bytes_of(key)):
                 self.newer, self.older, is_begin = _Generation(), self.newer, True
-            # An interrupt leaves an index between two states, which must not be searched.
+            # Removed meanwhile, because after an interrupt the index is inconsistent and must not be searched.
             outputs = self.newer.forget(key)
             if is_begin:
                 outputs.begins.append((self.num_added, len(outputs.index.token_ids)))
@@ -114,20 +114,22 @@ class _Memory:
 
 
 class SuffixStore:
-    """Outputs of earlier calls, in bounded memory: `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`.
+    """Outputs of earlier calls, in bounded memory.
 
-    Every call that ends without an error adds the new tokens of its rows. When a bound is near, the older half is
-    dropped. One store serves one tokenizer; threads may share it.
+    Use it as `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`. Every call without an error adds the new
+    tokens of its rows. Near a bound, the older half is dropped. One store serves one tokenizer; threads may share it.
 
-    With `key`, a row searches and extends the outputs of its own key alone: the rollouts of a prompt draft from each
-    other. `store.of(key)` is the same for a call whose prompts share a key.
+    With `key`, a row searches and extends the outputs of its own key only, so the rollouts of a prompt draft from each
+    other. `store.of(key)` does the same for all prompts of a call.
 
     Args:
-        max_bytes: memory that it may take, at least 1 MiB.
-        max_tokens: tokens that it may hold, at least 1,024; None for no other bound than `max_bytes`.
-        key: a function of a prompt's token ids, a list, such as `tuple`; it returns a key of strings, integers and
-            tuples of them. None for one key of all prompts.
-        tokenizer: of the texts; only `save` needs it.
+        max_bytes: maximum memory, at least 1 MiB.
+        max_tokens: maximum number of tokens, at least 1,024.
+            None for `max_bytes` as the only bound.
+        key: a function of a prompt's token ids, a list, such as `tuple`. It returns a key of strings, integers and
+            tuples of them.
+            None for one key for all prompts.
+        tokenizer: the tokenizer of the tokens; only `save` needs it.
 
     Raises:
         ConfigError: an argument has a wrong value.
@@ -155,7 +157,7 @@ class SuffixStore:
         self._memory = _Memory(max_bytes, max_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SuffixStore":
-        """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
+        """Return the object itself, because `generate` copies its `GenerationConfig`."""
         return self
 
     @classmethod
@@ -168,20 +170,20 @@ class SuffixStore:
         max_tokens: int | None = None,
         key: PromptKey | None = None,
     ) -> "SuffixStore":
-        """Read a store that `save` wrote.
+        """Load a store written by `save`.
 
         Args:
             path: the file.
-            tokenizer: that of the store's texts.
-            max_bytes: as of a new store.
-            max_tokens: as of a new store.
-            key: the function with which the store was made.
+            tokenizer: the tokenizer of the store.
+            max_bytes: as for a new store.
+            max_tokens: as for a new store.
+            key: the key function of the saved store.
 
         Returns:
-            A store with the newest of the outputs that its bounds allow.
+            A store with the newest outputs within its bounds.
 
         Raises:
-            ConfigError: the file is none of a store, or belongs to another tokenizer.
+            ConfigError: the file holds no store, or the store of another tokenizer.
         """
         store = cls(max_bytes, max_tokens=max_tokens, key=key, tokenizer=tokenizer)
         for output in read_outputs(Path(path), tokenizer):
@@ -190,23 +192,23 @@ class SuffixStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in use, by all keys, as an estimate that is not below it."""
+        """Upper bound of the memory in use, over all keys, in bytes."""
         with self._memory.lock:
             return self._memory.newer.num_bytes + self._memory.older.num_bytes
 
     @property
     def num_added(self) -> int:
-        """Number of outputs that were ever added, under all keys."""
+        """Number of outputs ever added, over all keys."""
         return self._memory.num_added
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that can be found, under all keys."""
+        """Number of searchable tokens, over all keys."""
         with self._memory.lock:
             return self._memory.newer.num_tokens + self._memory.older.num_tokens
 
     def of(self, key: Hashable) -> "SuffixStore":
-        """Return a view of the outputs under one key, which shares this store's memory.
+        """Return a view of the outputs under one key; it shares this store's memory.
 
         Args:
             key: of strings, integers and tuples of them.
@@ -224,10 +226,10 @@ class SuffixStore:
         return view
 
     def of_prompt(self, token_ids: Sequence[int]) -> "SuffixStore":
-        """Return the view that the row of a prompt searches and extends.
+        """Return the view for the row of a prompt.
 
         Raises:
-            ConfigError: the function of the keys fails, or returns what has no hash or is too long.
+            ConfigError: the key function fails, or its key is not hashable or too long.
         """
         if self._key_of is None:
             return self
@@ -242,17 +244,17 @@ class SuffixStore:
         return self.of(key)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Remember a sequence of tokens."""
+        """Add a sequence of tokens."""
         with self._memory.lock:
             self._memory.add(self._key, token_ids)
 
     def add_output(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Remember the output of a prompt, under a key with the end of the prompt."""
+        """Add the output of a prompt; under a key, after the end of the prompt."""
         store = self.of_prompt(prompt_ids)
         store.add(token_ids if store._key is None else [*prompt_ids[-_PROMPT_TOKENS:], *token_ids])
 
     def reset(self) -> None:
-        """Forget all outputs; of a view, those under its key."""
+        """Remove all outputs; in a view, those under its key."""
         with self._memory.lock:
             if self._key is None:
                 self._memory.reset()
@@ -261,10 +263,10 @@ class SuffixStore:
                 generation.forget(self._key)
 
     def save(self, path: str | Path) -> None:
-        """Write all outputs into a safetensors file, which is replaced as a whole.
+        """Write all outputs to a safetensors file, atomically.
 
         Args:
-            path: the file, in a folder that exists.
+            path: the file, in an existing folder.
 
         Raises:
             ConfigError: the store has no tokenizer, or a key cannot be written.
@@ -281,7 +283,10 @@ class SuffixStore:
         write_outputs(Path(path), [output for _, output in sorted(numbered, key=_number_of)], self.tokenizer)
 
     def find(self, last: "array[int]", num: int) -> Proposal:
-        """At most `num` tokens that followed the longest match of the `last` ones; the newer of two as long."""
+        """Return at most `num` tokens after the longest match of the `last` tokens.
+
+        Of two matches of equal length, the newer wins.
+        """
         memory = self._memory
         with memory.lock:
             proposal = Proposal(0, [])

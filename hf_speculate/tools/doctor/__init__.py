@@ -1,1 +1,1 @@
-"""Checks of the devices at hand: `hf-speculate doctor`."""
+"""Check the devices of this machine: `hf-speculate doctor`."""

@@ -1,4 +1,4 @@
-"""Checks of a device: Triton kernels, CUDA graphs, and texts of a small pair."""
+"""Check a device: Triton kernels, CUDA graphs, and texts of a small pair."""
 
 import copy
 from collections import Counter
@@ -17,14 +17,15 @@ from hf_speculate.tools.checks.parity import check_parity
 KERNELS, GRAPHS, TEXTS = "kernels", "graphs", "texts"
 _OPERATIONS = ("greedy", "rejection with draft sums", "point mass", "rejection", "block", "coupled", "typical")
 _VOCAB_SIZE, _HEAD_WIDTH = 512, 16
-_SPREAD, _NOISE = 0.2, 0.05  # spread of weights, so that texts depend on the tokens read; noise of the draft's weights
+_SPREAD = 0.2  # spread of weights; texts must depend on the tokens read
+_NOISE = 0.05  # noise of the draft's weights, relative to the spread
 _PROMPT_LENS = (24, 21, 9, 1)
 
 
 class Sizes(NamedTuple):
-    """Sizes of the rounds, models and texts of checks."""
+    """Sizes of rounds, models and texts in checks."""
 
-    vocab_size: int = 50_257  # columns of the kernels' rows, which then start at addresses of any alignment
+    vocab_size: int = 50_257  # columns of the kernels' rows; odd, so rows start at addresses of any alignment
     num_draft_tokens: int = 5  # in the kernels' rounds
     kernel_dtype: torch.dtype = torch.bfloat16
     width: int = 256  # hidden width of the models
@@ -37,23 +38,23 @@ class WrongResultError(Exception):
 
 
 def check_kernels(device: torch.device, sizes: Sizes) -> str:
-    """Compare the Triton kernels with their torch references, on ordinary rows and on hostile ones."""
+    """Compare the Triton kernels with their torch references, on ordinary and hostile rows."""
     rounds = [(name, False) for name in (*_OPERATIONS, SAMPLE, WARP)] + [(name, True) for name in _OPERATIONS]
     for name, is_hostile in rounds:
         shape = sizes.vocab_size, sizes.num_draft_tokens
-        num = num_different(name, device, sizes.kernel_dtype, *shape, is_hostile=is_hostile)
-        if num:
+        num_wrong = num_different(name, device, sizes.kernel_dtype, *shape, is_hostile=is_hostile)
+        if num_wrong:
             kind = "hostile" if is_hostile else "ordinary"
-            raise WrongResultError(f"{name} differs from its reference in {num} numbers on {kind} rows")
+            raise WrongResultError(f"{name} differs from its reference in {num_wrong} numbers on {kind} rows")
     return f"{len(rounds)} rounds agree with their references"
 
 
 def check_texts(graphs: str, device: torch.device, sizes: Sizes) -> str:
-    """Compare greedy texts with those of plain decoding, which may differ at near-ties.
+    """Compare greedy texts with plain decoding; they may differ at near-ties.
 
-    With `graphs` "auto" each call is repeated. Both models must run from graphs, which are captured
-    and tried in the first call, unless the trial finds that they are not faster. Between the calls
-    other code allocates memory and drops cuBLAS workspaces.
+    With `graphs` "auto" each call is repeated; the first call captures and tries the graphs. Both
+    models must run from graphs, unless the trial finds them not faster. Between the calls, other code
+    allocates memory and drops cuBLAS workspaces.
     """
     num_texts, slow = Counter[str](), False
     for dtype in (torch.float32, torch.float16 if device.type == "mps" else torch.bfloat16):
@@ -87,11 +88,11 @@ CHECKS: dict[str, Callable[[torch.device, Sizes], str]] = {
     GRAPHS: partial(check_texts, "auto"),
     TEXTS: partial(check_texts, "off"),
 }
-"""Return what they saw in words; raise `WrongResultError`, or whatever goes wrong."""
+"""Each returns its findings in words, and raises `WrongResultError` or any other error."""
 
 
 def _pair(device: torch.device, dtype: torch.dtype, width: int) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return a small target with a draft near it, the same at every call."""
+    """Return a small target and a similar draft, the same at every call."""
     num_heads = width // _HEAD_WIDTH
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
@@ -123,13 +124,13 @@ def _prompts(device: torch.device, batch_size: int) -> dict[str, Tensor]:
     """Return left-padded prompts of several lengths."""
     generator = torch.Generator().manual_seed(batch_size)
     texts = [torch.randint(3, _VOCAB_SIZE, (length,), generator=generator) for length in _PROMPT_LENS[:batch_size]]
-    most = max(map(len, texts))
-    ids = torch.stack([torch.cat([text.new_zeros(most - len(text)), text]) for text in texts])
+    max_len = max(map(len, texts))
+    ids = torch.stack([torch.cat([text.new_zeros(max_len - len(text)), text]) for text in texts])
     return {"input_ids": ids.to(device), "attention_mask": (ids > 0).long().to(device)}
 
 
 def _disturb(device: torch.device) -> None:
-    """Do what other code on the device may do between two calls."""
+    """Allocate memory and drop workspaces, as other code on the device may do between two calls."""
     garbage = [torch.full((1 << power,), torch.nan, device=device) for power in range(8, 20)]
     side = torch.ones(96, 96, device=device)
     torch.mm(side, side)

@@ -1,4 +1,4 @@
-"""Runs a check in a process of its own with a time limit, so that a fault of the device ends the check alone."""
+"""Run a check in a separate process with a time limit, so device faults end only the check."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ import torch
 from hf_speculate.tools.doctor.checks import CHECKS, Sizes, WrongResultError
 
 RIGHT, WRONG, NOT_RUN = "right", "wrong", "not run"
-_END_S = 5.0  # in which a process that was killed must be gone
+_END_S = 5.0  # seconds to wait for a killed process
 
 
 class Seen(NamedTuple):
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 def run_check(
     name: str, device: str, sizes: Sizes, limit_s: float, enter: Callable[[], AbstractContextManager[Any]]
 ) -> Seen:
-    """Run the check `name` of `CHECKS` in a process, inside the context that `enter` makes there."""
+    """Run the check `name` of `CHECKS` in a new process, in the context made there by `enter`."""
     has_forkserver = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if has_forkserver else "spawn")
     if has_forkserver:
@@ -65,7 +65,7 @@ def _received(receive: Connection, process: Any, log: Path, limit_s: float) -> t
 
 
 def _how_it_ended(exit_code: int | None, log: Path) -> str:
-    """Describe how a process ended, with the last line that it printed."""
+    """Describe the end of a process, with its last printed line."""
     how = f"its process ended with status {exit_code}"
     if exit_code is not None and exit_code < 0:
         with suppress(ValueError):
@@ -77,13 +77,13 @@ def _how_it_ended(exit_code: int | None, log: Path) -> str:
 def _serve(
     send: Connection, log: str, name: str, device: str, sizes: Sizes, enter: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """Run a check and send its result; what the process prints goes to the file `log`."""
+    """Run a check and send its result; print to the file `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             os.dup2(descriptor, stream.fileno())
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # tiny models gain nothing from threads, and wait for one another on a busy machine
+    torch.set_num_threads(1)  # tiny models gain nothing from threads, and on a busy machine these wait for each other
     with enter():
         send.send(_answer(name, torch.device(device), sizes))
     send.close()

@@ -1,4 +1,4 @@
-"""Report of `hf-speculate doctor`: what is installed, the devices, and what the checks of each saw."""
+"""Report installed packages, devices and results of checks for `hf-speculate doctor`."""
 
 import platform
 import re
@@ -14,8 +14,8 @@ from hf_speculate.kernels.backends import runs_kernels
 from hf_speculate.tools.doctor.checks import GRAPHS, KERNELS, TEXTS, Sizes
 from hf_speculate.tools.doctor.process import WRONG, Seen, run_check
 
-LIMIT_S = 120.0  # of a check, with the start of its process; Triton compiles some thirty kernels on a new machine
-# What to set where a check fails.
+LIMIT_S = 120.0  # per check, with the start of its process; Triton compiles some thirty kernels on a new machine
+# Advice for failed checks, by name.
 SETTINGS = {
     KERNELS: 'verifier_backend="torch"',
     GRAPHS: 'speculation_graphs="off"',
@@ -28,39 +28,39 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Device(NamedTuple):
     """A device of this machine."""
 
-    name: str  # as torch calls it, "cuda:0" for example
+    name: str  # name in torch, for example "cuda:0"
     title: str
     facts: dict[str, Any]
     checks: Sequence[str]  # names in `CHECKS`
 
 
 class DeviceReport(NamedTuple):
-    """A device, and what its checks saw."""
+    """A device and the results of its checks."""
 
     device: Device
     seen: Sequence[Seen]
 
     @property
     def advice(self) -> str:
-        """What to set; empty if nothing is wrong."""
+        """Settings to change; empty if all checks passed."""
         wrong = [SETTINGS[seen.name] for seen in self.seen if seen.result == WRONG]
         return f"{self.device.name}: set {', '.join(wrong)}" if wrong else ""
 
 
 class DoctorReport(NamedTuple):
-    """The report, which prints as text."""
+    """Report on all devices; `str` renders it."""
 
     versions: dict[str, str]
     devices: Sequence[DeviceReport]
 
     @property
     def ok(self) -> bool:
-        """Whether no check saw anything wrong."""
+        """Whether no check failed."""
         return not self.advice
 
     @property
     def advice(self) -> str:
-        """What to set on each device where something is wrong, in one line; empty if nothing is."""
+        """Settings to change on each device with failed checks, in one line, or empty."""
         return "; ".join(filter(None, (device.advice for device in self.devices)))
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,11 +90,13 @@ def examine(
     """Run the checks of devices.
 
     Args:
-        devices: `None` for those of this machine.
-        sizes: of models and rounds. `None` for the usual ones.
+        devices: the devices.
+            None for all devices of this machine.
+        sizes: sizes of models and rounds.
+            None for the usual ones.
         limit_s: seconds of a check.
         enter: makes a context in the process of each check.
-        say: is told each result.
+        say: called with each result in words.
     """
     reports = []
     for device in find_devices() if devices is None else devices:
@@ -107,7 +109,7 @@ def examine(
 
 
 def find_devices() -> list[Device]:
-    """List the devices of this machine; none is allocated on."""
+    """List the devices of this machine, without allocating memory on them."""
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -129,7 +131,7 @@ def find_devices() -> list[Device]:
 
 
 def _driver() -> dict[str, str]:
-    """Return the version of the kernel's driver; nothing if the system does not say."""
+    """Return the version of the NVIDIA driver, or {} if the system does not tell."""
     try:
         match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
     except OSError:
