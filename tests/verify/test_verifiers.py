@@ -69,14 +69,14 @@ class VerifierContract:
         raise AssertionError("a subclass makes the verifier")
 
     @each_value(has_logits=[True, False], num_drafted=[1, 4], batch_size=[1, 64])
-    def test_a_verdict_is_accepted_ids_one_more_then_padding(self, has_logits, num_drafted, batch_size):
+    def test_verdict_is_accepted_ids_then_one_more_then_padding(self, has_logits, num_drafted, batch_size):
         target, draft = make_round(batch_size, num_drafted, has_logits=has_logits)
         verdict = self.make().verify(target, draft, make_keys(batch_size))
         assert_whole(verdict, draft)
         if batch_size > 1:
             assert len(verdict.num_accepted.unique()) == num_drafted + 1
 
-    def test_certain_tokens_are_kept_up_to_the_draft_length_and_nothing_past_it_is_read(self):
+    def test_certain_tokens_are_accepted_up_to_the_draft_length(self):
         target, draft = make_round(5, 4, has_logits=True, lens=[0, 1, 2, 3, 4])
         ids, past = target[:, :-1].argmax(-1), torch.arange(4) >= draft.lens[:, None]
         target.scatter_(2, target.argmax(-1, keepdim=True), CERTAIN)
@@ -91,7 +91,7 @@ class VerifierContract:
         for part, same in zip(verdict, self.make().verify(target, unread, make_keys(5)), strict=True):
             assert torch.equal(part, same)
 
-    def test_a_token_that_the_target_forbids_is_never_kept_or_emitted(self):
+    def test_forbidden_token_is_never_accepted_or_emitted(self):
         target, draft = make_round(64, 3, has_logits=True)
         target[:, :-1].scatter_(2, draft.token_ids[..., None], -torch.inf)
         verdict = self.make().verify(target, draft, make_keys(64))
@@ -99,7 +99,7 @@ class VerifierContract:
         assert (verdict.num_accepted == 0).all()
         assert (verdict.token_ids[:, 0] != draft.token_ids[:, 0]).all()
 
-    def test_a_row_is_verified_as_if_it_were_alone_and_nothing_is_written_to(self):
+    def test_row_is_verified_as_if_alone(self):
         target, draft = make_round(8, 3, has_logits=True)
         keys = make_keys(8)
         read = [part for part in (target, *draft, *keys) if part is not None]
@@ -113,7 +113,7 @@ class VerifierContract:
             for one, same in zip(whole, alone, strict=True):
                 assert torch.equal(one[only], same)
 
-    def test_its_draws_follow_the_parts_of_the_keys_that_it_reads(self):
+    def test_draws_depend_on_the_declared_key_fields_only(self):
         target, draft = make_round(64, 3, has_logits=True)
         keys = make_keys(64)
         first, again = (self.make().verify(target, draft, keys) for _ in range(2))
@@ -153,7 +153,7 @@ def keeps(verifier: Verifier, probs: list[float]) -> bool:
     return bool(verifier.verify(torch.tensor(probs).log().expand(1, 2, -1), draft, make_keys(1)).num_accepted)
 
 
-def test_typical_defaults_are_the_papers_and_the_threshold_itself_is_refused():
+def test_typical_thresholds_follow_the_paper():
     even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}  # four equal probabilities are exp(-H) themselves
     assert keeps(typical(**even, entropy_epsilon=0.0), [0.25] * 4)
     assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)  # inside the logarithm that makes it 1/2
@@ -184,13 +184,13 @@ class KeepNothing:
         return keep_prefix(target_logits, draft, torch.zeros_like(draft.token_ids).bool(), target_logits.argmax(-1))
 
 
-def test_an_unknown_name_lists_the_choices_those_of_the_user_too(registry):
+def test_unknown_verifier_error_lists_registered_names(registry):
     register_verifier("mine", lambda config: KeepNothing(), lossless=False)
     with pytest.raises(ConfigError, match=r"verifier must be one of block, coupled, greedy, mine, .* got 'magic'"):
         make_verifier(SpeculationConfig(verifier="magic"))
 
 
-def test_a_taken_name_is_refused_unless_it_is_to_be_replaced(registry):
+def test_taken_verifier_name_needs_replace(registry):
     with pytest.raises(ConfigError, match="verifier name 'typical' is taken; pass replace=True"):
         register_verifier("typical", lambda config: KeepNothing(), lossless=True)
     assert not is_lossless(SpeculationConfig(verifier="typical"))
@@ -200,7 +200,7 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced(registry):
 
 
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
-def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
+def test_custom_verifier_chooses_the_draft_stream(registry, stream):
     """A draft that equals the target proposes what the target draws, if it draws with the same noise."""
     register_verifier("winners", lambda config: CoupledVerifier(), lossless=True, draft_stream=stream)
     target, draft = pair("llama", ACCEPTED_ALL)
@@ -212,7 +212,7 @@ def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_users_verifier_decides_and_is_shown_distributions_if_it_reads_them(registry, reads):
+def test_custom_verifier_decides_the_output(registry, reads):
     verifier, configs = KeepNothing(), []
     make = lambda config: configs.append(config) or verifier  # noqa: E731
     register_verifier("nothing", make, lossless=False, reads_draft_logits=reads)
@@ -255,7 +255,7 @@ def hostile_round(fault: str) -> tuple[torch.Tensor, DraftOut]:
 @each_value(
     dtype=[torch.bfloat16, torch.float32, torch.float64], fault=["none", "bad ids", "nan", "masked", "infinite"]
 )
-def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(fault, dtype):
+def test_keep_prefix_handles_hostile_rows_like_the_kernels(fault, dtype):
     target, draft = hostile_round(fault)
     target = target.to(dtype)
     keys = make_keys(64)
@@ -269,7 +269,7 @@ def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(fault, dtype):
     assert ((last >= 0) & (last < VOCAB_SIZE)).all()
 
 
-def test_a_token_that_the_target_forbids_is_refused_and_one_to_follow_is_moved_into_the_vocabulary():
+def test_keep_prefix_rejects_forbidden_and_clamps_next_ids():
     target, draft = make_round(2, 2, has_logits=False)
     target[0, 1, draft.token_ids[0, 1]] = -torch.inf
     following = torch.tensor([[0, -5, 0], [0, 0, VOCAB_SIZE]])
@@ -279,7 +279,7 @@ def test_a_token_that_the_target_forbids_is_refused_and_one_to_follow_is_moved_i
     assert verdict.status.tolist() == [0, 0]
 
 
-def test_the_rule_in_the_guide_is_a_whole_one(registry):
+def test_verifier_of_the_guide_keeps_the_contract(registry):
     text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
     exec(code, {})
