@@ -114,7 +114,7 @@ DECIDERS: dict[str, Callable[..., Decision]] = {
 @pytest.mark.parametrize(
     ("name", "distance"), [("rejection", 0.7), ("point mass", 0.7), ("block", 0.1), ("block", 0.7), ("block", 3.0)]
 )
-def test_verifiers_decide_as_float64_does(name: str, distance: float, vocab_size: int) -> None:
+def test_verifiers_decide_as_in_float64(name: str, distance: float, vocab_size: int) -> None:
     round_ = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size, distance=distance)
     keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
     verdict, decisions = OPERATIONS[name](*round_, keys), []
@@ -125,9 +125,7 @@ def test_verifiers_decide_as_float64_does(name: str, distance: float, vocab_size
 
 @pytest.mark.parametrize("vocab_size", [2, 37, 500])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
-def test_typical_is_the_rule_of_the_paper_and_draws_its_correction_from_the_target(
-    vocab_size: int, epsilon: float
-) -> None:
+def test_typical_follows_the_rule_of_the_paper(vocab_size: int, epsilon: float) -> None:
     target, ids, _ = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size)
     rule = {"posterior_threshold": 0.2, "posterior_alpha": 0.4, "entropy_epsilon": epsilon}
     keys = make_keys(NUM_ROWS, seed=2)

@@ -107,14 +107,14 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("name", "argument", "value", "words"), MISFITS)
-def test_an_argument_that_does_not_fit_is_named(name: str, argument: str, value: Any, words: str) -> None:
+def test_invalid_argument_is_named(name: str, argument: str, value: Any, words: str) -> None:
     with pytest.raises(
         (ShapeError, ConfigError), match=re.escape(f"{argument}{'' if words[0] == '.' else ' '}{words}")
     ):
         call(name, **{argument: value})
 
 
-def test_arguments_that_do_not_fit_each_other_are_named() -> None:
+def test_mismatched_arguments_are_named() -> None:
     for name, words, changes in [
         ("verify_typical", "keys must", {"correction": "sample"}),
         ("draws", "logits must be", {"second": torch.zeros(1, 3)}),
@@ -125,7 +125,7 @@ def test_arguments_that_do_not_fit_each_other_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_operation_takes_the_backends_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_take_backends_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("auto", "torch"):
         call(name, backend=backend)
     with pytest.raises(ConfigError, match='backend must be one of "auto", "torch", "triton", got \'cuda\''):
@@ -136,7 +136,7 @@ def test_every_operation_takes_the_backends_by_name(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("version", "words"), [("3.5.1", "which is installed as 3.5"), (None, "is not installed")])
-def test_a_missing_or_old_triton_is_named(version: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_old_triton_is_named(version: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if version is None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     else:

@@ -27,7 +27,7 @@ LOGSUMEXP_TOLERANCE = 4e-6
 
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
 @pytest.mark.parametrize(("vocab_size", "temperature"), [(64, 1.0), (12, 0.7)])
-def test_tokens_are_drawn_from_the_softmax_of_what_temperature_and_cutoff_leave(
+def test_samples_follow_the_softmax_after_temperature_and_cutoff(
     vocab_size: int, temperature: float, stream: Stream
 ) -> None:
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
@@ -61,7 +61,7 @@ def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
     torch.testing.assert_close(eager.logsumexp, compiled.logsumexp)
 
 
-def test_a_compiled_draw_is_not_tied_to_its_batch_size() -> None:
+def test_compiled_sample_serves_all_batch_sizes() -> None:
     """torch 2.11 compiles anew for every batch size if a slice in the graph ends at that number."""
     bounds: list[object] = []
 
@@ -100,9 +100,7 @@ def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
     ("vocab_size", "dtype"),
     [(1, torch.float32), (37, torch.float16), (100, torch.float64), (4099, torch.bfloat16), (40_000, torch.float32)],
 )
-def test_every_draw_is_that_of_sample_and_shared_noise_is_made_once(
-    vocab_size: int, dtype: torch.dtype, stream: Stream
-) -> None:
+def test_several_draws_equal_those_of_sample(vocab_size: int, dtype: torch.dtype, stream: Stream) -> None:
     logits, keys, num_made = make_logits(vocab_size, dtype), make_keys(NUM_ROWS, rounds=2, positions=11), 0
     round_ = Draws(keys, stream, NUM_DRAWS, backend="torch")
     for draw in range(NUM_DRAWS):
@@ -143,7 +141,7 @@ def test_joint_distribution_is_exact_over_many_trials(
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_joint_distribution_is_exact_and_drafts_of_another_one_are_noticed(name: str) -> None:
+def test_joint_distribution_is_exact_for_drafts_of_the_draft(name: str) -> None:
     target, draft = rank_reversed_logits(16, 2)
     rounds = (name, target, draft, NUM_CONTROL_TRIALS, OPERATIONS[name])
     assert round_p_value(*rounds) > PASS_P_VALUE
@@ -152,7 +150,7 @@ def test_joint_distribution_is_exact_and_drafts_of_another_one_are_noticed(name:
 
 @pytest.mark.parametrize("name", ["greedy", "coupled", "coupled, warped"])
 @pytest.mark.parametrize("vocab_size", [3, 20_000])
-def test_greedy_and_coupled_verification_emit_the_tokens_of_plain_decoding(name: str, vocab_size: int) -> None:
+def test_greedy_and_coupled_emit_the_tokens_of_plain_decoding(name: str, vocab_size: int) -> None:
     target, _, draft = make_round(60, 3, vocab_size)
     keys = make_keys(60, seed=8, positions=31)
     warp = warp_of(target, keys) if name.endswith("warped") else {"row_cutoffs": torch.full((60, 4), -torch.inf)}

@@ -42,7 +42,7 @@ def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_the_documented_example_gives_the_documented_result(dtype: torch.dtype) -> None:
+def test_documented_example_gives_documented_result(dtype: torch.dtype) -> None:
     """The second token is impossible, and only token 0 is left in its place."""
     draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], dtype=dtype)
     target = torch.tensor([[[0.0, 0.1, 0.6, 0.3], [1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]], dtype=dtype)
@@ -54,7 +54,7 @@ def test_the_documented_example_gives_the_documented_result(dtype: torch.dtype) 
         assert token_ids.dtype == accepted.dtype == emitted.dtype == torch.int32
 
 
-def test_ids_and_counters_have_their_exact_distributions_though_rows_do_not_sum_to_one() -> None:
+def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
     """What is counted is added to the counters in place."""
     vocab_size, num_draft_tokens = 8, 3
     target, draft = rank_reversed_logits(vocab_size, num_draft_tokens)
@@ -85,7 +85,7 @@ def test_ids_and_counters_have_their_exact_distributions_though_rows_do_not_sum_
     assert (accepted[~rejected] == num_draft_tokens).all()
 
 
-def test_a_row_depends_on_its_own_seed_and_offset_alone() -> None:
+def test_row_depends_on_its_seed_and_offset_only() -> None:
     """All rows are one row repeated: what differs in the result comes from the noise."""
     draft, ids, target = (part.expand(64, *part.shape[1:]) for part in make_batch(1))
 
@@ -106,7 +106,7 @@ def test_a_row_depends_on_its_own_seed_and_offset_alone() -> None:
     assert torch.equal(call(seed=5, offset=odd), torch.where(odd[:, None] == 1, later, whole))
 
 
-def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
+def test_chain_ends_at_bad_ids_and_rows_without_a_distribution() -> None:
     _, ids, target = make_batch(10)
     draft = target[:, :-1].clone()  # every good id is kept
     ids[:3, 1] = torch.tensor([-1, 50, 2**31 - 1], dtype=torch.int32)
@@ -123,7 +123,7 @@ def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 3), (0, 0), (3, 0), (3, 3)])
-def test_empty_rounds_are_fine_and_nothing_waits_for_the_device(num_rows: int, num_draft_tokens: int) -> None:
+def test_empty_rounds_run_without_host_sync(num_rows: int, num_draft_tokens: int) -> None:
     target = torch.full((num_rows, num_draft_tokens + 1, 7), 1 / 7)
     ids, counters = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32), torch.zeros(2, num_rows).int()
     for seed in (None, 4, torch.tensor([4]), torch.arange(num_rows)):
@@ -138,7 +138,7 @@ def test_empty_rounds_are_fine_and_nothing_waits_for_the_device(num_rows: int, n
     assert torch.equal(STRICT(target, torch.full((num_rows,), 6), target[:, :-1], ids), accepted)
 
 
-def test_a_single_sequence_is_a_chain_of_one_row_whose_seed_the_generator_draws() -> None:
+def test_single_sequence_equals_a_chain_of_one_row() -> None:
     draft, ids, target = make_batch(1)
     target[0, 2] = torch.nan
     draft[0, 0] = target[0, 0]
@@ -155,7 +155,7 @@ def test_a_single_sequence_is_a_chain_of_one_row_whose_seed_the_generator_draws(
 
 
 @pytest.mark.parametrize(("candidate", "expected"), [(0, (0, 1)), (1, (1, 0)), (-1, (0, 1)), (2, (0, 1))], ids=str)
-def test_impossible_candidates_are_rejected_and_certain_ones_kept(candidate: int, expected: tuple[int, int]) -> None:
+def test_impossible_candidates_are_rejected(candidate: int, expected: tuple[int, int]) -> None:
     target, ids = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([candidate])
     for at, token in (greedy_match(target, ids), speculative_sampling(target, torch.tensor([[0.5, 0.5]]), ids)):
         assert (int(at), int(token)) == expected
@@ -163,7 +163,7 @@ def test_impossible_candidates_are_rejected_and_certain_ones_kept(candidate: int
         assert at.shape == token.shape == ()
 
 
-def test_the_most_probable_token_is_found_where_a_logarithm_would_round_it_away_and_ties_are_the_lowest() -> None:
+def test_greedy_sampler_finds_the_most_probable_token() -> None:
     small, large = 0.25, 0.25 + 2.0**-25
     target = torch.tensor([[[small, large, 0.25, 0.25], [0.1, 0.4, 0.4, 0.1]]])
     token_ids = TypicalAcceptanceSampler(0.5, 9.0)(target, torch.tensor([0]), None, torch.tensor([[3]]))
@@ -175,7 +175,7 @@ def test_the_most_probable_token_is_found_where_a_logarithm_would_round_it_away_
 
 
 @pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.03, 0.9)])
-def test_the_sampler_decides_as_the_operation_on_logits_does(threshold: float, alpha: float) -> None:
+def test_sampler_decides_as_the_operation_on_logits(threshold: float, alpha: float) -> None:
     (_, ids, target), bonus = make_batch(300), torch.arange(300)
     token_ids = TypicalAcceptanceSampler(threshold, alpha)(target, bonus, None, ids)
     rule = {"posterior_threshold": threshold, "posterior_alpha": alpha, "entropy_epsilon": 1e-5}
@@ -185,7 +185,7 @@ def test_the_sampler_decides_as_the_operation_on_logits_does(threshold: float, a
     assert len(num_accepted.unique()) == 4
 
 
-def test_the_entropy_has_vllms_epsilon() -> None:
+def test_entropy_has_vllms_epsilon() -> None:
     vocab_size = 100_000
     target = torch.full((1, 2, vocab_size), 0.5 / (vocab_size - 1))
     target[..., 7] = 0.5
@@ -199,7 +199,7 @@ def test_the_entropy_has_vllms_epsilon() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
-def test_the_bonus_token_is_the_callers_and_bad_ids_and_rows_end_the_chain(shape: tuple[int, ...]) -> None:
+def test_sampler_emits_the_bonus_token_of_the_caller(shape: tuple[int, ...]) -> None:
     target = torch.zeros(6, 3, 6)
     target[..., 2] = 1.0
     target[3:, 1] = torch.tensor([torch.nan, torch.inf, 0.0]).unsqueeze(-1)

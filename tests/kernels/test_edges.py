@@ -19,7 +19,7 @@ from tests.kernels.operations import (
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_chain_counts_up_to_its_first_fault(name: str) -> None:
+def test_chain_counts_up_to_its_first_fault(name: str) -> None:
     """Of every kind at every position, each in 80 rows: as if the chain were that short, and named if it is reached."""
     faulty = make_faulty_round(name, 80, 4, 11)
     round_, positions = (faulty.target, faulty.ids, faulty.draft), faulty.positions
@@ -39,7 +39,7 @@ def test_a_chain_counts_up_to_its_first_fault(name: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("vocab_size", [1, 3, 8192, 8193])
-def test_draws_from_hostile_rows_stay_in_range_and_the_last_id_is_drawn(vocab_size: int, backend: str) -> None:
+def test_samples_of_hostile_rows_stay_in_range(vocab_size: int, backend: str) -> None:
     logits = torch.randn(len(HOSTILE) + 1, vocab_size, generator=torch.Generator().manual_seed(0))
     for row, value in enumerate(HOSTILE):
         spoil(logits[row], value)
@@ -74,7 +74,7 @@ def test_greedy_ties_go_to_the_lowest_index(vocab_size: int, backend: str) -> No
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("name", DENSE)
-def test_an_empty_residual_falls_back_to_the_target_and_is_named(name: str, position: int) -> None:
+def test_empty_residual_falls_back_to_the_target(name: str, position: int) -> None:
     """Token 0 is certain before the position; at it the two models agree, but on a token that neither allows."""
     target = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf]).repeat(50, 3, 1)
     target[:, position, :4] = torch.tensor([1.0, 0.5, 1.0, 0.5])
@@ -100,7 +100,7 @@ def extreme_keys() -> NoiseKeys:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_and_certainty_are_decided_alike_by_the_least_and_the_greatest_coin(name: str, backend: str) -> None:
+def test_extreme_coins_respect_zero_and_full_probability(name: str, backend: str) -> None:
     open_row, forbidding, unknown = [0.0, -3.0, 1.0], [0.0, -torch.inf, 1.0], [2.0, -torch.inf, 1.0]
     rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]  # rows of target and draft, and tokens kept
     if name in DENSE:

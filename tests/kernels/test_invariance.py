@@ -18,7 +18,7 @@ WIDTHS = [37, 40_000]
 
 @pytest.mark.parametrize("vocab_size", WIDTHS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_row_alone_gives_what_it_gives_in_a_batch(name: str, vocab_size: int, request: pytest.FixtureRequest) -> None:
+def test_row_alone_gives_its_result_in_a_batch(name: str, vocab_size: int, request: pytest.FixtureRequest) -> None:
     """Also where fresh memory holds NaN; nothing waits for the device or records a gradient."""
     target, ids, draft = make_round(5, 3, vocab_size)
     keys, lens, temperature = make_keys(5, rounds=2, positions=11), torch.tensor([0, 1, 2, 3, 3]), torch.ones(5)
@@ -51,7 +51,7 @@ def test_strides_and_dtypes_change_nothing(name: str, vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_number_of_threads_changes_nothing(name: str) -> None:
+def test_number_of_threads_changes_nothing(name: str) -> None:
     round_, before, verdicts = make_round(1, 1, 150_001), torch.get_num_threads(), []
     try:
         for num_threads in (1, 2, 3):
@@ -81,13 +81,13 @@ def test_rows_past_the_length_do_not_count(name: str) -> None:
 
 @pytest.mark.parametrize("vocab_size", WIDTHS)
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_handing_over_the_draft_sums_changes_nothing(name: str, vocab_size: int) -> None:
+def test_passed_draft_logsumexp_changes_nothing(name: str, vocab_size: int) -> None:
     case = (*make_round(4, 3, vocab_size), make_keys(4))
     assert_same(OPERATIONS[f"{name} with draft sums"](*case), OPERATIONS[name](*case))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.0, 0.5, 1.3])])
-def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(temperature: float | Tensor) -> None:
+def test_reading_only_tokens_within_cutoffs_changes_no_bit(temperature: float | Tensor) -> None:
     """A row with one more entry has no whole number of pieces, and is read in full."""
     target, ids, draft = make_round(3, 2, 2 * twin_rows.TILE_SIZE)
     divisor = torch.as_tensor(temperature).view(-1, 1, 1)

@@ -38,7 +38,7 @@ def cells_p_value(cells: Tensor, num_cells: int) -> float:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_uniforms_and_pairs_of_neighbours_fill_their_range_evenly(axis: str) -> None:
+def test_uniforms_and_neighbour_pairs_are_uniform(axis: str) -> None:
     values = noise_along(axis)
     assert cells_p_value(values * NUM_CELLS, NUM_CELLS) > PASS_P_VALUE
     assert cells_p_value(values.double() * 2**20 % NUM_CELLS, NUM_CELLS) > PASS_P_VALUE
@@ -88,7 +88,7 @@ def plain_word(seed: int, rounds: int, position: int, stream: Stream, token_id: 
     return signed(word + (word >> 16), 32)
 
 
-def test_words_are_what_plain_integers_give() -> None:
+def test_words_equal_those_of_plain_integers() -> None:
     for seed, rounds, position in [(0, 0, 0), (1, 2, 3), (-5, 2**40, 131071), (2**63 - 1, 7, 2**31)]:
         keys = NoiseKeys(*(torch.tensor([key]) for key in (seed, rounds, position)))
         for stream in Stream:
@@ -110,7 +110,7 @@ def token_of(word: int, state: int) -> int:
     return signed(word - state, 32)
 
 
-def test_no_word_gives_zero_or_one() -> None:
+def test_extreme_words_give_neither_zero_nor_one() -> None:
     """Unsigned, -2 is the largest: no token has the word -1."""
     extremes, offset = [0, 1, 2**31 - 1, -(2**31), -2], torch.zeros(1, dtype=torch.int64)
     keys = NoiseKeys(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))

@@ -30,7 +30,7 @@ def race_kernel(keys_ptr, ids_ptr, bits_ptr, winners_ptr, vocab_size, WIDTH: tl.
     tl.store(winners_ptr + tl.program_id(0), winner)
 
 
-def test_packed_keys_are_in_the_order_of_floats_and_ties_go_to_the_lowest_id() -> None:
+def test_packed_keys_sort_as_floats_then_by_lowest_id() -> None:
     least = torch.tensor(1, dtype=torch.int32).view(torch.float32).item()
     races = {  # keys, the place of the winner
         (1.0, 2.0, 2.0, 0.0): 1,
@@ -50,7 +50,7 @@ def test_packed_keys_are_in_the_order_of_floats_and_ties_go_to_the_lowest_id() -
     assert bits.tolist() == keys.gather(1, wanted).flatten().tolist()
 
 
-def test_an_empty_residual_is_drawn_from_the_target_over_all_pieces() -> None:
+def test_empty_residual_is_drawn_from_all_pieces_of_the_target() -> None:
     """The last row has a residual, of one entry in the last piece: it wins though its key is tiny."""
     num_rows, vocab_size = 6, 2 * PIECE + 9
     target = torch.randn(num_rows, 2, vocab_size, generator=torch.Generator().manual_seed(1))
@@ -85,7 +85,7 @@ def bounds_kernel(seeds_ptr, ids_ptr, weights_ptr, bounds_ptr, keys_ptr, STREAM:
     tl.store(keys_ptr + at, weights / kernel_noise.exponentials(state, ids))
 
 
-def test_keys_are_those_of_the_twin_and_bounds_are_further_from_zero() -> None:
+def test_keys_equal_the_reference_within_their_bounds() -> None:
     keys, width, many = seeded(8), 1024, torch.arange(1 << 18)
     coins, clocks = (make(keys, Stream.CORRECTION, HERE, many) for make in (uniforms, exponentials))
     order = coins.argsort(-1)
@@ -119,7 +119,7 @@ def row_kernel(
 
 
 @pytest.mark.parametrize("rule", ["target", "residual"])
-def test_entries_of_one_lane_whose_bounds_and_keys_are_in_different_order_win_by_their_keys(rule: str) -> None:
+def test_entries_of_one_lane_win_by_key_not_by_bound(rule: str) -> None:
     piece, many = 16, seeded(3000)
     probs = torch.zeros(3 * piece)
     probs[[5, 5 + piece, 5 + 2 * piece]] = torch.tensor([0.9, 0.06, 0.04])  # all in one lane

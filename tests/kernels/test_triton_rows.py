@@ -58,7 +58,7 @@ def only_reading(storage: torch.UntypedStorage) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 9, CHUNK - 1, CHUNK, CHUNK + 9, 2 * CHUNK + 1, 2 * CHUNK + 12])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_row_of_a_storage_is_read_and_nothing_outside_of_it(dtype: torch.dtype, vocab_size: int) -> None:
+def test_rows_are_read_without_leaving_their_storage(dtype: torch.dtype, vocab_size: int) -> None:
     """Nine rows of odd length start at every distance from an aligned address; NaN and infinities are kept."""
     logits = 50 * torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits[2::3, ::4], logits[1::3, 2::4], logits[::3, 1::4] = torch.nan, torch.inf, -torch.inf
@@ -87,7 +87,7 @@ def between_nans(logits: Tensor, start: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["greedy", "rejection, warped", "block", "coupled", "typical, sampled"])
-def test_rows_between_nans_are_decided_as_by_the_twin_and_as_aligned_rows(name: str, dtype: torch.dtype) -> None:
+def test_rows_between_nans_are_decided_as_aligned_rows(name: str, dtype: torch.dtype) -> None:
     target, ids, draft = make_round(2, 2, launch.CHUNK + 1136)
     target, draft, keys = target.to(dtype), draft.to(dtype), make_keys(2)
     shifted = on_triton(OPERATIONS[name], between_nans(target, 5), ids, between_nans(draft, 2), keys)
@@ -99,7 +99,7 @@ def test_rows_between_nans_are_decided_as_by_the_twin_and_as_aligned_rows(name: 
     assert torch.equal(*cut)
 
 
-def test_how_rows_are_read_follows_from_their_addresses() -> None:
+def test_row_layout_follows_from_addresses() -> None:
     def read(target: Tensor, draft: Tensor | None = None) -> int:
         round_ = Round(target, torch.zeros(2, 2, dtype=torch.int64), None)
         proposal = None if draft is None else Proposal(draft, None)
