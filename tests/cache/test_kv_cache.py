@@ -43,7 +43,7 @@ MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallo
 
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
 @pytest.mark.parametrize("seed", range(10))
-def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(make, seed):
+def test_rows_keep_their_states_through_random_operations(make, seed):
     draw, cache, by_head = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
     assert (cache.num_real_tokens, cache.get_kv_states()) == ([0] * 3, [])
     for number in range(12):
@@ -76,7 +76,7 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
-def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(make):
+def test_clearing_removes_rejected_states_only(make):
     cache, kv_states, drops = make(3), states(3, 6), [4, 1, 0]
     for layer in kv_states:
         for part in layer:
@@ -95,7 +95,7 @@ def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(
 
 
 @each_value(choice=["dynamic", "preallocated"], family=TINY_FAMILIES)
-def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(family, choice):
+def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
     """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
     model, passed, device = make_model(family), DynamicCache(config=make_model(family).config), torch.device("cpu")
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
@@ -127,13 +127,13 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(family, choi
     assert cache.num_columns == len(texts[shortest])  # its padding was for longer prompts
 
 
-def test_rows_of_equal_padding_that_stay_before_the_first_forward_keep_a_mask_each():
+def test_rows_selected_before_the_first_forward_keep_their_masks():
     cache = DynamicKVCache(DynamicCache(), 3, torch.tensor([[0, 0, 1], [0, 0, 1], [1, 1, 1]]))
     cache.rows([0, 1])
     assert cache.mask(4).tolist() == [[0, 0, 1, 1]] * 2
 
 
-def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
+def test_rows_join_in_places_of_rows_that_left():
     cache, joining = preallocated(4), preallocated(1)
     first_states, its = states(4, 9), states(1, 5, seed=1)
     for layer in first_states:
@@ -161,12 +161,12 @@ CHATS += [replace(THREE, family="mistral_window", cache=cache) for cache in ("dy
 
 
 @pytest.mark.parametrize("case", CHATS, ids=str)
-def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
+def test_chat_turns_equal_plain_in_text_scores_and_cache(case):
     result = run_case(case)
     assert result.outcome == "equal", result
 
 
-def test_a_row_joins_one_whose_window_has_moved():
+def test_row_joins_one_with_a_moved_window():
     written = [torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)]
     layers = [RaggedLayer(Lookahead(RowLayout([0])), SLIDING_WINDOW) for _ in written]
     for layer, tokens in zip(layers, written, strict=True):
@@ -192,7 +192,7 @@ def buffers(shape=SHAPE):
     return PooledBuffers([KVState(torch.ones(shape), torch.ones(shape))], {"graph": shape})
 
 
-def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
+def test_pooled_buffers_are_reused_by_one_call_at_a_time():
     pool, pooled = BufferPool(), buffers()
     assert pool.take(shape_of(), 1) is None
     pool.give_back(shape_of(), pooled)
@@ -206,7 +206,7 @@ def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
 
 
 @pytest.mark.parametrize(("batch_size", "capacity"), [(1, 128), (2, 256)])
-def test_other_shapes_are_other_entries(batch_size, capacity):
+def test_pool_separates_shapes(batch_size, capacity):
     pool = BufferPool()
     pool.give_back(shape_of(), buffers())
     assert pool.take(shape_of(batch_size, capacity), 1) is None
@@ -215,7 +215,7 @@ def test_other_shapes_are_other_entries(batch_size, capacity):
     assert pool.take(shape_of(2, 128, torch.float32), 1) is None
 
 
-def test_the_longest_unused_go_past_the_limit_of_bytes():
+def test_pool_over_its_limit_drops_least_recently_used():
     num_bytes = buffers().num_bytes
     pool = BufferPool(max_bytes=3 * num_bytes)
     for capacity in (128, 64, 256):  # the third is twice as large
@@ -246,7 +246,7 @@ class Packed(torch.Tensor):
         return args[0]  # a parameter detaches it
 
 
-def test_the_limit_grows_with_the_bytes_of_the_stored_weights():
+def test_pool_limit_grows_with_bytes_of_stored_weights():
     def limit_of(weight):
         return max_pooled_bytes(torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)]))
 
