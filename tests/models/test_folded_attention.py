@@ -67,7 +67,7 @@ def both(layer, query, key, value, mask, **kwargs):
 @pytest.mark.parametrize("num_query", [1, 6])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("mask", ["bool", "float", "shared", "none"])
-def test_the_result_is_that_of_transformers(mask, groups, num_query):
+def test_folded_attention_equals_transformers(mask, groups, num_query):
     batch_size, scaling = 3, 0.7 if groups == 1 else None
     mask_values = make_mask(mask, batch_size, num_query)
     layer, (query, key, value) = layer_of(groups), states(groups, num_query, batch_size)
@@ -90,7 +90,7 @@ PASSED_ON = {
 
 
 @pytest.mark.parametrize("name", PASSED_ON)
-def test_what_it_cannot_fold_is_passed_on(name):
+def test_unsupported_arguments_are_passed_on(name):
     mask, options = PASSED_ON[name]
     query, key, value = states(2, mask.shape[2], 2, num_states=mask.shape[3])
     results = []
@@ -102,7 +102,7 @@ def test_what_it_cannot_fold_is_passed_on(name):
     assert all(seen.shape == query.shape for seen in calls.queries)
 
 
-def test_another_function_under_the_name_is_called_in_place_of_folding(monkeypatch):
+def test_replaced_sdpa_function_is_called_instead_of_folding(monkeypatch):
     calls = []
 
     def foreign(*args, **kwargs):
@@ -121,7 +121,7 @@ def name_in(model) -> str:
     return model.config._attn_implementation
 
 
-def test_the_name_is_held_inside_and_restored_after_an_error_but_not_over_what_the_user_set():
+def test_attention_name_is_restored_after_an_error():
     model = make_model("llama")
     before = dict(vars(model.config))
     with pytest.raises(KeyboardInterrupt), folded_attention_for([model]):
@@ -133,7 +133,7 @@ def test_the_name_is_held_inside_and_restored_after_an_error_but_not_over_what_t
     assert name_in(model) == "eager"
 
 
-def test_the_last_of_several_calls_restores_the_name():
+def test_attention_name_is_restored_by_the_last_of_several_calls():
     llama, qwen = make_model("llama"), make_model("qwen2")
     first, second, third = (folded_attention_for(models) for models in ([llama, llama], [llama, qwen], [qwen]))
     first.__enter__()
@@ -147,7 +147,7 @@ def test_the_last_of_several_calls_restores_the_name():
     assert (name_in(llama), name_in(qwen)) == (STANDS_FOR, STANDS_FOR)
 
 
-def test_an_interrupt_while_names_are_written_leaves_none():
+def test_interrupted_setup_leaves_no_attention_name():
     models = [make_model("llama"), make_model("llama")]
     written = []
 
@@ -172,13 +172,13 @@ class ComparesName(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-def test_a_model_whose_code_compares_the_name_is_left_alone():
+def test_model_comparing_attention_names_is_not_folded():
     model = ComparesName(make_config("llama"))
     with folded_attention_for([model]):
         assert name_in(model) == STANDS_FOR
 
 
-def test_a_frozen_config_is_left_alone():
+def test_frozen_config_is_not_changed():
     def refuse(config, name, value):
         raise AttributeError(f"cannot assign to field {name!r}")
 
@@ -188,7 +188,7 @@ def test_a_frozen_config_is_left_alone():
         assert name_in(model) == STANDS_FOR
 
 
-def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
+def test_nested_config_changes_for_grouped_layers_only():
     model = make_llava()
     with folded_attention_for([model]):
         assert model.config.text_config._attn_implementation == FOLDED
@@ -196,7 +196,7 @@ def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
     assert model.config.text_config._attn_implementation == STANDS_FOR
 
 
-def test_copies_are_models_of_their_own():
+def test_model_copies_are_independent():
     model = make_model("llama")
     with folded_attention_for([model]):
         copied = copy.deepcopy(model)
@@ -217,7 +217,7 @@ OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
 @each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # the second has full layers and a window
-def test_a_speculative_call_folds_and_gives_the_ids_of_plain(family, batch_size):
+def test_speculative_call_folds_and_gives_plain_ids(family, batch_size):
     target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=2)
     with AttentionCalls() as plain:
@@ -230,7 +230,7 @@ def test_a_speculative_call_folds_and_gives_the_ids_of_plain(family, batch_size)
     assert target.config._attn_implementation == draft.config._attn_implementation == STANDS_FOR
 
 
-def test_a_plain_call_meanwhile_gives_exactly_its_usual_result():
+def test_concurrent_plain_call_is_bit_identical():
     target, draft = pair("llama")
     others, logits, nested = ragged_prompts(3, seed=5), [], []
 
@@ -254,7 +254,7 @@ def own_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 @pytest.mark.fallback("its attention is own_to_be_masked")
-def test_an_attention_that_is_handed_no_mask_is_refused_with_the_line_to_add():
+def test_attention_without_masks_is_refused_with_the_line_to_add():
     AttentionInterface.register("own_to_be_masked", own_attention)
     target = hf_speculate.enable(make_model("llama", attn_implementation="own_to_be_masked"))
     options = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
