@@ -123,7 +123,7 @@ def test_verdicts_equal_token_by_token(name: str) -> None:
         assert ours == run_token_by_token(criteria, token_ids, prefix_lens, num_new)
 
 
-def test_when_the_time_is_up_every_row_keeps_its_block() -> None:
+def test_rows_keep_their_block_when_time_is_up() -> None:
     blocks = write((["a"], ["b", "c"]), (["a"], ["e", "c"]), (["a"], []))
     late = MaxTimeCriteria(10.0, initial_timestamp=time.time() - 100)
     assert ask(BlockStoppingCriteria([late]), *blocks) == StopVerdict([2, 2, 0], [True, True, False])
@@ -131,7 +131,7 @@ def test_when_the_time_is_up_every_row_keeps_its_block() -> None:
     assert ask(with_eos, *blocks) == StopVerdict([2, 1, 0], [True, True, False])
 
 
-def test_registered_criteria_are_asked_about_rows_of_one_length_together_and_not_past_a_stop() -> None:
+def test_registered_criteria_are_called_by_length_until_a_stop() -> None:
     criterion = EndsOnSum(10_000)
     ask(BlockStoppingCriteria([criterion]), torch.ones(3, 9, dtype=torch.int64), [4, 4, 5], [2, 3, 1])
     assert sorted(criterion.shapes) == [(1, 7), (2, 5), (3, 6)]
@@ -144,7 +144,7 @@ def end_never(input_ids: Tensor, scores: Any) -> bool:
     return False
 
 
-def test_foreign_criteria_are_named_and_refused() -> None:
+def test_unknown_criteria_are_refused_by_name() -> None:
     subclassed = type("SubclassedEos", (EosTokenCriteria,), {})(2)
     criterion = BlockStoppingCriteria([EosTokenCriteria(1), subclassed, ConfidenceCriteria(0.4), end_never])
     assert not criterion.is_row_wise
@@ -157,14 +157,14 @@ def test_foreign_criteria_are_named_and_refused() -> None:
         ask(criterion, *write((["a"], ["b"])))
 
 
-def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
+def test_transformers_criteria_are_all_classified() -> None:
     own = {StoppingCriteria, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
     classes = inspect.getmembers(stopping_criteria, inspect.isclass)
     criteria = {cls for _, cls in classes if issubclass(cls, StoppingCriteria)}
     assert criteria == own | (criteria & set(NOT_ROW_WISE))
 
 
-def test_what_the_decoder_needs_to_know_is_a_property() -> None:
+def test_decoder_reads_properties_of_criteria() -> None:
     criterion = BlockStoppingCriteria(CRITERIA["everything"]())
     assert (criterion.max_length, criterion.eos_token_ids) == (12, {IDS["e"]})
     nothing = BlockStoppingCriteria(StoppingCriteriaList())
