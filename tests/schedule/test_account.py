@@ -172,7 +172,7 @@ def test_lying_proposals_use_up_the_account():
     assert ledger.counted - ledger.replaced > 0.8 * ALLOWANCE
 
 
-def test_a_pause_counts_as_twice_the_expected_round():
+def test_pause_counts_as_twice_the_expected_round():
     steady, paused = (
         play(Machine(pause_rate=rate), ADVERSARIES["always good"], True, False)[1] for rate in (0.0, 0.05)
     )

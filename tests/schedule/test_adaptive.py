@@ -130,7 +130,7 @@ def test_worths_of_equal_rows_share_a_step():
     assert worths == pytest.approx([0.25] * 4)
 
 
-def test_best_width_ends_where_tokens_are_not_worth_their_seconds():
+def test_best_width_ends_where_tokens_cost_more_than_they_gain():
     row = RowAhead(0, 50, (0.9, 0.8, 0.3, 0.05, 0.04))
     steep = [1 + 0.2 * num for num in range(11)]
     width, saved_s = best_width([row], [1.0], 1.0, steep, range(1, 11))

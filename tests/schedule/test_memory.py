@@ -12,7 +12,7 @@ from hf_speculate.schedule import AdaptiveSchedule, MemoryStore, RoundOutcome, R
 DRAFT = Identity()
 
 
-def test_types_and_drafts_have_memories_of_their_own():
+def test_types_and_drafts_have_separate_memories():
     store = MemoryStore()
     memory = store.get(DRAFT, "a", ScheduleMemory)
     assert store.get(DRAFT, "a", ScheduleMemory) is memory
