@@ -76,7 +76,7 @@ def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int 
 
 
 @pytest.mark.parametrize(("drafter", "cache", "mode", "batch_size"), CASES)
-def test_a_round_takes_few_operators_one_wait_and_no_upload(
+def test_round_takes_few_operators_one_sync_and_no_upload(
     half: Any, drafter: str, cache: str, mode: str, batch_size: int
 ) -> None:
     num_draft = SHORT if (mode, batch_size) == ("top_p", 8) else K
@@ -90,9 +90,7 @@ def test_a_round_takes_few_operators_one_wait_and_no_upload(
 
 
 @pytest.mark.parametrize(("drafter", "batch_size", "most"), [("model", 1, 40), ("model", 8, 50), ("lookup", 1, 20)])
-def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
-    half: Any, drafter: str, batch_size: int, most: int
-) -> None:
+def test_round_from_graphs_takes_a_few_dozen_launches(half: Any, drafter: str, batch_size: int, most: int) -> None:
     options = {**GREEDY, "speculation_graphs": "on", "most": 6}
     run(half, drafter, batch_size, **options)  # captures a graph for each draft length
     for cost in run(half, drafter, batch_size, **options).steady()[1:]:
@@ -102,7 +100,7 @@ def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
         assert cost.num_uploads == (0 if drafter == "model" else 1)
 
 
-def test_a_draft_of_another_vocabulary_reads_the_text_on_the_host(half: Any) -> None:
+def test_draft_with_another_vocabulary_reads_text_on_the_host(half: Any) -> None:
     """Where tokens that it lacks are encoded: one upload, and no further wait."""
     ours, theirs = letters_tokenizer(CHARACTERS), letters_tokenizer(CHARACTERS[:60][::-1] + "?!;:")
     for cost in run(half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs).steady():
@@ -119,7 +117,7 @@ def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
         assert cost.num_uploads == 0
 
 
-def test_rows_that_have_ended_and_stay_cost_no_upload_in_later_rounds(half: Any) -> None:
+def test_ended_rows_cost_no_upload_in_later_rounds(half: Any) -> None:
     options = {"max_new_tokens": 24, "eos_token_id": list(range(10, 20)), "return_dict_in_generate": True}  # rows stay
     steady = run(half, "model", 3, 3, most=None, verifier_backend="torch", **options).steady()[1:]
     assert {name for cost in steady for name in cost.waits} == {"event"}
@@ -129,7 +127,7 @@ def test_rows_that_have_ended_and_stay_cost_no_upload_in_later_rounds(half: Any)
     assert max(cost.num_uploads for cost in steady) <= 2 and sum(cost.num_uploads for cost in steady) <= 3 * num_ended
 
 
-def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(half: Any) -> None:
+def test_flash_attention_serves_forwards_without_masks(half: Any) -> None:
     results = []
     for batch_size in (1, 8):
         calls = [call for cost in run(half, "model", batch_size, most=2) for call in cost.attention]
@@ -138,7 +136,7 @@ def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(h
 
 
 @pytest.mark.fallback("no graphs")  # the test model has hooks
-def test_texts_on_the_device_are_those_of_plain_generate() -> None:
+def test_texts_on_a_gpu_equal_plain_generate() -> None:
     """In float32, where both attend alike: positions, masks and places come from lengths on the device."""
     target, draft = models(torch.float32, "mistral_window")
     prompts = ragged_prompts(4, seed=3, max_len=20)

@@ -48,7 +48,7 @@ class Products(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"vocab_size": 512, "dtype": torch.bfloat16}])
-def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(options):
+def test_step_bytes_are_those_of_multiplied_matrices(options):
     model = make_model("llama", **options)
     with Products() as products, torch.no_grad():
         model(torch.tensor([[1]]))
@@ -56,7 +56,7 @@ def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(op
 
 
 @pytest.mark.parametrize("make_reader", [make_llava, make_qwen2_vl])
-def test_a_step_reads_no_encoder_of_pictures(make_reader):
+def test_step_bytes_leave_out_image_encoders(make_reader):
     model = make_reader()
     with Products() as products, torch.no_grad():
         model(torch.tensor([[1]]))
@@ -64,7 +64,7 @@ def test_a_step_reads_no_encoder_of_pictures(make_reader):
 
 
 @pytest.mark.parametrize("family", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"])
-def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(family, tmp_path):
+def test_head_step_bytes_include_the_shared_lm_head(family, tmp_path):
     head, target = KINDS[family](tmp_path)
     rounds, shared = Rounds(head, target, random_texts([6], seed=1)), target.get_output_embeddings().weight
     with Products(weight for weight in target.parameters() if weight is not shared) as products:
@@ -79,7 +79,7 @@ class Quantised(nn.Parameter):
     """As a weight of a library that packs several numbers into each of its own."""
 
 
-def test_the_prior_takes_what_the_source_and_its_weights_tell():
+def test_prior_follows_the_source_and_its_weights():
     target, draft = new_pair()
     quantised = make_model("llama")
     quantised.model.norm.weight = Quantised(quantised.model.norm.weight.data, requires_grad=False)
@@ -96,7 +96,7 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
 
 @pytest.mark.fallback("as large as its target")
 @pytest.mark.parametrize("is_quantised", [False, True])
-def test_a_draft_as_large_as_its_target_is_said_to_be_useless_unless_seconds_must_tell(is_quantised):
+def test_draft_as_large_as_its_target_is_reported_useless(is_quantised):
     target, draft = new_pair()
     if is_quantised:
         target.model.norm.weight = Quantised(target.model.norm.weight.data, requires_grad=False)
@@ -139,7 +139,7 @@ def described(text):
 
 
 @pytest.mark.fallback("a draft model as large as its target")
-def test_calls_share_a_history_with_those_of_the_same_source_alone(schedules):
+def test_calls_of_the_same_source_share_a_history(schedules):
     target, draft = new_pair(noise=0.1)
     second_target = make_model("llama", num_hidden_layers=1)
     sources = {
@@ -169,14 +169,14 @@ def lookup_generator():
     return PromptLookupCandidateGenerator(num_output_tokens=3, max_matching_ngram_size=2, max_length=100)
 
 
-def test_layers_of_an_early_exit_are_told_apart():
+def test_early_exits_of_different_layers_have_separate_histories():
     sources = [EarlyExit(2), EarlyExit(3), AssistantModel(object())]
     assert len({source.history_key().name for source in sources}) == 3
     target = make_model("llama", num_hidden_layers=4)
     assert EarlyExit(2).resolve(target, {}).history_key().draft is None  # a new object in every call
 
 
-def test_a_pair_s_ratio_is_that_of_what_their_steps_read():
+def test_cost_ratio_of_a_pair_is_that_of_step_bytes():
     target, short = make_model("llama", num_hidden_layers=4), make_model("llama", num_hidden_layers=1)
     head = target.get_output_embeddings().weight
     num_head = head.numel() * head.element_size()
