@@ -127,7 +127,7 @@ class WatchingVerifier:
         return GreedyVerifier().verify(target_logits, draft, keys)
 
 
-def test_generator_and_head_draft_what_transformers_does(case, monkeypatch, registry):
+def test_generator_and_head_draft_as_transformers(case, monkeypatch, registry):
     inputs, generators = prompt_of(case), watch_generator(monkeypatch, case)
     text = GenerationMixin.generate(case.target, **inputs, max_new_tokens=NUM_NEW, **case.theirs)
     theirs, generators[:] = [ids for ids in generators if ids], []
@@ -143,7 +143,7 @@ def test_generator_and_head_draft_what_transformers_does(case, monkeypatch, regi
         assert torch.tensor(ours[:num]).unique().numel() > 2
 
 
-def test_padding_chunks_of_the_prompt_and_a_passed_cache(case, monkeypatch):
+def test_heads_draft_with_padding_chunks_and_a_passed_cache(case, monkeypatch):
     inputs, generators = prompt_of(case), watch_generator(monkeypatch, case)
     options = {"max_new_tokens": NUM_NEW, "candidate_generator": case.source}
     plain = case.target.generate(**inputs, **options)
@@ -171,7 +171,7 @@ class Reader(CandidateGenerator):
     get_candidates = update_candidate_strategy = None
 
 
-def test_what_a_generator_that_reads_states_may_not_ask_for():
+def test_state_reading_generator_is_refused_unsupported_requests():
     for asked in ({}, {"output_hidden_states": True}, {"output_hidden_states": [1], "return_shared_kv_states": True}):
         with pytest.raises(UnsupportedGenerationError, match="reads"):
             layers_read(Reader(asked))

@@ -101,7 +101,7 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("gemma4", 3, "dynamic", (-1,)),
     ],
 )
-def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_size, cache, layers):
+def test_reader_gets_every_state(family, batch_size, cache, layers):
     inputs = ragged_prompts(batch_size, seed=3)
     watcher, stats = followed(pair(family)[0], inputs, speculation_cache=cache, layers=layers)
     assert 0.5 < stats.verified_acceptance_rate < 1
@@ -109,7 +109,7 @@ def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_siz
     assert batch_size == 1 or any(len(set(counts)) > 1 for counts in watcher.told[1:])
 
 
-def test_newest_states_of_layers_that_share_are_of_one_token():
+def test_layers_with_shared_states_give_those_of_one_token():
     target, inputs, seen = hf_speculate.enable(make_model("gemma4")), ragged_prompts(1, seed=3), []
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(1, 3), reads_prompt=False)
     assert_decodes_as_plain(target, None, inputs, max_new_tokens=4, drafter=drafter, num_assistant_tokens=2)
@@ -118,7 +118,7 @@ def test_newest_states_of_layers_that_share_are_of_one_token():
 
 
 @pytest.mark.parametrize("layers", [(-1,), (1, 3)])
-def test_states_of_several_streams_are_refused_by_name(layers):
+def test_multi_stream_states_are_refused_by_name(layers):
     target, inputs = make_model("gemma3n"), ragged_prompts(2, seed=3)
     with pytest.raises(UnsupportedModelError, match=r"hidden state.* (one vector for|for every) .*token"):
         followed(hf_speculate.enable(target), inputs, layers=layers)
@@ -129,7 +129,7 @@ LOCK_STEP = {"logits_processor": [Unchanged()]}
 
 @pytest.mark.fallback("lock step")
 @each_value(ends=[(), (11, 9), (0, 3)], options=[{}, COUPLED, {"prefill_chunk_size": 5}, LOCK_STEP])
-def test_states_of_plain_steps_are_told_too(scripted, options, ends):
+def test_plain_steps_report_their_states(scripted, options, ends):
     (target, _), inputs, eos = pair("llama"), ragged_prompts(3, seed=4), None
     if ends:
         eos = target.generate(**inputs, **options, max_new_tokens=NUM_NEW)[[0, 2], -NUM_NEW:][[0, 1], ends].tolist()
@@ -140,14 +140,14 @@ def test_states_of_plain_steps_are_told_too(scripted, options, ends):
     assert len(watcher.told[0]) == (2 if 0 in ends else 3)
 
 
-def test_rows_that_have_ended_and_stay_gain_nothing():
+def test_ended_rows_gain_no_tokens():
     (target, _), inputs = pair("llama"), ragged_prompts(3, seed=4)
     eos = target.generate(**inputs, max_new_tokens=NUM_NEW)[1, 4 - NUM_NEW]
     options = {"eos_token_id": int(eos), "pad_token_id": PAD_TOKEN_ID, "return_dict_in_generate": True}
     assert 0 in followed(target, inputs, **options)[0].told[-1]
 
 
-def test_no_states_of_a_passed_cache_are_told():
+def test_passed_cache_reports_no_states():
     (target, _), inputs, cache = pair("llama"), ragged_prompts(1, seed=3, min_len=8), DynamicCache()
     target(inputs["input_ids"][:, :4], **{CACHE_NAME: cache})
     watcher, _ = followed(target, inputs, num_cached=4, **{CACHE_NAME: cache})
@@ -171,7 +171,7 @@ class Repeats:
 
 
 @each_value(batch_size=[1, 3], num_ids=[0, 2, 12])
-def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size):
+def test_embedding_prompt_reports_tokens_with_ids_only(num_ids, batch_size):
     target, _ = pair("llama")
     prompts, seen = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12), []
     inputs = {"inputs_embeds": target.get_input_embeddings()(prompts["input_ids"])}
@@ -191,7 +191,7 @@ def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_siz
         torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
 
 
-def test_an_encoder_decoders_states_are_its_decoders():
+def test_encoder_decoder_states_are_those_of_the_decoder():
     (target, _), inputs, seen = encoder_pair("t5"), inputs_of("t5", 2), []
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(-1,))
     assert_decodes_as_plain(target, None, inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=2)
@@ -200,7 +200,7 @@ def test_an_encoder_decoders_states_are_its_decoders():
         assert torch.equal(chosen[kept.token_ids >= 0], kept.token_ids[kept.token_ids >= 0])
 
 
-def test_the_factory_is_told_of_each_call_once():
+def test_drafter_factory_runs_once_per_call():
     (target, _), inputs, setups, seen = pair("llama"), ragged_prompts(3, seed=7), [], []
 
     def factory(setup):
@@ -229,7 +229,7 @@ CHANGES = {
 
 
 @each_value(change=CHANGES, options=[{}, COUPLED])
-def test_drafts_of_any_form_leave_the_text(change, options):
+def test_drafts_of_any_form_keep_the_text(change, options):
     class Changed(Watcher):
         def draft(self, request):
             return CHANGES[change](super().draft(request), len(self.told))
@@ -260,7 +260,7 @@ def returning(draft):
         (returning(DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None)), r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]"),
     ],
 )
-def test_wrong_drafters_and_drafts_are_refused(drafter, message):
+def test_invalid_drafters_and_drafts_are_refused(drafter, message):
     options = {"max_new_tokens": 9, "drafter": drafter, "num_assistant_tokens": 3}
     with pytest.raises((ConfigError, ShapeError), match=message):
         pair("llama")[0].generate(**ragged_prompts(2, seed=1), **options)
@@ -271,7 +271,7 @@ NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round t
 MISTAKEN = 1e-12  # what the negative control stays below
 
 
-def test_sampled_drafts_leave_the_joint_distribution_as_it_is():
+def test_sampled_drafts_keep_the_joint_distribution():
     """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     table, second = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5

@@ -49,7 +49,7 @@ PROCESSORS = {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2}
     options=[{}, PROCESSORS, SAMPLING, PROCESSORS | SAMPLING],
     plain_steps=[False, True],
 )
-def test_a_draft_equal_to_its_target_drafts_what_the_target_chooses(family, options, plain_steps, registry, request):
+def test_draft_equal_to_its_target_drafts_the_target_tokens(family, options, plain_steps, registry, request):
     """After rejections and acceptances, rows that leave, and plain steps; past the windows of kinds that have some."""
     if plain_steps:
         request.getfixturevalue("scripted")
@@ -76,7 +76,7 @@ def greedy_draft(num, prompts, **options):
     return drafter.draft(DraftRequest(prompts["input_ids"], kv_cache, num)), max(kv_cache.num_real_tokens)
 
 
-def test_drafting_ends_early_only_when_every_row_has_met_its_eos():
+def test_drafting_ends_early_only_after_eos_in_every_row():
     prompts = ragged_prompts(3, seed=4)
     whole = greedy_draft(8, prompts)[0].token_ids
     all_meet, num_cached = greedy_draft(8, prompts, eos_token_ids=whole[:, 1])
@@ -89,7 +89,7 @@ def test_drafting_ends_early_only_when_every_row_has_met_its_eos():
     assert one_meets.lens[1:].tolist() == [8, 8]
 
 
-def test_the_confidence_is_that_of_the_processed_distribution():
+def test_confidence_is_that_of_the_processed_distribution():
     for processor, num in ((TopKLogitsWarper(1), 4), (TemperatureLogitsWarper(1e3), 1)):
         draft, _ = greedy_draft(4, ragged_prompts(2, seed=4), confidence_threshold=0.9, processors=[processor])
         assert draft.lens.tolist() == [num, num]

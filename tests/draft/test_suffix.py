@@ -26,7 +26,7 @@ def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:
 
 
 @each_value(most=[1, 2, 5, MAX_MATCH_LEN], vocab_size=[1, 2, 3, 6])
-def test_the_match_is_the_latest_of_the_longest(vocab_size, most):
+def test_match_is_the_latest_of_the_longest(vocab_size, most):
     generator = random.Random(vocab_size)
     for _ in range(25):
         text, index = generator.choices(range(vocab_size), k=40), SuffixIndex()
@@ -36,7 +36,7 @@ def test_the_match_is_the_latest_of_the_longest(vocab_size, most):
             assert index.find(array("i", last)) == latest_longest(text[:num], last)
 
 
-def test_the_last_tokens_of_another_text_are_found_within_one_sequence():
+def test_tokens_of_another_text_match_within_one_sequence():
     generator = random.Random(1)
     for _ in range(50):
         text, last = generator.choices([SEPARATOR, 0, 1, 2], k=40), generator.choices(range(4), k=5)
@@ -76,7 +76,7 @@ def test_row_without_a_match_proposes_nothing():
     assert draft_of([[1, 2, 3, 4], [5, 6, 7, 5]], num=3) == [[], [6, 7, 5]]
 
 
-def test_probabilities_follow_what_matches_were_worth():
+def test_probabilities_follow_past_matches():
     drafter = SuffixDrafter(SuffixSettings(10))
     period = [1, 2, 3, 4, 5]
     drafter.begin(torch.tensor([period, [9, 1, 8, 7, 6]]))
@@ -99,7 +99,7 @@ def test_rates_learn_from_proposals_that_were_not_drafted():
     assert first > before
 
 
-def test_shared_rates_are_those_of_all_rows():
+def test_shared_rates_cover_all_rows():
     shared = suffix_rates()
     first = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
     first.begin(torch.tensor([[1, 2, 3]]))
@@ -112,18 +112,18 @@ def test_shared_rates_are_those_of_all_rows():
     assert known < alone.texts[0].probabilities()[0]
 
 
-def test_padding_is_not_text():
+def test_padding_is_never_matched():
     assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]], num_pads=[3, 1]) == [[], []]
     assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]], num=3) == [[], [7, 8, 0]]
 
 
-def test_nothing_is_proposed_past_an_end_of_text():
+def test_proposals_end_at_eos():
     text = [1, 2, 3, 4, 5, 1, 2]
     assert draft_of([text], eos_token_ids=frozenset([4, 60])) == [[3, 4]]
     assert draft_of([text], num=4, eos_token_ids=frozenset([9])) == [[3, 4, 5, 1]]
 
 
-def test_row_that_gained_nothing_has_ended():
+def test_row_without_new_tokens_has_ended():
     drafter = begun([[5, 6, 7, 5], [5, 6, 7, 5]])
     assert proposed(drafter, 2) == [[6, 7], [6, 7]]
     assert drafter.look_up([[6, 8], []]) == [[], []]
@@ -131,7 +131,7 @@ def test_row_that_gained_nothing_has_ended():
     assert proposed(drafter, 2) == [[8, 6], []]
 
 
-def test_rows_that_stay_read_what_they_gained():
+def test_selected_rows_read_their_new_tokens():
     drafter = SuffixDrafter(SuffixSettings(10, num_pads=[2, 1, 0, 0]))
     drafter.rows([2, 1, 0])  # before the first call, too
     drafter.begin(torch.tensor([[1, 2, 3], [0, 4, 5], [0, 0, 6]]))
@@ -154,14 +154,14 @@ def few_words(batch_size, seed=1):
 
 
 @pytest.mark.fallback("prompt lookup alone")
-def test_lookup_drafts_alone_beside_a_draft_as_large_as_its_target():
+def test_lookup_drafts_alone_beside_a_draft_of_target_size():
     options = {"max_new_tokens": NUM_NEW, "prompt_lookup_num_tokens": 5, "num_assistant_tokens": None}
     stats = assert_decodes_as_plain(*pair("llama"), few_words(3), **options)
     assert 0 < max(stats.rounds_by_draft_len) <= 5
     assert any("as large as its target" in reason for reason in stats.fallbacks)
 
 
-def test_fields_of_configs_count_and_configs_stay_as_they_are():
+def test_config_fields_apply_and_configs_stay_unchanged():
     target, stats = enable(make_model("llama")), SpeculationStats()
     config = GenerationConfig(max_new_tokens=9, pad_token_id=0, prompt_lookup_num_tokens=4)
     config.suffix_store = SuffixStore()
@@ -177,7 +177,7 @@ def test_fields_of_configs_count_and_configs_stay_as_they_are():
         assert (stats.num_batch_rounds > 0) == is_used
 
 
-def test_a_shorter_ngram_copies_otherwise():
+def test_ngram_length_changes_the_drafts():
     target, _ = pair("llama")
     drafted = []
     for most in (1, None):
