@@ -96,7 +96,7 @@ def environment(request: pytest.FixtureRequest) -> Path:
 run = partial(subprocess.run, capture_output=True, text=True, check=False)
 
 
-def test_the_environment_has_no_extra_and_its_own_copy_of_the_library(environment: Path, tmp_path: Path) -> None:
+def test_environment_has_no_extra_and_its_own_copy(environment: Path, tmp_path: Path) -> None:
     code = (
         "import importlib.util, sys, hf_speculate\n"
         f"print([name for name in {EXTRA_MODULES!r} if importlib.util.find_spec(name)])\n"
@@ -108,9 +108,7 @@ def test_the_environment_has_no_extra_and_its_own_copy_of_the_library(environmen
 
 
 @pytest.mark.parametrize("page", list(filter(runs_something, PLAIN_PAGES)))
-def test_every_command_runs_or_ends_in_a_line_that_names_its_extra(
-    page: str, environment: Path, tmp_path: Path
-) -> None:
+def test_commands_run_or_name_their_extra(page: str, environment: Path, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     make_clone(clone, environment)
     for command, result in paste(page, shown_commands(page), clone, {"PYTHONPATH": ""}, LEFT_OUT):
@@ -120,9 +118,7 @@ def test_every_command_runs_or_ends_in_a_line_that_names_its_extra(
 
 
 @pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if blocks(page, "python")])
-def test_every_python_block_runs_or_ends_in_a_line_that_names_its_extra(
-    page: str, environment: Path, tmp_path: Path
-) -> None:
+def test_python_blocks_run_or_name_their_extra(page: str, environment: Path, tmp_path: Path) -> None:
     for name in ("examples", "tests"):  # beside which the installed library is imported, not the tree's
         (tmp_path / name).symlink_to(ROOT / name)
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "examples"), "HF_HUB_OFFLINE": "1"}

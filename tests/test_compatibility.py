@@ -43,7 +43,7 @@ def with_places(state, in_configs):
     ]
 
 
-def test_every_field_and_argument_of_this_transformers_and_of_ours_has_a_row():
+def test_table_has_a_row_for_every_field_and_argument():
     arguments, fields, ours = ({row.name for row in rows} for rows in (ARGUMENTS, FIELDS, OWN_FIELDS))
     served = calls._DECODER_KWARGS | calls._ENCODER_DECODER_KWARGS
     assert (fields, ours) == (set(CONFIG_FIELDS), set(FIELD_NAMES) - set(CONFIG_FIELDS))
@@ -51,7 +51,7 @@ def test_every_field_and_argument_of_this_transformers_and_of_ours_has_a_row():
 
 
 @pytest.mark.parametrize(("row", "where"), with_places("not supported", WHERE))
-def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(row, where):
+def test_refused_value_raises_the_message_of_the_page(row, where):
     def fail(*args):
         raise AssertionError("a model ran before the refusal")
 
@@ -72,7 +72,7 @@ def plain_ids(number):
 
 @pytest.mark.fallback("eager forwards", "lock step", "no graphs")
 @pytest.mark.parametrize(("row", "where"), with_places("supported", WHERE[:2]))
-def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
+def test_supported_value_gives_the_text_of_plain_decoding(row, where):
     call, stats = row.call, hf_speculate.SpeculationStats()
     plain = plain_ids(ROWS.index(row))
     assert_equal_ids(plain, decode_with_draft(call, where, speculation_stats=stats))
@@ -84,7 +84,7 @@ def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
 
 
 @pytest.mark.parametrize(("row", "where"), with_places("no effect", WHERE[:2]))
-def test_a_value_that_does_not_apply_changes_nothing(row, where):
+def test_inapplicable_value_changes_nothing(row, where):
     call, stats = row.call, hf_speculate.SpeculationStats()
     without = decode_plainly(call, without=row.name)
     assert_equal_ids(without, plain_ids(ROWS.index(row)))
@@ -93,7 +93,7 @@ def test_a_value_that_does_not_apply_changes_nothing(row, where):
 
 
 @pytest.mark.fallback("lock step")
-def test_the_page_is_what_the_table_says():
+def test_page_equals_the_rendered_table():
     """The page is made with the version that is pinned; for others, whose messages may differ, it has every name."""
     page = PAGE.read_text(encoding="utf-8")
     if transformers.__version__ == pinned_version():

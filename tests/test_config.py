@@ -92,7 +92,7 @@ def seen(registry):
 
 @pytest.mark.fallback("no graphs", "because a draft model as large as its target")
 @pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
-def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, seen, strongest):
+def test_fields_come_from_the_strongest_source(models, seen, strongest):
     assert set(VALUES) == set(PLAIN_NAMES)
     assert all(value != later for values in VALUES.values() for value, later in itertools.pairwise(values))
     places = [strength for strength in range(len(SOURCES)) if strength >= strongest]
@@ -121,7 +121,7 @@ STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # e
     ],
     ids=str,
 )
-def test_schedules_and_thresholds_count_only_beside_numbers_that_are_no_stronger(models, sources, longest):
+def test_schedules_and_thresholds_yield_to_stronger_counts(models, sources, longest):
     stats = models.generate_from(sources)
     configs = [models.target.generation_config, models.draft.generation_config]
     assert longest_draft(stats) == longest
@@ -130,7 +130,7 @@ def test_schedules_and_thresholds_count_only_beside_numbers_that_are_no_stronger
 
 
 @pytest.mark.parametrize("owner", ["target", "draft"])
-def test_fields_saved_with_a_model_count_when_it_is_loaded(models, seen, tmp_path, owner):
+def test_fields_saved_with_a_model_apply_after_loading(models, seen, tmp_path, owner):
     model = getattr(models, owner)
     saved = {"verifier": "seeing", "num_assistant_tokens": 3, "relax_only_inside": [3, 5]}
     model.generation_config = GenerationConfig(pad_token_id=0, **saved)
@@ -141,7 +141,7 @@ def test_fields_saved_with_a_model_count_when_it_is_loaded(models, seen, tmp_pat
     assert {name: getattr(seen[-1], name) for name in saved} == saved
 
 
-def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_path):
+def test_repository_fields_rank_between_call_and_model(models, tmp_path):
     fields = {"num_assistant_tokens": 3, "verifier": "typical", "do_sample": True, "unknown": 1}
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(fields), encoding="utf-8")
@@ -152,13 +152,13 @@ def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_p
         assert (stats.verifier, longest_draft(stats)) == ("typical", longest)
 
 
-def test_read_config_lets_a_stronger_seed_or_generator_shut_out_the_other():
+def test_read_config_keeps_the_stronger_of_seed_and_generator():
     seed, generator = {"seed": 3}, {"generator": torch.Generator()}
     assert read_config([generator, seed]) == SpeculationConfig(**generator)
     assert read_config([seed, generator]) == SpeculationConfig(**seed)
 
 
-def test_read_config_checks_what_it_settled_only():
+def test_read_config_validates_chosen_values_only():
     assert read_config([{"posterior_alpha": 0.5}, {"posterior_alpha": -1}]).posterior_alpha == 0.5
     with pytest.raises(ConfigError, match="posterior_alpha must be"):
         read_config([{}, {"posterior_alpha": -1}])
@@ -180,7 +180,7 @@ def test_values_of_another_type_are_refused(fields):
         SpeculationConfig(**fields)
 
 
-def test_numpy_integers_decode_as_the_ints_that_they_are(models):
+def test_numpy_integers_decode_as_ints(models):
     options = {"assistant_model": models.draft, "do_sample": True, "max_new_tokens": 8}
     texts = [
         models.target.generate(**ragged_prompts(1, seed=1), **options, seed=integer(3), num_assistant_tokens=integer(2))
@@ -190,7 +190,7 @@ def test_numpy_integers_decode_as_the_ints_that_they_are(models):
 
 
 @pytest.mark.parametrize("name", ["coupled", "typical", "mine"])
-def test_resolve_fills_in_what_depends_on_sampling_and_leaves_the_rest(name):
+def test_resolve_fills_in_sampling_defaults_only(name):
     config = SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
     greedy = "greedy" if name == "coupled" else name
     for do_sample, verifier, correction in ((True, name, "sample"), (False, greedy, "argmax")):

@@ -69,7 +69,7 @@ def import_problems(found: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{path} must not import {imported} ({option_of(imported)})" for path, imported in sorted(found)]
 
 
-def test_the_core_imports_no_option():
+def test_core_imports_no_option():
     assert not (problems := import_problems(option_imports(sources()))), "\n".join(problems)
 
 
@@ -96,7 +96,7 @@ def test_the_core_imports_no_option():
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )
-def test_an_added_import_is_found(path, line, imported):
+def test_added_import_is_found(path, line, imported):
     more = dict.fromkeys(("options/spans/rule.py", "options/spans/other.py", "options/cpu/top.py"), "")
     files = {**sources(), **more, "options/heads/source.py": ""}
     imports = option_imports({**files, path: f"{files[path]}\n{line}\n"})

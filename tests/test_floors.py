@@ -121,7 +121,7 @@ def problems_of(source: str, module: str) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {name}: {problem}"
 
 
-def test_every_module_keeps_the_rules() -> None:
+def test_modules_keep_the_import_rules() -> None:
     problems = [
         problem for module, path in library_files().items() for problem in problems_of(path.read_text(), module)
     ]
@@ -172,13 +172,13 @@ FOR_ANNOTATIONS = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ("compat", "from transformers.utils import _x", ""),
     ],
 )
-def test_the_checker_finds(module: str, source: str, text: str) -> None:
+def test_checker_finds_forbidden_imports_and_writes(module: str, source: str, text: str) -> None:
     problems = list(problems_of(source, f"hf_speculate.{module}"))
     assert len(problems) == bool(text), problems
     assert text in "".join(problems)
 
 
-def test_a_top_level_file_needs_no_line_and_a_package_does() -> None:
+def test_packages_need_a_line_and_top_level_files_none() -> None:
     files = {"hf_speculate.new": ROOT / "new.py", "hf_speculate.folder": ROOT / "folder" / "__init__.py"}
     layers = layers_of(files)
     assert "hf_speculate.folder" not in layers

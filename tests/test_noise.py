@@ -19,7 +19,7 @@ def lines_of_errors(code: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.split("\n") if line and not BAR.match(line.split("\r")[-1])]
 
 
-def test_the_first_example_of_the_readme_prints_texts_and_statistics_only():
+def test_readme_example_prints_texts_and_statistics_only():
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
     code = code.replace("Qwen/Qwen3-8B", TARGET).replace("Qwen/Qwen3-0.6B", DRAFT).replace("tokens=64", "tokens=16")
     out, errors = lines_of_errors(AS_INSTALLED + code)
@@ -29,7 +29,7 @@ def test_the_first_example_of_the_readme_prints_texts_and_statistics_only():
     assert "\nmean acceptance length: " in stats
 
 
-def test_commands_print_nothing_of_other_packages_even_beside_torchao():
+def test_commands_print_nothing_of_other_packages():
     pair = [TARGET, "--draft", DRAFT]
     commands = ["--help"], ["generate", "--help"], ["generate", *pair, "def f():", "-n", "8"], ["check", *pair]
     out, errors = lines_of_errors(

@@ -58,7 +58,7 @@ def test_counts_and_rates_of_rounds_and_positions():
     assert stats.verified_per_position == [5, 3, 2, 0, 0]
 
 
-def test_after_a_reset_everything_is_zero_and_reads():
+def test_reset_stats_are_zero_and_readable():
     stats = full_stats()
     stats.reset()
     assert stats == SpeculationStats()
@@ -91,7 +91,7 @@ def test_calls_add_up():
     assert first.num_rounds == 2
 
 
-def test_the_speedup_compares_the_whole_call_with_plain_steps_of_the_same_rows():
+def test_speedup_compares_the_call_with_plain_steps_of_its_rows():
     """Here 4 + 1 + 1 + 4 seconds, of which plain decoding takes the first, and steps of 3, 2 and 1 rows."""
     stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
     stats.prefill_s, stats.preparation_s, stats.vocabulary_s, stats.draft_s, stats.score_s = 4.0, 0.75, 0.25, 1.0, 4.0
@@ -117,7 +117,7 @@ TIMES = (
 )
 
 
-def test_it_reads_well():
+def test_stats_print_readable_text():
     stats = full_stats()
     stats.num_host_syncs, stats.num_user_host_syncs, stats.lock_step = 3, 1, True
     assert str(stats).splitlines() == [
@@ -144,7 +144,7 @@ def test_it_reads_well():
     )
 
 
-def test_tables_show_markup_as_it_stands():
+def test_tables_escape_markup():
     out, page = io.StringIO(), full_stats()._repr_mimebundle_([], [])["text/html"]  # in a notebook
     rich.print(full_stats(), file=out)
     assert "2.33 (7 tokens in 3 rounds)" in out.getvalue() and "2.33 (7 tokens in 3 rounds)" in page
@@ -157,7 +157,7 @@ def generate(batch_size: int = 3, noise: float = DRAFT_NOISE, **options) -> torc
     return target.generate(**ragged_prompts(batch_size, seed=1), assistant_model=draft, **options)
 
 
-def test_a_call_with_a_perfect_draft_is_counted_exactly():
+def test_call_with_a_perfect_draft_is_counted_exactly():
     """Twelve tokens after the first: three rounds of a wholly kept draft of three and one token more."""
     stats = hf_speculate.SpeculationStats()
     for batch_size in (3, 2):  # each call begins anew
@@ -171,7 +171,7 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_lock_step", [False, True])
-def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
+def test_verified_tokens_in_lock_step_are_those_reached(is_lock_step):
     stats, reports = SpeculationStats(), []
     processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])
     generate(speculation_stats=stats, speculation_callback=reports.append, logits_processor=processors)
@@ -280,7 +280,7 @@ def round_record(draft_len, score_s):
     )
 
 
-def test_record_names_what_drafted_each_row():
+def test_record_names_the_source_of_each_row():
     record = round_record(2, 0.1)._replace(names=DraftNames("model", "lookup"))
     own, free = (record.draft._replace(cached=CachedDraft(1, [is_own])) for is_own in (True, False))
     plain = record.verified._replace(num_drafted=[0])
@@ -289,7 +289,7 @@ def test_record_names_what_drafted_each_row():
     assert names == ["model", "model", "lookup", "lookup", ""]
 
 
-def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
+def test_dict_of_stats_survives_json():
     stats = full_stats()
     values = stats.as_dict()
     assert json.loads(json.dumps(values)) == values
@@ -313,7 +313,7 @@ def test_lens_and_plain_steps_in_order_stay_bounded():
     assert {num: len(steps) for num, steps in stats.plain_step_s_by_rows.items()} == {1: MAX_PLAIN_STEPS}
 
 
-def test_pandas_gets_one_row_a_call():
+def test_dataframe_has_one_row_per_call():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.concat([full_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
     assert list(frame["num_emitted"]) == [7, 2]
@@ -322,7 +322,7 @@ def test_pandas_gets_one_row_a_call():
     assert not any(isinstance(cell, list | dict) for cell in frame.iloc[0])
 
 
-def test_a_plot_has_three_panels_that_say_what_was_counted():
+def test_plot_has_three_labelled_panels():
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     stats = full_stats()
     figure = stats.plot()
@@ -339,7 +339,7 @@ def test_a_plot_has_three_panels_that_say_what_was_counted():
 
 
 @pytest.mark.parametrize(("library", "ask"), [("matplotlib", "plot"), ("pandas", "to_pandas")])
-def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask):
+def test_missing_library_error_names_the_extra(monkeypatch, library, ask):
     for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
@@ -348,7 +348,7 @@ def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask
         getattr(full_stats(), ask)()
 
 
-def test_low_acceptance_is_reported_once_also_after_it_rose():
+def test_low_acceptance_is_reported_once():
     tallies, draft, bound = AcceptanceTallies(), make_model("llama"), AcceptanceBound(0.02, 64)
     calls = [(63, 0), (37, 1), (100, 10), (1000, 0), (100, 90), (9000, 0)]
     reported = [tallies.add(draft, DraftCounts(*counts), bound) for counts in calls]
@@ -365,7 +365,7 @@ def test_low_acceptance_is_reported_once_also_after_it_rose():
         {"do_sample": True, "seed": 1, "num_assistant_tokens_schedule": "heuristic"},
     ],
 )
-def test_it_is_told_every_round_as_the_statistics_count_it(options):
+def test_callback_gets_every_round_as_counted(options):
     reports: list[RoundReport] = []
     stats = SpeculationStats()
     generate(speculation_callback=reports.append, speculation_stats=stats, **options)
@@ -383,7 +383,7 @@ def test_it_is_told_every_round_as_the_statistics_count_it(options):
     assert options or reports[-1].total_s == pytest.approx(run_s, rel=0.05)
 
 
-def test_rows_are_named_by_their_place_in_the_output():
+def test_callback_names_rows_by_output_index():
     reports, quiet, told = [], SpeculationStats(), SpeculationStats()
     options = {"eos_token_id": 5, "max_new_tokens": 60}
     generate(**options)  # the first call of a type measures a plain step
@@ -399,7 +399,7 @@ def test_rows_are_named_by_their_place_in_the_output():
     assert len({report.row_ids for report in reports}) > 1  # rows left
 
 
-def test_a_call_with_drafts_is_reported_and_logs_one_line_at_info(caplog):
+def test_call_with_drafts_logs_one_line_at_info(caplog):
     reports: list[RoundReport] = []
     with caplog.at_level(logging.INFO, logger="hf_speculate"):
         pair("llama")[0].generate(**ragged_prompts(1), max_new_tokens=3, speculation_callback=reports.append)
