@@ -1,4 +1,4 @@
-"""The Verifier contract, the names under which verifiers are chosen, and `keep_prefix`, which writes verdicts."""
+"""Test verifiers, their registry and `keep_prefix`."""
 
 import re
 from functools import partial
@@ -35,7 +35,7 @@ CERTAIN = 60.0  # a logit this far above the others leaves them less than float3
 def make_round(
     batch_size: int, num_drafted: int, *, has_logits: bool, lens: list[int] | None = None
 ) -> tuple[Tensor, DraftOut]:
-    """Random target logits [B, K+1, V] and a draft that agrees with them about half of the time."""
+    """Return random target logits [B, K+1, V] and a draft with about half of the target's argmaxes."""
     make = torch.Generator().manual_seed(batch_size + 10 * num_drafted)
     target = 3 * torch.randn(batch_size, num_drafted + 1, VOCAB_SIZE, generator=make)
     drafted = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
@@ -45,7 +45,7 @@ def make_round(
 
 
 def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
-    """What holds for every verdict on a round without bad input."""
+    """Assert the form of a verdict on a round without bad input."""
     batch_size, num_drafted = draft.token_ids.shape
     assert verdict.token_ids.shape == (batch_size, num_drafted + 1)
     assert verdict.token_ids.dtype == torch.int64
@@ -61,7 +61,10 @@ def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
 
 
 class VerifierContract:
-    """What every implementation keeps; a subclass makes the verifier, and says which parts of the keys it reads."""
+    """Contract of every verifier.
+
+    A subclass makes the verifier and names the fields of the keys in its draws.
+    """
 
     reads_keys: tuple[str, ...] = ()
 
@@ -148,19 +151,19 @@ def typical(**settings) -> Verifier:
 
 
 def keeps(verifier: Verifier, probs: list[float]) -> bool:
-    """Whether the verifier keeps token 0 of a distribution [V]."""
+    """Return True if the verifier accepts token 0 of a distribution [V]."""
     draft = DraftOut(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), None, None)
     return bool(verifier.verify(torch.tensor(probs).log().expand(1, 2, -1), draft, make_keys(1)).num_accepted)
 
 
 def test_typical_thresholds_follow_the_paper():
-    even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}  # four equal probabilities are exp(-H) themselves
+    even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}  # four equal probabilities are exp(-H), the threshold
     assert keeps(typical(**even, entropy_epsilon=0.0), [0.25] * 4)
-    assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)  # inside the logarithm that makes it 1/2
+    assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)  # inside the logarithm: the threshold is 1/2
     assert not keeps(typical(posterior_threshold=0.5, posterior_alpha=9.0), [0.5, 0.5])
     assert keeps(typical(), [0.091, 0.909])
     assert not keeps(typical(), [0.089, 0.911])
-    flat = [1 / 64] * 64  # kept for its own uncertainty: 0.3 * exp(-H) is below 1/64
+    flat = [1 / 64] * 64  # accepted for its entropy: 0.3 * exp(-H) is below 1/64
     assert keeps(typical(), flat)
     assert not keeps(typical(posterior_alpha=1.1), flat)
 
@@ -174,7 +177,10 @@ def test_typical_correction_is_the_argmax_or_a_draw():
 
 
 class KeepNothing:
-    """A user's verifier: refuses every draft, emits the target's argmax, keeps what it was shown."""
+    """Custom verifier without acceptance.
+
+    It emits the target's argmax and records its drafts.
+    """
 
     def __init__(self):
         self.drafts: list[DraftOut] = []
@@ -201,7 +207,7 @@ def test_taken_verifier_name_needs_replace(registry):
 
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
 def test_custom_verifier_chooses_the_draft_stream(registry, stream):
-    """A draft that equals the target proposes what the target draws, if it draws with the same noise."""
+    """Draft with the target's noise, so an equal draft proposes the target's tokens."""
     register_verifier("winners", lambda config: CoupledVerifier(), lossless=True, draft_stream=stream)
     target, draft = pair("llama", ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
@@ -229,7 +235,7 @@ def test_custom_verifier_decides_the_output(registry, reads):
 
 
 class GreedyByHand:
-    """Greedy verification as a user would write it."""
+    """Custom verifier for greedy decoding."""
 
     def verify(self, target_logits, draft, keys):
         best = target_logits.argmax(-1)  # [B, K+1]
@@ -237,7 +243,7 @@ class GreedyByHand:
 
 
 def hostile_round(fault: str) -> tuple[torch.Tensor, DraftOut]:
-    """Rows that agree with the target for 0..3 tokens, then meet what `kind` says, with lengths of 0..4."""
+    """Return rows with 0 to 3 correct tokens before the fault, and draft lengths of 0 to 4."""
     target = 3 * torch.randn(64, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     ids, rows = target[:, :-1].argmax(-1), torch.arange(64)
     faults = rows % 4
