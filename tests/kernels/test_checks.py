@@ -1,4 +1,4 @@
-"""Arguments that do not fit are named before anything runs."""
+"""Name invalid arguments before anything runs."""
 
 import importlib.util
 import re
@@ -31,7 +31,7 @@ def accept(rule: tuple[float, float] = (0.09, 0.3), strict: bool = True, backend
     kernels.TypicalAcceptanceSampler(*rule, strict, backend=backend)(**round_)
 
 
-# By name: a function, and arguments that fit.
+# A function and valid arguments, by name.
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "verify_greedy": (None, {"target_logits": FLAT, "draft_token_ids": IDS}),
     "verify_rejection": (None, {"target_logits": FLAT, "draft_token_ids": IDS, "keys": KEYS}),
@@ -59,7 +59,7 @@ def call(name: str, **changes: Any) -> None:
     (function or getattr(kernels, name))(**arguments | changes)
 
 
-# One argument that does not fit, and how the message begins.
+# One invalid argument and the start of the message.
 MISFITS = [
     ("verify_greedy", "draft_token_ids", IDS[:, :1], "must be [B, K] = [1, 2], got [1, 1]"),
     ("verify_greedy", "target_logits", FLAT[..., :0], "must be [B, K+1, V]"),

@@ -1,4 +1,4 @@
-"""Draws have the distribution of their logits, alone and in a round, and verifiers keep the target's distribution."""
+"""Compare distributions of samples and of verified rounds with the exact ones."""
 
 import operator
 
@@ -21,7 +21,7 @@ from tests.kernels.distributions import (
 from tests.kernels.operations import OPERATIONS, make_round, warp_of
 
 NUM_DRAWN = 250_000
-# Float32 against float64 log-sum-exp of values near 10: a few units in the last place.
+# Float32 and float64 log-sum-exps of values near 10 differ by a few units in the last place.
 LOGSUMEXP_TOLERANCE = 4e-6
 
 
@@ -55,7 +55,7 @@ def draw(logits: torch.Tensor, keys: NoiseKeys) -> Sampled:
 @pytest.mark.parametrize("vocab_size", [64, 8192])
 def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
     keys, logits = make_keys(3, positions=9), torch.randn(3, vocab_size)
-    logits[:, 40:] = -torch.inf  # of wide rows the eager twin then looks at pieces
+    logits[:, 40:] = -torch.inf  # the eager reference then reads wide rows in pieces
     eager, compiled = draw(logits, keys), torch.compile(draw, fullgraph=True)(logits, keys)
     assert torch.equal(eager.token_ids, compiled.token_ids)
     torch.testing.assert_close(eager.logsumexp, compiled.logsumexp)
@@ -73,7 +73,7 @@ def test_compiled_sample_serves_all_batch_sizes() -> None:
         return graph
 
     logits, keys = torch.randn(4, 50), make_keys(4)
-    torch.compiler.reset()  # after other vocabularies, V would be dynamic, and slices may end there
+    torch.compiler.reset()  # after other vocabularies, V would be dynamic and slices could end there
     for tensor in (logits, *keys):
         torch._dynamo.mark_dynamic(tensor, 0)
     torch.compile(draw, backend=keep, fullgraph=True)(logits, keys)
@@ -85,13 +85,13 @@ NUM_ROWS, NUM_DRAWS = 3, 5
 
 
 def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """[NUM_ROWS, NUM_DRAWS, V], rows without a distribution among them."""
+    """Return logits [NUM_ROWS, NUM_DRAWS, V], some rows of them without a distribution."""
     logits = torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
     logits[0, 1, 0] = torch.nan
     logits[1, 2] = -torch.inf
     logits[2, 3, vocab_size // 2 :] = torch.inf
     logits[2, 4, 5:] = -torch.inf
-    logits[:, 0, 9:] = -torch.inf  # of wide rows `sample` then looks at pieces
+    logits[:, 0, 9:] = -torch.inf  # `sample` then reads wide rows in pieces
     return logits.to(dtype)
 
 
@@ -121,7 +121,7 @@ def test_several_draws_equal_those_of_sample(vocab_size: int, dtype: torch.dtype
 
 
 NUM_TRIALS = 2_000_000
-# Enough for a control, which fails by many more orders of magnitude than are asked.
+# Controls fail by many more orders of magnitude than the assertion asks.
 NUM_CONTROL_TRIALS = 250_000
 
 

@@ -1,4 +1,4 @@
-"""Functions of other libraries' names mean what theirs mean: FlashInfer's chain, vLLM's sampler, a single sequence."""
+"""Test drop-in functions: FlashInfer's chain, vLLM's sampler, a single sequence."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ STRICT = TypicalAcceptanceSampler(0.09, 0.3, strict_mode=True)
 
 
 def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -> tuple[Tensor, Tensor, Tensor]:
-    """Draft probabilities, ids drawn from them, and target probabilities not far from them."""
+    """Return draft probabilities, ids drawn from them, and target probabilities close to them."""
     generator = torch.Generator().manual_seed(7)
     target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
     draft = (target[:, :-1] + torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)).softmax(-1)
@@ -43,7 +43,7 @@ def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_documented_example_gives_documented_result(dtype: torch.dtype) -> None:
-    """The second token is impossible, and only token 0 is left in its place."""
+    """Make the second token impossible, so only token 0 can replace it."""
     draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], dtype=dtype)
     target = torch.tensor([[[0.0, 0.1, 0.6, 0.3], [1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]], dtype=dtype)
     ids = torch.tensor([[2, 1]])
@@ -55,12 +55,12 @@ def test_documented_example_gives_documented_result(dtype: torch.dtype) -> None:
 
 
 def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
-    """What is counted is added to the counters in place."""
+    """Add to the counters in place."""
     vocab_size, num_draft_tokens = 8, 3
     target, draft = rank_reversed_logits(vocab_size, num_draft_tokens)
     seeds = row_seeds(11, NUM_TRIALS)
     zeros = torch.zeros_like(seeds)
-    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))  # the call's own keys: streams keep them apart
+    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))  # the call's keys too: streams separate them
     scales = 1.0 + 0.01 * torch.rand(2, num_draft_tokens + 1, 1, generator=torch.Generator().manual_seed(0))
     counters = torch.full((NUM_TRIALS,), 100), torch.full((NUM_TRIALS,), 1000, dtype=torch.int32)
     token_ids, *returned = chain_speculative_sampling(
@@ -74,11 +74,11 @@ def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
     accepted, emitted = counters[0] - 100, counters[1] - 1000
     counts = count_cells(Verdict(token_ids.long(), emitted, zeros), vocab_size)
     assert p_value(counts, rejection_distribution(target, draft)) > PASS_P_VALUE
-    passed = torch.ones(1, dtype=torch.float64)  # probability of the number of positions that pass, each by itself
+    passed = torch.ones(1, dtype=torch.float64)  # probability of the number of accepted positions, independently tested
     for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(-1):
         passed = pad(passed * (1 - overlap), (0, 1)) + pad(passed * overlap, (1, 0))
     assert p_value(torch.bincount(accepted, minlength=num_draft_tokens + 1), passed) > PASS_P_VALUE
-    # The rejected position's own coin says no for both counters.
+    # The coin of the rejected position rejects for both counters.
     rejected = emitted < num_draft_tokens
     assert (accepted >= emitted).all()
     assert (accepted[rejected] < num_draft_tokens).all()
@@ -86,14 +86,14 @@ def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
 
 
 def test_row_depends_on_its_seed_and_offset_only() -> None:
-    """All rows are one row repeated: what differs in the result comes from the noise."""
+    """Repeat one row, so only the noise makes results differ."""
     draft, ids, target = (part.expand(64, *part.shape[1:]) for part in make_batch(1))
 
     def call(rows: slice = slice(64), **options: Any) -> Tensor:
         return chain_speculative_sampling(draft[rows], ids[rows], target[rows], **options)[0]
 
     whole, later = call(seed=5), call(seed=5, offset=1)
-    assert len(whole.unique(dim=0)) > 10  # one seed gives every row its own
+    assert len(whole.unique(dim=0)) > 10  # one seed gives every row a different noise
     assert (later != whole).any(1).sum() > 10
     seeds = row_seeds(5, 64)
     for same in (torch.tensor([5]), torch.tensor([5], dtype=torch.int32), seeds):
@@ -108,7 +108,7 @@ def test_row_depends_on_its_seed_and_offset_only() -> None:
 
 def test_chain_ends_at_bad_ids_and_rows_without_a_distribution() -> None:
     _, ids, target = make_batch(10)
-    draft = target[:, :-1].clone()  # every good id is kept
+    draft = target[:, :-1].clone()  # every valid id is accepted
     ids[:3, 1] = torch.tensor([-1, 50, 2**31 - 1], dtype=torch.int32)
     target[3:7, 2] = torch.tensor([torch.nan, torch.inf, 0.0, -1.0]).unsqueeze(-1)
     draft[7:, 0] = torch.tensor([torch.nan, torch.inf, 0.0]).unsqueeze(-1)
@@ -189,7 +189,8 @@ def test_entropy_has_vllms_epsilon() -> None:
     vocab_size = 100_000
     target = torch.full((1, 2, vocab_size), 0.5 / (vocab_size - 1))
     target[..., 7] = 0.5
-    # The entropy is 6.45, and 5.90 with the epsilon inside its logarithm: the bounds are 4.7e-4 and 8.2e-4.
+    # The entropy is 6.45, or 5.90 with the epsilon inside its logarithm.
+    # The bounds are 4.7e-4 and 8.2e-4.
     target[:, :, 8] = 6e-4
     ids, bonus = torch.tensor([[8]]), torch.tensor([3])
     assert SAMPLER(target, bonus, None, ids).tolist() == [[7, -1]]

@@ -1,4 +1,4 @@
-"""The former name of the package of kernels."""
+"""Test the former name of the kernels package."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""The operations inside of `torch.compile(fullgraph=True)`, with both backends."""
+"""Compile the operations with `torch.compile(fullgraph=True)`, on both backends."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

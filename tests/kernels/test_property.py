@@ -1,4 +1,4 @@
-"""Whatever comes in, what goes out is well formed."""
+"""Test verdicts of random rounds for their form."""
 
 import pytest
 import torch

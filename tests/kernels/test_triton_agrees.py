@@ -1,4 +1,4 @@
-"""The kernels decide as their twins do, whatever the shapes, dtypes, strides, tiles and memory that they get."""
+"""Compare kernels with the reference for all shapes, dtypes, strides, tiles and fresh memory."""
 
 from functools import partial
 from typing import Any
@@ -32,8 +32,8 @@ from tests.support.fake_cuda import FakeCuda
 pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels.kernels import launch
 
-# B, K, V and the dtypes of target and draft: one chunk with a remainder; two chunks; more positions than are tested at
-# once; nothing to do.
+# Sizes B, K, V and dtypes of target and draft: one chunk with a remainder, two chunks, more positions
+# than one step tests, and empty rounds.
 CASES = [
     ((3, 3, 40), torch.float32, torch.float32),
     ((2, 2, 5000), torch.bfloat16, torch.float32),
@@ -45,7 +45,7 @@ CASES = [
 
 
 def make_case(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[Any, ...]:
-    """A round, its keys, and lengths that differ."""
+    """Return a round, its keys and different draft lengths."""
     target, ids, draft = make_round(num_rows, num_draft_tokens, vocab_size, seed=vocab_size)
     lens = (num_draft_tokens - torch.arange(num_rows) % 2).clamp(min=0)
     return target, ids, draft, make_keys(num_rows, rounds=2**40, positions=2**33), lens
@@ -69,11 +69,11 @@ def test_kernels_decide_as_the_reference(
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_hostile_rows_and_bad_ids_get_the_reference_status(name: str, num_draft_tokens: int, step: int) -> None:
     faulty = make_faulty_round(name, 1, num_draft_tokens, 50)
-    for row in faulty.is_target.nonzero()[::2, 0]:  # both models' rows are hostile
+    for row in faulty.is_target.nonzero()[::2, 0]:  # rows of both models are hostile
         spoil(faulty.draft[row, faulty.positions[row]], torch.nan)
     rows = torch.arange(0, len(faulty.positions), step)  # the interpreter is slow
     lens = torch.full_like(rows, num_draft_tokens)
-    lens[5::7], lens[6::7] = 100, -5  # as the nearest in range
+    lens[5::7], lens[6::7] = 100, -5  # out of range: clamped
     case = (faulty.target[rows], faulty.ids[rows], faulty.draft[rows], make_keys(len(rows)), lens)
     verdict, twin = on_triton(OPERATIONS[name], *case), OPERATIONS[name](*case, backend="torch")
     assert_well_formed(verdict, 50, lens.clamp(0, num_draft_tokens))
@@ -91,7 +91,7 @@ def test_hostile_rows_and_bad_ids_get_the_reference_status(name: str, num_draft_
 def test_rows_beyond_32_bit_offsets_are_read(name: str, distance: int) -> None:
     target, ids, draft = make_round(2, 2, 64)
     target, draft = target.bfloat16(), draft.bfloat16()
-    # Untouched memory is not committed: only the two rows at its ends are.
+    # Untouched memory is not committed, except the two rows at its ends.
     buffer = torch.empty(distance + 6 * 64, dtype=torch.bfloat16, device=DEVICE)
     far_target = buffer.as_strided((2, 3, 64), (distance, 64, 1))
     far_draft = buffer.as_strided((2, 2, 64), (distance, 64, 1), 3 * 64)
@@ -122,7 +122,7 @@ def test_rejections_at_every_position_equal_the_reference(name: str, num_rows: i
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
 def test_entropies_cover_whole_rows(epsilon: float) -> None:
-    """The chunks' maxima lie far apart, and whether a token stays hangs on the entropy alone."""
+    """Spread the chunks' maxima, so acceptance depends on the entropy of the whole row."""
     generator = torch.Generator().manual_seed(2)
     target = torch.randn(10, 2, launch.CHUNK + 900, generator=generator)
     target[:5, :, : launch.CHUNK] -= 4.0
@@ -140,7 +140,7 @@ def test_entropies_cover_whole_rows(epsilon: float) -> None:
 
 @pytest.mark.slow
 def test_rows_of_more_chunks_than_one_merge_equal_the_reference() -> None:
-    """The second row's mass lies in the last chunk; the largest logits of the first are tied, one of them there."""
+    """Put the second row's mass into the last chunk, and a tie of the first row's maximum."""
     vocab_size, keys = 64 * launch.CHUNK + 7, make_keys(2)
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(3))
     logits[0, [5, vocab_size - 3]], logits[1, -5:] = 9.0, logits[1, -5:] + 24.0
@@ -154,7 +154,7 @@ def test_rows_of_more_chunks_than_one_merge_equal_the_reference() -> None:
 
 
 def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
-    """As `on_triton`, on a device with atomics, where the last program to finish writes the verdict."""
+    """Run as `on_triton`, but with atomics: the last program to finish writes the verdict."""
     with FakeCuda():
         options = {name: moved(value, "cuda:0") for name, value in options.items()}
         return moved(operation(*moved(args, "cuda:0"), backend="triton", **options), "cpu")
@@ -163,7 +163,7 @@ def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_tiles_and_finishing_methods_change_no_bit(name: str, request: pytest.FixtureRequest) -> None:
-    """Programs of more rows read more chunks of a row each."""
+    """Give programs of more rows more chunks of each row."""
     target, ids, draft, keys, lens = make_case(2, 2, 2 * launch.CHUNK + 5)
     rows = torch.arange(2)
     results = []

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p in one operation cut where transformers' warpers do, but for the border's bin."""
+"""Compare temperature and cutoffs in one operation with transformers' warpers, up to one bin."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_cutoffs_keep_transformers_tokens_up_to_one_bin(rule: dict[str, Any]) ->
     lowest = theirs.masked_fill(~wanted, torch.inf).amin(-1, keepdim=True)
     assert (ours[kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[kept & ~wanted]).all()
     if "top_k" in rule and rule["top_k"] < 3000:
-        assert kept.sum() < 3000  # the control: something is cut
+        assert kept.sum() < 3000  # control: some tokens are cut
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
