@@ -1,4 +1,4 @@
-"""The KVCache contract, and rollback by row against caches that were never wrong."""
+"""Test the KV cache contract and rollback by row against caches without rejected tokens."""
 
 import random
 from dataclasses import replace
@@ -23,8 +23,8 @@ from tests.random_calls import Case
 from tests.random_search import run_case
 from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, ragged_prompts
 
-STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
-SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # their attention rounds to float32 whatever the dtype
+STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by at least 1e-2
+SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # attention rounds to float32 for every dtype
 FLOAT32_TOLERANCE = 1e-4
 
 
@@ -84,7 +84,7 @@ def test_clearing_removes_rejected_states_only(make):
                 part[row, :, 6 - drop :] = torch.nan
     cache.update(kv_states)
     cache.crop(drops)
-    assert cache.holds_rejected == (cache.kind == "preallocated")  # the other one keeps no such columns
+    assert cache.holds_rejected == (cache.kind == "preallocated")  # the dynamic cache has no such columns
     cache.clear_rejected()
     assert not cache.holds_rejected
     for buffers, layer, actual in zip(cache.cache.layers, kv_states, cache.get_kv_states(), strict=True):
@@ -96,7 +96,7 @@ def test_clearing_removes_rejected_states_only(make):
 
 @each_value(choice=["dynamic", "preallocated"], family=TINY_FAMILIES)
 def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
-    """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
+    """Feed four tokens and drop a different count per row in several rounds, past the window."""
     model, passed, device = make_model(family), DynamicCache(config=make_model(family).config), torch.device("cpu")
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
@@ -124,7 +124,7 @@ def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
         assert cache.num_columns == max(num + len(text) for num, text in zip(num_pads, texts, strict=True))
     shortest = num_pads.index(max(num_pads))
     cache.rows([shortest])
-    assert cache.num_columns == len(texts[shortest])  # its padding was for longer prompts
+    assert cache.num_columns == len(texts[shortest])  # its padding served longer prompts
 
 
 def test_rows_selected_before_the_first_forward_keep_their_masks():
@@ -153,7 +153,7 @@ def test_rows_join_in_places_of_rows_that_left():
 
 
 CHAT = Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic")
-CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers that share states
+CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers with shared states
 CHATS += [replace(CHATS[1], num_turns=1, passed="no", batch_size=3, padding="left", cache="static")]
 THREE = replace(CHAT, batch_size=3, num_turns=3, padding="left", ends=(3, 7))
 CHATS += [replace(THREE, family=family, cache="auto") for family in ("llama", "gpt2")]
@@ -201,7 +201,7 @@ def test_pooled_buffers_are_reused_by_one_call_at_a_time():
     assert not any(tensor.any() for tensor in taken.tensors)
     assert taken.graphs is pooled.graphs
     assert pool.take(shape_of(), 1) is None  # in use
-    pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # which rows have left
+    pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # buffers of rows that left
     assert pool.take(shape_of(), 1) is None
 
 
@@ -210,7 +210,7 @@ def test_pool_separates_shapes(batch_size, capacity):
     pool = BufferPool()
     pool.give_back(shape_of(), buffers())
     assert pool.take(shape_of(batch_size, capacity), 1) is None
-    with torch.inference_mode():  # tensors made outside may be written here, but not the other way round
+    with torch.inference_mode():  # tensors made outside can be written here, but not the reverse
         assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 128, torch.float32), 1) is None
 
@@ -218,7 +218,7 @@ def test_pool_separates_shapes(batch_size, capacity):
 def test_pool_over_its_limit_drops_least_recently_used():
     num_bytes = buffers().num_bytes
     pool = BufferPool(max_bytes=3 * num_bytes)
-    for capacity in (128, 64, 256):  # the third is twice as large
+    for capacity in (128, 64, 256):  # the third has twice the size
         pool.give_back(shape_of(2, capacity), buffers((2, 1, capacity, 4)))
     assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 64), 1) is not None
@@ -229,7 +229,7 @@ def test_pool_over_its_limit_drops_least_recently_used():
 
 
 class Packed(torch.Tensor):
-    """A weight [N] bfloat16 that is stored in data [N / 2] uint8."""
+    """Weight [N] bfloat16, stored in uint8 [N / 2]."""
 
     @staticmethod
     def __new__(cls, data):
@@ -243,7 +243,7 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return args[0]  # a parameter detaches it
+        return args[0]  # `Parameter` detaches it
 
 
 def test_pool_limit_grows_with_bytes_of_stored_weights():

@@ -1,4 +1,4 @@
-"""Token buffers against rows kept as plain lists, and row lengths on the device against the same ones on the host."""
+"""Compare token buffers with plain lists, and row lengths on the device with those on the host."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 from hf_speculate.rows.token_buffer import TokenBuffer
 
-FREE = -1  # what may stand past a row's count
+FREE = -1  # possible entry past a row's count
 
 
 def check(buffer: TokenBuffer, rows: list[list[int]]) -> None:
@@ -23,7 +23,7 @@ def check(buffer: TokenBuffer, rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_buffer_equals_lists_through_random_operations(seed: int) -> None:
-    """Blocks are appended whole or with a count per row, 0 among them, and grow past the capacity."""
+    """Append blocks whole or with a count per row, 0 included, and grow past the capacity."""
     make = random.Random(seed)
     rows = [[make.randrange(64), make.randrange(64)] for _ in range(make.randint(1, 4))]
     ids = torch.tensor(rows)
@@ -58,7 +58,7 @@ def test_buffer_stays_in_place_then_doubles():
 
 
 def check_lens(lens: RowLens) -> None:
-    """What the device says is what the host says."""
+    """Assert equal lengths on device and host."""
     assert lens.on_device().tolist() == lens.on_host
     for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
         wanted = [[length + offset + step for step in range(num)] for length in lens.on_host]
