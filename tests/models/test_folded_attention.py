@@ -1,4 +1,4 @@
-"""Folded attention equals transformers' own, calls fold and give plain ids, and configs hold its name meanwhile."""
+"""Test folded attention against transformers', in whole calls and for restored configs."""
 
 import copy
 from types import SimpleNamespace
@@ -18,17 +18,17 @@ from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pai
 from tests.support.tiny import make_config, make_model, ragged_prompts
 from tests.support.tiny_encoders import make_llava
 
-TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row under its neighbour's mask is off by 0.1
+TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a wrong row's mask gives 0.1
 H, D, D_VALUE, T = 2, 8, 6, 11
 
 
 def layer_of(groups: int) -> SimpleNamespace:
-    """What an attention function reads of its layer."""
+    """Return the fields of a layer for attention functions."""
     return SimpleNamespace(num_key_value_groups=groups, is_causal=True)
 
 
 def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
-    """Query as models make it, and keys and values that are views of longer buffers."""
+    """Return a query as models make it, and keys and values as views of longer buffers."""
     generator = torch.Generator().manual_seed(groups * 100 + num_query * 10 + batch_size)
 
     def draw(*shape):
@@ -41,7 +41,7 @@ def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
 
 
 def make_mask(mask_type: str, batch_size: int, num_query: int):
-    """Rows that are padded by different amounts, causal at the end."""
+    """Make a causal mask of rows with different padding."""
     if mask_type == "none":
         return None
     seen = torch.ones(1 if mask_type == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
@@ -54,7 +54,7 @@ def make_mask(mask_type: str, batch_size: int, num_query: int):
 
 
 def both(layer, query, key, value, mask, **kwargs):
-    """Our result inside `folding()`, checked for its form, transformers', and the shapes of our queries."""
+    """Return our checked result, that of transformers and the shapes of our queries."""
     expected, _ = sdpa_attention_forward(layer, query, key, value, mask, **kwargs)
     with folding(), AttentionCalls() as calls:
         ours, weights = folded_attention(layer, query, key, value, mask, **kwargs)
@@ -165,7 +165,7 @@ def test_interrupted_setup_leaves_no_attention_name():
 
 
 class ComparesName(LlamaForCausalLM):
-    """As Gemma 4 and models with sparse indexers do."""
+    """Model code that compares attention names, as in Gemma 4."""
 
     def forward(self, *args, **kwargs):
         self.is_known = self.config._attn_implementation in ("eager", "sdpa")
@@ -207,7 +207,10 @@ def test_model_copies_are_independent():
 
 
 def folds_in(calls, target):
-    """Numbers of query rows in the calls that fold several query tokens; transformers itself packs a single one."""
+    """Return the numbers of query rows of calls that fold several query tokens.
+
+    transformers packs single tokens itself.
+    """
     num_heads, num_kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
     folded = [query.shape[2] for query in calls.queries if query.shape[1] == num_kv_heads]
     return [num_rows for num_rows in folded if num_rows > num_heads // num_kv_heads]
@@ -216,7 +219,7 @@ def folds_in(calls, target):
 OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
-@each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # the second has full layers and a window
+@each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # Cohere 2 has full layers and layers with a window
 def test_speculative_call_folds_and_gives_plain_ids(family, batch_size):
     target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=2)
@@ -249,7 +252,7 @@ def test_concurrent_plain_call_is_bit_identical():
 
 
 def own_attention(module, query, key, value, attention_mask, **kwargs):
-    """A user's attention: as sdpa, which takes rows without a mask to be the first ones of the text."""
+    """Attend as sdpa does; without a mask, take the rows to start at the first position."""
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""A model behind a cache: logits, positions and states, and tokens decoded one by one against `generate`."""
+"""Test a model with its cache: logits, positions, states, and decoding against `generate`."""
 
 import copy
 
@@ -15,7 +15,7 @@ from hf_speculate.types import SampleStrategy
 from tests.cases import each_value
 from tests.support.tiny import SLIDING_WINDOW, make_model, ragged_prompts
 
-LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by 1e-2 and more
+LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by at least 1e-2
 FLOAT32_TOLERANCE = 1e-4
 BATCH_SIZE = 3
 GREEDY = SampleStrategy.GREEDY
@@ -51,7 +51,7 @@ def only_counts(self, input_ids=None, logits_to_keep: int = 0, **options):
 
 def keeps_all(self, input_ids=None, position_ids=None, past_key_values=None, **options):
     assert "logits_to_keep" not in options
-    options = {CACHE_NAME: past_key_values, **options}  # older versions look for the cache's name
+    options = {CACHE_NAME: past_key_values, **options}  # older versions require the cache's name
     return LlamaForCausalLM.forward(self, input_ids, position_ids=position_ids, **options)
 
 
@@ -79,7 +79,7 @@ def test_states_within_a_call_are_inference_tensors(keeps_states):
 
 
 def test_positions_past_the_bound_are_clamped_by_row():
-    """Tokens past a table of eight positions are scored instead of failing; those before it are as ever."""
+    """Score tokens past a table of eight positions without an error; earlier ones stay the same."""
     model = make_model("gpt2", n_positions=8)
     ids, mask = torch.arange(1, 25).view(2, 12), torch.ones(2, 12, dtype=torch.int64)
     mask[1, :6] = 0

@@ -1,4 +1,4 @@
-"""The table of model types: every type in it is shown by tests, and what a type cannot do is heeded or refused."""
+"""Test the table of model types: all are tested, and their limits are applied or refused."""
 
 import re
 from pathlib import Path
@@ -24,9 +24,9 @@ from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READI
 from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 20
-QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own
+QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # at least one type per limit, and one with a special mask
 
-# Of types that are refused, one class each: models of its default config, without weights.
+# One class per refused type: models of its default config, without weights.
 REFUSED = (
     *("BltForCausalLM", "CpmAntForCausalLM", "FSMTForConditionalGeneration", "GitForCausalLM"),
     *("GlmImageForConditionalGeneration", "IdeficsForVisionText2Text", "Kosmos2ForConditionalGeneration"),
@@ -42,7 +42,7 @@ def pair_of(name, **options):
 
 
 def without_weights(class_name):
-    """A model of the class's default config on the meta device."""
+    """Make a model of the class's default config on the meta device."""
     model_class = getattr(transformers, class_name)
     with torch.device("meta"):
         return model_class(model_class.config_class())
@@ -80,7 +80,7 @@ def test_rows_without_padding_get_their_masks():
 def test_tokens_behind_a_padding_token_keep_their_positions():
     target, draft = pair_of("m2m_100", seed=5)
     for model in (target, draft):
-        model.get_output_embeddings().weight[0] *= 3  # the id of padding turns up in the text
+        model.get_output_embeddings().weight[0] *= 3  # makes the padding id likely in the text
         model.generation_config.pad_token_id = 63
     inputs = ragged_prompts(3, seed=2)
     assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW)
@@ -114,7 +114,7 @@ def test_ragged_rows_reach_the_last_column_of_a_table(family, keeps_rows, num_co
     options = {"max_new_tokens": num_columns - inputs["input_ids"].shape[1], "return_dict_in_generate": keeps_rows}
     stats = assert_decodes_as_plain(target, noisy_copy(target), inputs, **options, num_assistant_tokens=3)
     assert stats.num_drafted > stats.num_accepted > 0
-    assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)  # a row that is full leaves no room
+    assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)  # a full row leaves no room
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "imagegpt"])
@@ -123,7 +123,7 @@ def test_padding_of_ended_rows_stays_within_the_table(family):
     prompt = torch.randint(1, 48, (2, 7), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": NUM_COLUMNS - 7, "return_dict_in_generate": True}  # a token and four full rounds
     text = target.generate(prompt, **options).sequences[:, 7:]
-    options["eos_token_id"] = end = int(text[0, 13])  # the first of the last round
+    options["eos_token_id"] = end = int(text[0, 13])  # the first token of the last round
     assert int((text == end).sum()) == 1
     drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
     plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
@@ -171,7 +171,7 @@ def test_other_versions_and_outside_classes_count_as_untested(monkeypatch):
 
 
 def packages_with(pattern):
-    """The packages of `transformers.models` with code that matches."""
+    """Return the packages of `transformers.models` with matching code, and all packages."""
     root = Path(transformers.__file__).parent / "models"
     packages = {
         path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))
@@ -183,8 +183,8 @@ COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
 TABLES = [(quirks._MASK_BY_TYPE, "causal_mask_mapping := attention_mask", set())]
 BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.CONTEXT_BY_COLUMNS}
 READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
-TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a loop of its own
-TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # not yet in the oldest version
+TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a separate loop
+TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # missing in the oldest version
 
 
 @pytest.mark.parametrize(

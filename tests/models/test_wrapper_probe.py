@@ -1,4 +1,4 @@
-"""What a class around a text decoder hands on is found on a copy without weights, and decides how it decodes."""
+"""Test the probe of wrapped text decoders, run on a copy without weights."""
 
 import logging
 
@@ -47,7 +47,7 @@ def flat_mask(self, input_ids=None, attention_mask=None, position_ids=None, past
 
 
 def own_class(forward, made=None):
-    """A class outside transformers, which appends to `made` whenever one of it is made."""
+    """Make a class outside transformers; it appends to `made` when an instance is made."""
 
     def init(self, config):
         LlavaForConditionalGeneration.__init__(self, config)
@@ -107,7 +107,7 @@ def test_unknown_wrapper_decodes_by_its_forwarded_arguments(forward, caplog):
 
 
 def test_wrapper_with_one_mask_for_two_layer_types_passes():
-    """PaliGemma 2, whose text decoder takes one for each type."""
+    """Use PaliGemma 2, because its text decoder takes one mask per layer type."""
     vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 4, "vision_use_head": False}
     text = {"model_type": "gemma2", **TEXT, "head_dim": 8, "query_pre_attn_scalar": 8}
     own = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID, "projection_dim": 32}
