@@ -1,4 +1,4 @@
-"""Blocks against transformers' own list, run position by position."""
+"""Compare blocks with transformers' own list, run position by position."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ RAGGED_LENS = [9, 3, 6, 9]
 TAKES_EMPTY_PREFIXES = ("MinLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor")
 IGNORES_BY_ROW = "Tensor" in str(inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__))
 
-# Lengths are chosen to change what happens within 3..13, the prefix lengths of the blocks below.
+# The settings change results within prefix lengths of 3 to 13, those of the blocks below.
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "EpsilonLogitsWarper": lambda: transformers.EpsilonLogitsWarper(3e-3),
     "EtaLogitsWarper": lambda: transformers.EtaLogitsWarper(3e-3),
@@ -59,7 +59,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
 
 class Block(SimpleNamespace):
     def __init__(self, lens: list[int], *, vocab_size: int = VOCAB_SIZE, num_draft_tokens: int = 4):
-        """Ids from a small alphabet, so that n-grams repeat; scores with infinities, as earlier processors leave."""
+        """Draw ids from a small alphabet, so n-grams repeat, and scores with infinities."""
         generator = torch.Generator().manual_seed(0)
         scores = torch.randn(len(lens), num_draft_tokens + 1, vocab_size, generator=generator) * 3  # [B, K+1, V]
         self.input_ids = torch.randint(0, 7, (len(lens), LONGEST_LEN), generator=generator)  # [B, T]
@@ -69,7 +69,7 @@ class Block(SimpleNamespace):
 
 
 def run_by_position(make: Callable[[], list[Any]], block: Block) -> Tensor:
-    """What plain `generate` computes: whole batches of one length, of which the rows of that length count."""
+    """Run whole batches of equal length as plain `generate` does; keep the rows of this length."""
     processors = LogitsProcessorList(make())
     processed = torch.empty_like(block.scores, dtype=torch.float32)
     for position in range(block.scores.shape[1]):
@@ -90,7 +90,7 @@ def run_block(processors: list[Any], block: Block) -> Tensor:
 
 
 def assert_same_bits(ours: Tensor, twin: Tensor) -> None:
-    """Stricter than torch.equal: also tells -0.0 from 0.0, and a NaN equals itself."""
+    """Compare bits: -0.0 differs from 0.0, and a NaN equals itself."""
     assert ours.dtype == twin.dtype == torch.float32
     assert ours.shape == twin.shape
     assert torch.equal(ours.contiguous().view(torch.int32), twin.contiguous().view(torch.int32))
@@ -105,7 +105,10 @@ def test_transformers_processors_are_all_classified() -> None:
 
 @register_row_wise
 class FavoursFrequent(LogitsProcessor):
-    """Writes into its argument, as users' processors do, and remembers the shapes it was called with."""
+    """Custom processor for frequent tokens.
+
+    It writes into its argument and records the shapes of its calls.
+    """
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -134,8 +137,8 @@ def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_scores_keep_nan_of_logits_unless_the_class_hides_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tells a round with NaN from others reads the scores, unless a processor hides it, or fails for it."""
-    # some fail for it only as long as the process has compiled nothing
+    """Find rounds with NaN by their scores, unless a processor hides NaN or fails on it."""
+    # Some fail on it only until the process has compiled something.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     are_nan = []
     for block in (Block([1, 4]), Block(RAGGED_LENS)):
@@ -275,5 +278,5 @@ def test_block_on_a_gpu_equals_plain_processors_there(name: str) -> None:
     block = Block(RAGGED_LENS)
     block.input_ids, block.scores = block.input_ids.cuda(), block.scores.cuda()
     block.draft_token_ids = block.draft_token_ids.cuda()
-    # Not the CPU's bits: a GPU divides by a number by multiplying with its reciprocal.
+    # GPUs divide by a number with its reciprocal, so their bits differ from the CPU's.
     assert_same_bits(run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block))
