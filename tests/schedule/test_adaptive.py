@@ -1,4 +1,4 @@
-"""What the adaptive schedule chooses, round by round."""
+"""Test choices of the adaptive schedule, round by round."""
 
 from itertools import pairwise
 
@@ -164,7 +164,7 @@ def test_new_size_is_compiled_once_its_lack_has_cost_as_much():
 
 
 def test_outcome_of_an_unusable_round_changes_no_choice_range():
-    """A clock that stands still is a clock too."""
+    """Accept a clock without progress."""
     memory = new_memory()
     schedule = AdaptiveSchedule(memory, 2)
     for number in range(100):

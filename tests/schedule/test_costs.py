@@ -1,4 +1,4 @@
-"""Seconds of rounds and acceptance of drafts, as the adaptive schedule estimates them."""
+"""Test the adaptive schedule's estimates of round seconds and draft acceptance."""
 
 import pytest
 
