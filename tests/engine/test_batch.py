@@ -1,4 +1,4 @@
-"""What a batch keeps of its rows, feeds its drafter and returns of rows that ended, and what bounds draft lengths."""
+"""Test rows of a batch: their state, drafter input, padding and draft lengths."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def test_drafts_end_with_the_last_row(is_lock_step):
     draft_length = DraftLength(ScriptedSchedule([8, 8]), is_lock_step)
     proposed = [[]] * 3
     assert draft_length.next(batch, [8, 8, 8], proposed, 0).num_draft_tokens == 4
-    # a row that the drafter cannot serve
+    # The drafter cannot serve one row.
     assert draft_length.next(batch, [8, 0, 8], proposed, 0).num_draft_tokens == (0 if is_lock_step else 1)
 
 
@@ -63,7 +63,10 @@ def test_outcomes_leave_out_finished_and_unserved_rows():
 
 
 class ProposesNothing(Drafter):
-    """A drafter without a model that finds no match; it records what it is fed."""
+    """Drafter without matches.
+
+    It records its input.
+    """
 
     def __init__(self):
         self.queries = []
@@ -92,7 +95,7 @@ def test_finished_rows_feed_their_last_token_for_other_ranks():
         (RowProgress(9, 12, prompt_len=5, is_finished=False), 9, 7, 7),
         (RowProgress(9, 12, prompt_len=5, is_finished=True), 9, 7, 7),
         (RowProgress(6, 8, prompt_len=5, is_finished=True), 8, 5, 5),  # the prompt stays
-        (RowProgress(6, 4, prompt_len=5, is_finished=True), 4, 4, 4),  # what has been read of it
+        (RowProgress(6, 4, prompt_len=5, is_finished=True), 4, 4, 4),  # its tokens read so far
         (RowProgress(6, 8, prompt_len=5, is_finished=False), 3, 4, 5),  # the padding stays
     ],
 )

@@ -1,4 +1,4 @@
-"""What is known of a draft source before its first round, and the key under which its calls share measurements."""
+"""Test prior knowledge of a draft source and the key of its measurements."""
 
 from functools import partial
 
@@ -25,12 +25,15 @@ from tests.options.heads.rounds import Rounds, random_texts
 from tests.support.tiny import make_model, ragged_prompts
 from tests.support.tiny_encoders import make_llava, make_qwen2_vl
 
-OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, which no product reads
+OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, unread by products
 NUM_NEW = 12
 
 
 class Products(TorchFunctionMode):
-    """As a context, the bytes of all matrices that vectors are multiplied with, once each, but for some."""
+    """Context that counts bytes of multiplied matrices.
+
+    It counts each matrix once and leaves out the given ones.
+    """
 
     def __init__(self, left_out=()):
         super().__init__()
@@ -76,7 +79,7 @@ def test_head_step_bytes_include_the_shared_lm_head(family, tmp_path):
 
 
 class Quantised(nn.Parameter):
-    """As a weight of a library that packs several numbers into each of its own."""
+    """Weight of a library with packed numbers."""
 
 
 def test_prior_follows_the_source_and_its_weights():
@@ -107,7 +110,7 @@ def test_draft_as_large_as_its_target_is_reported_useless(is_quantised):
 
 @pytest.fixture
 def schedules(monkeypatch):
-    """The memory of every adaptive schedule that a call makes."""
+    """Collect the memory of every adaptive schedule of a call."""
     memories, find = [], draft_length.memory_of
 
     def spy(plan, config):
@@ -119,7 +122,7 @@ def schedules(monkeypatch):
 
 
 class Repeats:
-    """A drafter that proposes each row's last token again."""
+    """Drafter that repeats each row's last token."""
 
     def __init__(self, setup, number=0):
         self.number = number
@@ -129,7 +132,7 @@ class Repeats:
         return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32), None, None)
 
     def rows(self, indices):
-        """Nothing is held by row."""
+        """Do nothing, because there is no state by row."""
 
 
 def described(text):
@@ -173,7 +176,7 @@ def test_early_exits_of_different_layers_have_separate_histories():
     sources = [EarlyExit(2), EarlyExit(3), AssistantModel(object())]
     assert len({source.history_key().name for source in sources}) == 3
     target = make_model("llama", num_hidden_layers=4)
-    assert EarlyExit(2).resolve(target, {}).history_key().draft is None  # a new object in every call
+    assert EarlyExit(2).resolve(target, {}).history_key().draft is None  # every call makes a new object
 
 
 def test_cost_ratio_of_a_pair_is_that_of_step_bytes():
