@@ -1,4 +1,4 @@
-"""A draft whose context is shorter than the text: rows past it decode plainly, the others keep their drafts."""
+"""Test drafts with a context shorter than the text: only rows past it decode plainly."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -34,13 +34,16 @@ TARGETS: dict[str, Any] = {
     **{family: partial(make_model, family) for family in ("llama", "gpt2", "opt", "gpt_neo", "qwen3_5", "bloom")},
     **{family: partial(make_family, family) for family in ("imagegpt", "codegen", "led", "trocr")},
 }
-BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # whose longest row counts for all
+BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # the longest row limits all rows
 
 
 @cache
 def pair_of(family: str) -> Any:
-    """A target, and a draft with its weights and a context of C tokens, which is right as long as it can read."""
-    if family == "dynamic":  # the target reads on, with the frequencies that the draft has up to C tokens
+    """Make a target and a draft with its weights and a context of C tokens.
+
+    The draft is correct within its context.
+    """
+    if family == "dynamic":  # the target continues with the draft's frequencies up to C tokens
         draft = TARGETS[family]()
         target = with_context(draft, 512, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
         return hf_speculate.enable(target), draft
@@ -49,7 +52,7 @@ def pair_of(family: str) -> Any:
 
 
 def prompts(*lens: int) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of these lengths."""
+    """Return left-padded prompts of these lengths."""
     width = max(lens)
     rows = [ragged_prompts(1, seed=seed, min_len=num, max_len=num, vocab_size=48) for seed, num in enumerate(lens)]
     padded = [
@@ -60,7 +63,12 @@ def prompts(*lens: int) -> dict[str, torch.Tensor]:
 
 
 def num_at_most(length: int, num_new: int) -> int:
-    """Tokens that are drafted and accepted in a row of this many tokens if all are right, within the context."""
+    """Return the number of drafted tokens within the context if all are accepted.
+
+    Args:
+        length: tokens in the row's prompt.
+        num_new: new tokens of the call.
+    """
     num_accepted, num_left = 0, num_new - 1
     length += 1
     while num_left > 1 and length <= C:
@@ -88,7 +96,7 @@ def test_drafts_end_with_the_context_and_report_it(family):
 @pytest.mark.fallback(PAST_CONTEXT)
 @each_value(family=[family for family in TARGETS if family not in ("bart", "led", "trocr", "bloom")], longest=[14, 20])
 def test_long_row_keeps_the_drafts_of_other_rows(family, longest):
-    """The first row needs more columns than the context has places, but fewer positions."""
+    """Give the first row more columns than the context has positions, but fewer tokens."""
     target, draft = pair_of(family)
     stats = assert_decodes_as_plain(
         target, draft, prompts(3, longest, 4), max_new_tokens=11, num_assistant_tokens=K, speculation_cache="auto"
@@ -108,7 +116,7 @@ def test_padding_common_to_all_rows_takes_no_context(family):
 
 @pytest.mark.fallback(PAST_CONTEXT)
 def test_padding_with_positions_takes_context():
-    """TrOCR places tokens by column, padding included, in plain decoding too."""
+    """Use TrOCR, because it counts padding columns as positions in plain decoding too."""
     inputs = {name: part[:1] for name, part in prompts(5, 10).items()}
     stats = assert_decodes_as_plain(*pair_of("trocr"), inputs, max_new_tokens=20, num_assistant_tokens=K)
     assert stats.num_accepted == stats.num_drafted == num_at_most(10, 20)
@@ -164,7 +172,7 @@ def test_text_past_the_context_is_plain_with_other_options(name, family):
 def test_heads_end_at_their_training_length(family, tmp_path):
     head, target = HEADS[family](tmp_path)
     hf_speculate.enable(target)
-    if family == "MTP, two layers of a checkpoint":  # which reads what the target reads
+    if family == "MTP, two layers of a checkpoint":  # it reads the target's hidden states
         assert head.spec.max_position_embeddings is None
         return
     head.spec = replace(head.spec, max_position_embeddings=C)
@@ -203,7 +211,7 @@ def test_joining_rows_have_their_own_context_room():
 @pytest.mark.fallback(PAST_CONTEXT)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_rows_past_the_context_update_no_acceptance(family):
-    """What the adaptive schedule keeps for the next call is the acceptance within the context, of all tokens."""
+    """Keep the acceptance within the context for the adaptive schedule's next call."""
     target = hf_speculate.enable(make_model(family, max_position_embeddings=64))
     draft = with_context(target, C)  # with fewer positions it costs less than its target
     if family == "llama":

@@ -1,4 +1,4 @@
-"""Custom drafters: what they are told, what they may return, and that the text stays the target's."""
+"""Test custom drafters: their input, their valid output and unchanged text."""
 
 import functools
 
@@ -25,13 +25,16 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 5}
 
 
 class Watcher:
-    """Compares each state that it is told with a plain forward, and drafts what comes next with errors."""
+    """Drafter that checks its hidden states.
+
+    It compares each state with a plain forward and drafts the next tokens with errors.
+    """
 
     def __init__(self, target, setup: DrafterSetup, num_cached: int = 0, layers: tuple[int, ...] = (-1,)):
         self.target, self.num_cached, self.hidden_layers = target, num_cached, layers
         self.pads = list(setup.num_pads)
         self.texts: list[list[int]] = []
-        self.told: list[list[int]] = []  # per call, how many tokens each row gained
+        self.told: list[list[int]] = []  # gained tokens of each row, per call
 
     def draft(self, request):
         query, kept, counts = request.query_token_ids, request.kept, request.kept.num_emitted.tolist()
@@ -48,7 +51,7 @@ class Watcher:
             num_known = min(query.shape[1], len(text))
             assert query[row, -num_known:].tolist() == text[-num_known:]
             states = self.project_states(states_of(self.target, text, self.hidden_layers))
-            states = states[len(text) - 1 - count : -1]  # of the tokens before those that it gained
+            states = states[len(text) - 1 - count : -1]  # states of the tokens before the gained ones
             torch.testing.assert_close(kept.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
         self.told.append(counts)
         num = request.num_draft_tokens
@@ -63,7 +66,7 @@ class Watcher:
         return states.roll(1, dims=-1)
 
     def continued(self, row: int, text: list[int], num: int) -> list[int]:
-        """The tokens of greedy decoding, wrong at about every fourth position."""
+        """Decode greedily with a wrong token at about every fourth position."""
         text, ids = list(text), []
         for _ in range(num):
             best = int(self.target(torch.tensor([text])).logits[0, -1].argmax())
@@ -73,7 +76,7 @@ class Watcher:
 
 
 def followed(target, inputs, num_cached=0, layers=(-1,), **options):
-    """The `Watcher` of a call, whose text must be that of plain decoding, and the call's statistics."""
+    """Return the `Watcher` and the statistics of a call; assert the text of plain decoding."""
     watchers: list[Watcher] = []
 
     def factory(setup: DrafterSetup) -> Watcher:
@@ -96,7 +99,7 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("llama", 3, "dynamic", (1,)),
         ("gpt2", 3, "preallocated", (-1,)),
         ("mistral_window", 1, "dynamic", (-1,)),
-        ("gemma4", 3, "preallocated", (1, 3)),  # whose last two layers share states: 3 is behind one of them
+        ("gemma4", 3, "preallocated", (1, 3)),  # the last two layers share states: 3 is behind one of them
         ("gemma4", 1, "dynamic", (4,)),
         ("gemma4", 3, "dynamic", (-1,)),
     ],
@@ -155,7 +158,10 @@ def test_passed_cache_reports_no_states():
 
 
 class Repeats:
-    """Drafts the newest token again, puts each request into a list, and has the given attributes."""
+    """Drafter that repeats the newest token.
+
+    It records each request and has the given attributes.
+    """
 
     def __init__(self, setup: DrafterSetup, seen: list | None = None, **attributes):
         self.setup, self.seen = setup, [] if seen is None else seen
@@ -209,12 +215,12 @@ def test_drafter_factory_runs_once_per_call():
 
     options = {"do_sample": True, "temperature": 0.5, "top_k": 0, "verifier": "coupled", "eos_token_id": [2, 9]}
     target.generate(**inputs, **options, max_new_tokens=6, num_assistant_tokens=3, drafter=factory)
-    assert max(request.num_draft_tokens for request in seen) == 2  # no more than it proposes
+    assert max(request.num_draft_tokens for request in seen) == 2  # limited to its proposal
     (setup,) = setups
-    assert len(setup.processors) == 1  # the temperature
+    assert len(setup.processors) == 1  # temperature
     pads, max_length = tuple((inputs["attention_mask"] == 0).sum(1).tolist()), inputs["input_ids"].shape[1] + 6
     fields = (target, 3, pads, max_length, 3, VOCAB_SIZE, {2, 9}, target.device, setup.processors, Stream.RACE)
-    assert setup == DrafterSetup(*fields, keeps_logits=False)  # which coupled verification does not read
+    assert setup == DrafterSetup(*fields, keeps_logits=False)  # coupled verification reads no logits
 
 
 CHANGES = {
@@ -266,13 +272,13 @@ def test_invalid_drafters_and_drafts_are_refused(drafter, message):
         pair("llama")[0].generate(**ragged_prompts(2, seed=1), **options)
 
 
-NUM_DRAWS = 8_000  # of 512 texts
-NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
-MISTAKEN = 1e-12  # what the negative control stays below
+NUM_DRAWS = 8_000  # draws of 512 texts
+NUM_DRAWN = 3  # tokens of each text: the first from the prompt's forward, the others from a round
+MISTAKEN = 1e-12  # upper bound on the p-value of the negative control
 
 
 def test_sampled_drafts_keep_the_joint_distribution():
-    """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
+    """Draw drafts from a table by the previous token; wrong distributions change the result."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     table, second = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
 

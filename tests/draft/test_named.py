@@ -1,4 +1,4 @@
-"""Drafts that calls name by folder: heads, and ordinary models as the command line loads them."""
+"""Test drafts named by folder: heads, and models as the command line loads them."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def test_draft_model_is_loaded_once_in_the_target_dtype(tmp_path):
 
 
 def test_tokenizer_is_loaded_with_its_model(tmp_path):
-    """The draft is the target with its letters in another order."""
+    """Use the target with its letters in another order as the draft."""
     target, letters, order = make_model("llama", vocab_size=8), "abcdefgh", torch.arange(7, -1, -1)
     hf_speculate.enable(target)
     draft = noisy_copy(target, 0.0)

@@ -1,4 +1,4 @@
-"""Draft sources: the tables that name them, and a source that the library does not know."""
+"""Test the tables of draft sources, and a source unknown to the library."""
 
 import pytest
 import torch
