@@ -2,7 +2,8 @@
 
     <environment>/bin/python -I tests/installed_wheel.py
 
-`-I` keeps the checkout off the path. The environment needs what the wheel requires, no extra and no network.
+`-I` keeps the checkout off the path. The environment needs the wheel's requirements, no extra and
+no network.
 """
 
 import subprocess

@@ -1,8 +1,8 @@
-"""In an environment with only what `pip install .` brings, what the pages show runs, or names the extra that it needs.
+"""Run the pages in an environment of `pip install .`, or check the name of the missing extra.
 
     make test-plain
 
-makes the environment and runs this file, which no other target collects.
+The target makes the environment and runs this file. No other target collects it.
 """
 
 import os
@@ -17,7 +17,7 @@ from tests.support.pages import DOCS, ROOT, blocks, commands, extras_named_in, e
 from tests.support.shown_commands import problems_in
 
 PLAIN_PAGES = ("README.md", "examples/README.md", *(page for page in DOCS if page.count("/") == 1))
-# Commands that are not run, by how they begin, and why.
+# Skipped commands, by their start, with reasons.
 LEFT_OUT = {
     "pip install ": "makes the environment in which this runs",
     "make demo": "makes an environment with an extra; .ci/run begins with it",
@@ -41,10 +41,10 @@ LEFT_OUT = {
 }
 FEW = "--max-new-tokens 8 --num-assistant-tokens 3"
 ADDED_TO_SCRIPTS = {"custom_drafter.py": "--max-new-tokens 8", "custom_verifier.py": FEW}
-# Extras that a page's commands need, by words of the command, and a page's Python.
+# Extras by words of a command, and by page for its Python.
 EXTRA_OF_WORDS = {"--engine ray": {"ray"}, "torchrun ": {"ranks"}}
 EXTRAS_OF_CODE = {"docs/statistics.md": {"plot"}}
-# Of extras alone: no plain environment has them.
+# Commands of extras alone; they are in no plain environment.
 EXTRA_MODULES = (
     "accelerate",
     "datasets",
@@ -60,7 +60,7 @@ EXTRA_MODULES = (
 
 
 def shown_commands(page: str) -> list[str]:
-    """The commands of a page: its blocks', those that its text names in whole, and the scripts of a table."""
+    """Return commands of a page: in blocks, complete ones in the text, scripts of a table."""
     named = [command for command in named_commands(page) if not problems_in(command)]
     scripts = [name for name in extras_of_scripts() if name.endswith(".py") and page == "examples/README.md"]
     run = [" ".join(["python", f"examples/{name}", *ADDED_TO_SCRIPTS.get(name, "").split()]) for name in scripts]
@@ -72,7 +72,7 @@ def runs_something(page: str) -> bool:
 
 
 def extras_of(command: str) -> set[str]:
-    """The extras that a command needs, by the examples' table and `EXTRA_OF_WORDS`."""
+    """Return the extras of a command, by the examples' table and `EXTRA_OF_WORDS`."""
     needed = [extras for words, extras in EXTRA_OF_WORDS.items() if words in command]
     if "--tiny" not in command:
         needed += [extras for name, extras in extras_of_scripts().items() if f"python examples/{name}" in command]
@@ -80,7 +80,7 @@ def extras_of(command: str) -> set[str]:
 
 
 def says_the_extra(command: str, result: Result, extras: set[str]) -> bool:
-    """Whether a command failed with one line that names an extra; torchrun writes its own lines after it."""
+    """Return True if a command failed with one line naming an extra; torchrun adds more lines."""
     lines = result.stderr.strip().splitlines()
     if not command.startswith("torchrun "):
         lines = lines[-1:] if "Traceback" not in result.stderr else []
@@ -89,7 +89,7 @@ def says_the_extra(command: str, result: Result, extras: set[str]) -> bool:
 
 @pytest.fixture
 def environment(request: pytest.FixtureRequest) -> Path:
-    """The folder of the environment."""
+    """Return the folder of the environment."""
     return Path(request.config.getoption("--environment")).resolve()
 
 
@@ -119,7 +119,7 @@ def test_commands_run_or_name_their_extra(page: str, environment: Path, tmp_path
 
 @pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if blocks(page, "python")])
 def test_python_blocks_run_or_name_their_extra(page: str, environment: Path, tmp_path: Path) -> None:
-    for name in ("examples", "tests"):  # beside which the installed library is imported, not the tree's
+    for name in ("examples", "tests"):  # these import the installed library, not the tree's
         (tmp_path / name).symlink_to(ROOT / name)
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "examples"), "HF_HUB_OFFLINE": "1"}
     result = run([environment / "bin" / "python", "-m", "tests.page_code", page], cwd=tmp_path, env=variables)

@@ -1,4 +1,4 @@
-"""The table of what `generate()` takes is whole, its calls do what it says, its page is up to date."""
+"""Test the table of `generate()` arguments for completeness, its calls and its page."""
 
 from functools import cache
 
@@ -30,7 +30,7 @@ ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 
 
 def with_places(state, in_configs):
-    """Each row of a state that has a call, and the place of its name: the places take turns."""
+    """Pair each row of a state with a place of its name; the places take turns."""
     differences = [
         (row, in_configs if row.call.in_configs and row not in ARGUMENTS else WHERE[:1])
         for row in ROWS
@@ -66,7 +66,7 @@ def test_refused_value_raises_the_message_of_the_page(row, where):
 
 @cache
 def plain_ids(number):
-    """As `decode_plainly`, once for all places of a row."""
+    """Decode plainly, once for all places of a row."""
     return decode_plainly(ROWS[number].call)
 
 
@@ -94,7 +94,7 @@ def test_inapplicable_value_changes_nothing(row, where):
 
 @pytest.mark.fallback("lock step")
 def test_page_equals_the_rendered_table():
-    """The page is made with the version that is pinned; for others, whose messages may differ, it has every name."""
+    """Compare with the page of the pinned version. For other versions, compare names alone."""
     page = PAGE.read_text(encoding="utf-8")
     if transformers.__version__ == pinned_version():
         assert page == render(), f"docs/compatibility.md is out of date: run {COMMAND}"

@@ -1,4 +1,4 @@
-"""Fields reach a call from the strongest source that sets them, through the real `generate()`."""
+"""Test the precedence of settings through the real `generate()`."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ from tests.support.forced_texts import PureForcedGrammar, TextMachine, pieces
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.verify.test_verifiers import KeepNothing
 
-SOURCES = ("keyword", "passed", "model", "draft")  # the strongest first
-# One value for each of them, neighbours different, then the default.
+SOURCES = ("keyword", "passed", "model", "draft")  # strongest first
+# Values for each source and then the default; neighbours differ.
 VALUES = {
     "posterior_threshold": (0.11, 0.12, 0.13, 0.14, 0.09),
     "posterior_alpha": (0.41, 0.42, 0.43, 0.44, 0.3),
@@ -44,7 +44,10 @@ VALUES = {
 
 
 class Pair:
-    """An enabled model and a draft equal to it, so that every drafted token is verified and accepted."""
+    """Enabled model and an equal draft.
+
+    Every drafted token is verified and accepted.
+    """
 
     def __init__(self):
         self.target = hf_speculate.enable(make_model("llama"))
@@ -56,7 +59,7 @@ class Pair:
         return options["speculation_stats"]
 
     def generate_from(self, sources: dict[str, dict], **options) -> SpeculationStats:
-        """One call with fields set in the named sources."""
+        """Run one call with fields set in the named sources."""
         for model, source in ((self.target, "model"), (self.draft, "draft")):
             model.generation_config = GenerationConfig(pad_token_id=0, **sources.get(source, {}))
         options.update(sources.get("keyword", {}))
@@ -71,14 +74,14 @@ def models() -> Pair:
 
 
 def longest_draft(stats: SpeculationStats) -> int:
-    """Of the call's drafts, all of which were accepted."""
+    """Return the longest draft of a call with all drafts accepted."""
     assert stats.num_accepted == stats.num_verified > 0
     return len(stats.verified_per_position)
 
 
 @pytest.fixture
 def seen(registry):
-    """The resolved settings of each call with the verifier "seeing" or "rejection", which accept nothing here."""
+    """Collect settings of calls with the verifier "seeing" or "rejection", without acceptance."""
     configs: list[SpeculationConfig] = []
 
     def factory(config):
@@ -104,13 +107,13 @@ def test_fields_come_from_the_strongest_source(models, seen, strongest):
 
 
 HEURISTIC, TWO = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}
-STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # every draft is one token
+STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # every draft has one token
 
 
 @pytest.mark.parametrize(
     ("sources", "longest"),
     [
-        ({"keyword": HEURISTIC, "model": TWO}, 7),  # drafts of 2, 4 and 6 tokens, and room for 7
+        ({"keyword": HEURISTIC, "model": TWO}, 7),  # drafts of 2, 4 and 6 tokens, with room for 7
         ({"model": HEURISTIC | TWO}, 7),
         *(({"keyword": TWO, weaker: HEURISTIC | {"num_assistant_tokens": 7}}, 2) for weaker in SOURCES[1:]),
         ({"keyword": {"num_assistant_tokens_schedule": "constant"}}, 5),

@@ -1,4 +1,4 @@
-"""The core decodes without its options."""
+"""Test the core without its options."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A default device that the user sets is the user's: calls run where their inputs lie, as in plain `generate`."""
+"""Test calls on the device of their inputs under another default device, as in `generate`."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def test_batch_is_decoded_on_its_device(name):
     own = {"assistant_model": draft, "num_assistant_tokens": 3, **CALLS[name]}
 
     def decode():
-        more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}  # with a state each
+        more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}  # a separate state each
         return target.generate(**inputs, **options, **{**own, **more})
 
     expected = decode()
@@ -52,7 +52,10 @@ def test_batch_is_decoded_on_its_device(name):
 
 
 class ReadsStates(Drafter):
-    """A drafter that reads hidden states, and proposes the first tokens of its query."""
+    """Drafter that reads hidden states.
+
+    It proposes the first tokens of its query.
+    """
 
     hidden_layers = (-1,)
 

@@ -1,4 +1,4 @@
-"""First contact prints no line of other packages: the README's example and the commands."""
+"""Test printed output: the README's example and the commands show no lines of other packages."""
 
 import re
 import subprocess
@@ -7,14 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET, DRAFT = "examples/pair/target", "examples/pair/draft"
-# torchao, a package of contributors, logs when transformers imports it: Python behaves here as it does without it.
+# torchao logs when transformers imports it, and only contributors install it, so it is hidden here.
 AS_INSTALLED = "import sys; sys.modules['torchao'] = None\n"
-# transformers shows these while it loads a model, which takes minutes if the model is large.
+# transformers shows these while it loads a model, which takes minutes for large ones.
 BAR = re.compile(r"^Loading weights: +\d+%.*it/s\]$")
 
 
 def lines_of_errors(code: str) -> tuple[str, list[str]]:
-    """Standard output of a fresh process, and the lines of its standard error."""
+    """Return standard output and the lines of standard error of a new process."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout, [line for line in done.stderr.split("\n") if line and not BAR.match(line.split("\r")[-1])]
 

@@ -1,4 +1,4 @@
-"""What is built, pinned and shown to users fits together."""
+"""Test built packages, pinned versions and public names."""
 
 import ast
 import configparser
@@ -122,18 +122,18 @@ assert hf_speculate.kernels is not triton_kernels
 assert sys.modules["triton"] is None
 """
 
-# What a plain installation does not bring, by the names of the modules.
+# Modules missing from a plain installation.
 EXTRAS = "accelerate datasets fastapi httpx kernels matplotlib openai pandas peft prometheus_client ray torchao"
 EXTRAS += " triton uvicorn xgrammar"
 
 
 @pytest.mark.slow
 def test_wheel_works_beside_another_triton_kernels_package(wheel: Path, tmp_path: Path) -> None:
-    """Triton's own distribution brings a package of that name; neither may stand on the other."""
+    """Install beside Triton's own distribution, which has a package of the same name."""
     run_python("-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    # What the wheel requires is read from this environment. A line that imports is run.
+    # Read requirements of the wheel from this environment, and run each import line.
     without = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS.split()!r}))\n"
     (packages / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n{without}")
     (packages / "triton_kernels").mkdir()
@@ -154,7 +154,7 @@ def test_library_imports_only_its_requirements() -> None:
     required = requirement_names(setup_cfg()["options"]["install_requires"])
     nodes = [node for path in library_files().values() for node in ast.walk(ast.parse(path.read_text()))]
     imported = {name.split(".")[0] for node in nodes for name in imported_modules(node)}
-    # The kernels import Triton, and nothing imports the kernels but a call that asks for them; others are extras.
+    # Only a call for the kernels imports them, and only they import Triton. The others are extras.
     optional = {
         "accelerate",
         "fastapi",

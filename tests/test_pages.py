@@ -1,4 +1,4 @@
-"""What the pages show runs, and what they list is whole."""
+"""Test code, commands and lists of the documentation pages."""
 
 import ast
 import json
@@ -16,11 +16,11 @@ from tests.page_code import run_blocks
 from tests.support.pages import BLOCK, PAGES, PROGRAM, ROOT, blocks, named_commands, read
 from tests.support.shown_commands import problems_in
 
-LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")  # the last two are Sphinx's to check
+LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")  # Sphinx checks the last two
 
 
 def headings(path: Path) -> set[str]:
-    """The names by which links lead to a page's headings, as code hosts and myst make them."""
+    """Return link targets of a page's headings, as code hosts and myst make them."""
     text = BLOCK.sub("", path.read_text(encoding="utf-8"))
     titles = [title.strip().lower() for title in re.findall(r"^#+ (.*)$", text, re.M)]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
@@ -28,7 +28,7 @@ def headings(path: Path) -> set[str]:
 
 @pytest.fixture
 def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder from which paths below `examples/` lead where they do in a clone, and nothing is written there."""
+    """Provide a folder with the clone's `examples/` paths, so nothing is written to the clone."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -40,7 +40,7 @@ def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_python_blocks_run_in_order(page: str, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(run_blocks(page)) == []
     for num_equal, num, dtype in re.findall(r"(\d+) of (\d+) rows? equal plain .* in (\w+)", capsys.readouterr().out):
-        assert (num_equal, dtype) == (num, "float32")  # what a reader checks first is equal
+        assert (num_equal, dtype) == (num, "float32")  # the reader's first check: all equal
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""Rows are selected and joined by what a class declares."""
+"""Test selecting and joining rows by declared fields."""
 
 import torch
 
@@ -45,7 +45,7 @@ def test_joined_rows_follow_the_present_ones():
     assert [part.tolist() for part in rows.states["keys"]] == [[[0], [1], [7]], [0, 1, 7]]
     assert rows.tokens.lens == [0, 1, 7]
     assert rows.derived is None
-    assert names == ["row 0", "row 1"]  # which others may hold
+    assert names == ["row 0", "row 1"]  # other objects may hold it
 
 
 def test_parts_of_a_batch_share_one_upload():
