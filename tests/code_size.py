@@ -2,9 +2,10 @@
 
     python -m tests.code_size
 
-First come the files that one plain greedy call with a tiny draft model runs and loads. A file is run if one of its
-functions is called between the start and the end of `generate()`. The kernels and the `__init__` of packages do not
-count there. Then come the longest files and functions, and the lines of each package.
+The report begins with the files run and loaded by one plain greedy call with a tiny draft model. A
+file is run if one of its functions is called between the start and the end of `generate()`. The
+kernels and the `__init__` of packages do not count there. Then come the longest files and functions,
+and the lines of each package.
 """
 
 import ast

@@ -167,7 +167,7 @@ def refusal(call: Call, where: str = "keyword") -> str:
 
 
 def streams() -> AbstractContextManager[object]:
-    """Stand in for the streams of offloaded caches: a CUDA build of torch makes none without a driver."""
+    """Replace streams of offloaded caches: without a driver, a CUDA build of torch makes none."""
     try:
         torch.Stream()
     except RuntimeError:

@@ -37,7 +37,7 @@ class Call:
 
     options: Options  # keywords, or a function of the new ids of plain greedy decoding
     rows: int = 1  # 0 leaves the prompt out
-    family: str = "llama"  # of the models, see `tests.support.tiny.KINDS`
+    family: str = "llama"  # model family, see `tests.support.tiny.KINDS`
     samples: bool = False  # with `verifier="coupled"`, equal to decoding without a draft; else greedy
     changes: bool = True  # the text depends on the row's name, so a name without effect fails the test
     in_configs: bool = True  # the name is also valid in a `GenerationConfig`

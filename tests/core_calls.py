@@ -43,7 +43,7 @@ def copy_without(options: Iterable[str], folder: Path) -> None:
 def decode(
     folder: Path, left_out: Sequence[str], target: PreTrainedModel, draft: PreTrainedModel, batch_sizes: Sequence[int]
 ) -> None:
-    """Decode every call with the copy in `folder`, which lacks the options `left_out`."""
+    """Decode every call with the copy in `folder`, without the options `left_out`."""
     sys.path.insert(0, str(folder))
     hide(left_out)
     import hf_speculate  # only after the copy is on the path

@@ -10,7 +10,6 @@ from tests.support.pages import ROOT
 
 # Options to shorten commands or to run them without a GPU, by page and by the start of a command.
 # If an option is given twice, the last one counts.
-# twice, the last one counts.
 FEW = "--num-prompts 2 --max-new-tokens 8"
 DEMO = 'DEMO_ARGS="--prompts 2 --max-new-tokens 8 --passes 1"'
 ADDED = {

@@ -70,7 +70,7 @@ class Case:
     prompt_seed: int = 0
     batch_size: int = 1
     padding: str = "none"
-    decoder_prompt: str = "none"  # of encoder-decoders: none, left or holes
+    decoder_prompt: str = "none"  # padding in encoder-decoders: none, left or holes
     max_new_tokens: int = 16
     num_turns: int = 1
     passed: str = "no"

@@ -13,7 +13,6 @@ from tests.test_floors import ROOT, library_files
 FOLDER = "options"  # folder of options below `hf_speculate`
 # The core includes all parts of exact decoding with any draft model: second scoring, faulty drafts,
 # context lengths, probes of wrapped decoders, and processors of encoder ids.
-# of models, the probe of wrapped decoders and processors of the encoder's ids.
 NOT_CORE = ("tools/", "__init__.py")  # may import options; public names are imported on first use
 # Allowed imports between options.
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}

@@ -1,4 +1,4 @@
-"""Exact distributions of one round, and the chi-square test of a verifier against them."""
+"""Compute exact distributions of a round, and test verifiers against them by chi-square."""
 
 from collections.abc import Callable, Iterator
 from itertools import product

@@ -62,7 +62,7 @@ def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
 
 
 def test_compiled_sample_serves_all_batch_sizes() -> None:
-    """torch 2.11 compiles anew for every batch size if a slice in the graph ends at that number."""
+    """Avoid slices to the batch size: torch 2.11 recompiles them for every size."""
     bounds: list[object] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:

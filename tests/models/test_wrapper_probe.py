@@ -103,7 +103,7 @@ def test_unknown_wrapper_decodes_by_its_forwarded_arguments(forward, caplog):
         assert stats.lock_step == (not expected.positions)
     assert len(models) == 2 * num_models  # probed once by the two calls
     assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(fallbacks)
-    assert models[0] == 1  # of the two layers
+    assert models[0] == 1  # the copy has one of two layers
 
 
 def test_wrapper_with_one_mask_for_two_layer_types_passes():

@@ -84,7 +84,7 @@ def play(
     step_ratio: float = 0.2,
     sizes: tuple[int, ...] | None = None,
 ) -> tuple[Ledger, int]:
-    """Decode calls; assert the bound after every round, and return the ledger and the drafted rounds."""
+    """Decode calls; assert the bound after every round; return the ledger and drafted rounds."""
     generator, compiled = random.Random(seed), set()
     memory = ScheduleMemory(DraftPrior(step_ratio), MAX_DRAFT_TOKENS, sizes)
     ledger, number, num_drafted = Ledger(memory), 0, 0

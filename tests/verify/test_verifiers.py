@@ -29,13 +29,13 @@ from tests.support.tiny import ragged_prompts
 
 VOCAB_SIZE = 11
 make_keys = partial(distributions.make_keys, seed=5, rounds=2, positions=9)
-CERTAIN = 60.0  # a logit this far above the others leaves them less than float32 can tell from nothing
+CERTAIN = 60.0  # this far above the others, a logit leaves them a probability of 0 in float32
 
 
 def make_round(
     batch_size: int, num_drafted: int, *, has_logits: bool, lens: list[int] | None = None
 ) -> tuple[Tensor, DraftOut]:
-    """Return random target logits [B, K+1, V] and a draft with about half of the target's argmaxes."""
+    """Return random target logits [B, K+1, V] and a draft with about half of their argmaxes."""
     make = torch.Generator().manual_seed(batch_size + 10 * num_drafted)
     target = 3 * torch.randn(batch_size, num_drafted + 1, VOCAB_SIZE, generator=make)
     drafted = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
