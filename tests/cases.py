@@ -1,4 +1,4 @@
-"""What the tests of whole calls share: pairs with partial acceptance, and calls beside their plain twin."""
+"""Provide model pairs with partial acceptance, and calls compared with plain decoding."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -16,20 +16,23 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 from tests.support.tiny import make_model, noisy_copy
 
-DRAFT_NOISE = 0.05  # leaves an acceptance of about 0.5 to 0.9, so that rounds of all lengths occur
-ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to the target, or foreign to it
+DRAFT_NOISE = 0.05  # gives an acceptance of about 0.5 to 0.9, so rounds of all lengths occur
+ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise of an equal and of an unrelated draft
 Pair = tuple[tuple[str, str], tuple[str, str]]  # (axis, value) twice
 
 
 class Unchanged(LogitsProcessor):
-    """A user's own processor, not known to be row-wise, which moves rows in lock step; it changes nothing."""
+    """Custom processor without effect.
+
+    It is not registered as row-wise, so rows move in lock step.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores
 
 
 class Streamed:
-    """A streamer that keeps what it is given."""
+    """Streamer that records its tokens."""
 
     def __init__(self) -> None:
         self.values: list[list[int]] = []
@@ -47,7 +50,10 @@ class Streamed:
 
 
 class AttentionCalls(TorchFunctionMode):
-    """As a context, keeps the query and the keys of every `scaled_dot_product_attention`."""
+    """Context that records `scaled_dot_product_attention` calls.
+
+    It holds the query and the keys of each call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,14 +68,14 @@ class AttentionCalls(TorchFunctionMode):
 
 
 class KeepsAll:
-    """A wrong verifier: every drafted token stays."""
+    """Wrong verifier that accepts every drafted token."""
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         accepted = torch.ones_like(draft.token_ids, dtype=torch.bool)
         return hf_speculate.keep_prefix(target_logits, draft, accepted, target_logits.argmax(-1))
 
 
-# Every drafter, verifier and cache, by the options of a call.
+# Options of a call for every drafter, verifier and cache.
 DRAFTERS: dict[str, dict[str, Any]] = {
     "model, sampling": {"draft_sampling": "sample"},
     "model, argmax": {"draft_sampling": "argmax"},
@@ -86,8 +92,9 @@ VERIFIERS: dict[str, dict[str, Any]] = {
 }
 CACHES = ("auto", "dynamic", "preallocated")
 
-# What one call may have. `tests/pairs.json` has rows that hold every pair of values, and `generation/test_matrix.py`
-# decodes each. A new feature is a value here; `python -m tests.pairs` then writes the rows anew.
+# Options of a call by axis. Rows of `tests/pairs.json` hold every pair of values, and
+# `generation/test_matrix.py` decodes each. To add a feature, add a value here and run
+# `python -m tests.pairs`.
 AXES: dict[str, tuple[str, ...]] = {
     "family": (
         "llama",
@@ -124,7 +131,7 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 _RECURRENT, _READS_ENCODER = "it has recurrent layers", "it attends to an encoder"
 MAMBA_CACHE: Pair = (("family", "mamba2"), ("outputs", "passed cache"))
-# Pairs that are refused, with the reason.
+# Unsupported pairs with their reasons.
 EXCLUDED: dict[Pair, str] = {
     **{
         (("family", family), ("drafter", "early exit")): "its layers cannot be left out"
@@ -141,13 +148,14 @@ EXCLUDED: dict[Pair, str] = {
     (("cache", "static"), ("outputs", "passed cache")): "transformers takes one or the other",
 }
 
-SERVED_NOW = {MAMBA_CACHE} if CACHE_NAME == "cache" else set()  # of these, what newer versions of transformers serve
+SERVED_NOW = {MAMBA_CACHE} if CACHE_NAME == "cache" else set()  # pairs supported by newer versions of transformers
 
 
 def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test so that every value of every axis occurs, and not every combination: the values take turns.
+    """Parametrize a test with every value of every axis, but not with every combination.
 
-    Choices that change each other's effect meet in the rows of `AXES`; a test of one mechanism needs no product.
+    The values take turns. Choices with a common effect meet in the rows of `AXES`; a test of one
+    mechanism needs no product.
     """
     values = [list(axis) for axis in axes.values()]
     rows = [tuple(axis[number % len(axis)] for axis in values) for number in range(max(map(len, values)))]
@@ -158,14 +166,14 @@ def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
 def pair(
     family: str, noise: float = DRAFT_NOISE, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """As `new_pair`. Shared between tests: change neither."""
+    """Return the models of `new_pair`, shared between tests: change neither."""
     return new_pair(family, noise, seed, dtype=dtype)
 
 
 def new_pair(
     family: str = "llama", noise: float = DRAFT_NOISE, seed: int = 0, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """An enabled target and its draft, float64 unless told."""
+    """Make an enabled target and its draft, in float64 by default."""
     target = hf_speculate.enable(make_model(family, seed=seed, **options))
     return target, noisy_copy(target, noise, seed=seed + 1)
 
@@ -173,9 +181,9 @@ def new_pair(
 def plain_and_ours(
     target: PreTrainedModel, draft: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
 ) -> tuple[Any, Any]:
-    """One call twice: plainly, and with the draft. `num_assistant_tokens` and our fields go to the second only.
+    """Run a call plainly, then with the draft, `num_assistant_tokens` and our fields.
 
-    The number is 5 unless told: drafts of the target's size are never called by the adaptive schedule.
+    `num_assistant_tokens` is 5 by default: the adaptive schedule never calls drafts of target size.
     """
     own: dict[str, Any] = {"num_assistant_tokens": 5}
     own |= {name: options.pop(name) for name in list(options) if name in ("num_assistant_tokens", "speculation_stats")}
@@ -203,9 +211,9 @@ OWN_FIELDS = (
 def assert_decodes_as_plain(
     target: PreTrainedModel, draft: PreTrainedModel | None, inputs: Mapping[str, Any], **options: Any
 ) -> hf_speculate.SpeculationStats:
-    """The statistics of a call with `draft`, whose ids must be those of plain decoding, which is given no `OWN_FIELDS`.
+    """Assert ids of plain decoding for a call with `draft` and return its statistics.
 
-    As in `plain_and_ours`, 5 tokens are drafted unless told.
+    Plain decoding gets no `OWN_FIELDS`. As in `plain_and_ours`, 5 tokens are drafted by default.
     """
     stats = hf_speculate.SpeculationStats()
     own = {"num_assistant_tokens": 5, "speculation_stats": stats, "assistant_model": draft}
@@ -216,6 +224,6 @@ def assert_decodes_as_plain(
 
 
 def assert_equal_ids(plain: Tensor, ours: Tensor) -> None:
-    """Both [B, T] int64, shape and ids equal."""
+    """Assert equal shapes and ids of two tensors [B, T] int64."""
     assert plain.shape == ours.shape, f"{list(plain.shape)} against {list(ours.shape)}"
     assert torch.equal(plain, ours), f"rows {(plain != ours).any(1).nonzero().flatten().tolist()} differ"

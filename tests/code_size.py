@@ -2,9 +2,10 @@
 
     python -m tests.code_size
 
-First come the files that one plain greedy call with a tiny draft model runs and loads. A file is run if one of its
-functions is called between the start and the end of `generate()`. The kernels and the `__init__` of packages do not
-count there. Then come the longest files and functions, and the lines of each package.
+The report begins with the files run and loaded by one plain greedy call with a tiny draft model. A
+file is run if one of its functions is called between the start and the end of `generate()`. The
+kernels and the `__init__` of packages do not count there. Then come the longest files and functions,
+and the lines of each package.
 """
 
 import ast
@@ -13,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import CO_OPTIMIZED  # set in the code of functions, and not of modules and classes
+from inspect import CO_OPTIMIZED  # flag of functions, absent from modules and classes
 from pathlib import Path
 
 import torch
@@ -23,13 +24,13 @@ from tests.support.tiny import make_model
 from tests.test_floors import library_files, package_of
 
 LIBRARY = Path(hf_speculate.__file__).parent
-PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # of the function or module around them
+PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # counted with the enclosing function or module
 NUM_SHOWN = 10
 
 
 @contextmanager
 def called_files() -> Iterator[set[str]]:
-    """The files whose functions are called, in any thread."""
+    """Collect the files with called functions, in any thread."""
     files = set()
 
     def record(frame, event, arg):
@@ -51,7 +52,7 @@ def num_lines(path: Path) -> int:
 
 
 def lines_by_file(files: Iterable[str | None]) -> dict[str, int]:
-    """File below `hf_speculate` -> lines, for the files of the library among `files`."""
+    """Count lines of the library's files among `files`, by path below `hf_speculate`."""
     paths = sorted(Path(file) for file in files if file is not None)
     own = [path for path in paths if path.is_relative_to(LIBRARY) and path.name != "__init__.py"]
     names = {path.relative_to(LIBRARY).as_posix(): path for path in own}
@@ -59,9 +60,9 @@ def lines_by_file(files: Iterable[str | None]) -> dict[str, int]:
 
 
 def traced_call() -> tuple[dict[str, int], dict[str, int]]:
-    """The files that a plain greedy call runs, and those that are loaded after it, each with its lines."""
+    """Return files run by a plain greedy call, and files loaded after it, with their lines."""
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=8))
-    draft = make_model("llama", num_hidden_layers=1)  # so small that the adaptive schedule drafts in the first round
+    draft = make_model("llama", num_hidden_layers=1)  # small enough for drafts in the first round
     prompt, stats = torch.tensor([[5, 6, 7, 8]]), hf_speculate.SpeculationStats()
     with called_files() as called:
         target.generate(prompt, assistant_model=draft, do_sample=False, max_new_tokens=16, speculation_stats=stats)
@@ -71,7 +72,7 @@ def traced_call() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def lines_by_function(path: Path) -> dict[str, int]:
-    """Name of each function of a file, with its first line -> lines."""
+    """Count lines of each function of a file, by name and first line."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {f"{node.name}, line {node.lineno}": node.end_lineno - node.lineno + 1 for node in functions}

@@ -1,4 +1,7 @@
-"""Makes the calls of `tests/compatibility_rows.py`; `python -m tests.compatibility` writes `docs/compatibility.md`."""
+"""Run the calls of `tests/compatibility_rows.py`.
+
+`python -m tests.compatibility` writes `docs/compatibility.md`.
+"""
 
 import inspect
 import re
@@ -42,7 +45,7 @@ WHERE = ("keyword", "passed config", "model's config")
 
 CONFIG_FIELDS = tuple(name for name in vars(GenerationConfig()) if not name.startswith("_"))
 SIGNATURE = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "kwargs"}
-# What plain decoding is not told; an output's statistics are never in a config.
+# Arguments withheld from plain decoding. An output's statistics are never in a config.
 _OURS = {*FIELD_NAMES, "assistant_model", "assistant_early_exit"}
 _IN_CONFIGS = {*CONFIG_FIELDS, *FIELD_NAMES} - {"speculation_stats"}
 
@@ -80,7 +83,7 @@ TYPES = """\
 By `model_type` of the target's config, read from the library. Other types are compared with plain decoding in their
 first speculative call, see [what is supported](supported.md#model-types).
 """
-# What models of a type are limited to, in words.
+# Limits of model types in words.
 LIMITS = {
     Limit.NOT_SUPPORTED: "not supported",
     Limit.ONLY_PREALLOCATED: "preallocated KV cache only",
@@ -93,26 +96,26 @@ LIMITS = {
 
 @cache
 def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
-    """A plain model, an enabled one of the same weights, and a draft for them."""
+    """Return a plain model, an enabled one of the same weights, and a draft for them."""
     plain = make_model(family)
     return plain, hf_speculate.enable(make_model(family)), noisy_copy(plain)
 
 
 @cache
 def plain_text(family: str, batch_size: int) -> list[int]:
-    """The new ids of the first row that plain greedy decoding gives."""
+    """Return the new ids of the first row in plain greedy decoding."""
     prompts = prompts_of(batch_size)
     text = models(family)[0].generate(**prompts, max_new_tokens=NUM_NEW)
     return text[0, prompts["input_ids"].shape[1] :].tolist()
 
 
 def prompts_of(batch_size: int) -> dict[str, Tensor]:
-    """Left-padded prompts; no rows: none."""
+    """Return left-padded prompts, or no prompts for no rows."""
     return ragged_prompts(batch_size, seed=1, min_len=6) if batch_size else {}
 
 
 def keywords(call: Call) -> dict[str, Any]:
-    """All that the call gives to `generate()`, but the draft."""
+    """Return all keywords of the call for `generate()` except the draft."""
     options = call.options if not callable(call.options) else call.options(plain_text(call.family, call.rows))
     sampling = {"do_sample": True, "verifier": "coupled", "seed": 5} if call.samples else {}
     return {**prompts_of(call.rows), "max_new_tokens": NUM_NEW, **sampling, **options}
@@ -120,7 +123,7 @@ def keywords(call: Call) -> dict[str, Any]:
 
 @contextmanager
 def placed(model: PreTrainedModel, given: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """The keywords of a call whose fields stand in the named place; `None` is not set in a config."""
+    """Yield the keywords of a call with its fields in the named place; configs get no `None`."""
     fields = {name: value for name, value in given.items() if name in _IN_CONFIGS and value is not None}
     others = {name: value for name, value in given.items() if name not in _IN_CONFIGS}
     if where == "keyword":
@@ -134,7 +137,7 @@ def placed(model: PreTrainedModel, given: dict[str, Any], where: str) -> Iterato
 
 
 def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword") -> Tensor:
-    """The ids of one call."""
+    """Return the ids of one call."""
     with placed(model, given, where) as arguments:
         torch.manual_seed(0)
         output = model.generate(**arguments)
@@ -142,7 +145,7 @@ def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword"
 
 
 def decode_plainly(call: Call, without: str | None = None) -> Tensor:
-    """The ids without a draft: transformers' own, but for sampling, which is `coupled` of an enabled model."""
+    """Decode without a draft: with transformers or, for sampling, with `coupled` verification."""
     plain, enabled, _ = models(call.family)
     given = {name: value for name, value in keywords(call).items() if name != without}
     if call.samples:
@@ -151,20 +154,20 @@ def decode_plainly(call: Call, without: str | None = None) -> Tensor:
 
 
 def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor:
-    """The ids of an enabled model with a draft; `more` are further keywords."""
+    """Decode with an enabled model and a draft; `more` are further keywords."""
     _, enabled, draft = models(call.family)
     return decode(enabled, {"assistant_model": draft, "num_assistant_tokens": 4, **keywords(call), **more}, where)
 
 
 def refusal(call: Call, where: str = "keyword") -> str:
-    """The message that the call raises."""
+    """Return the error message of the call."""
     with streams(), pytest.raises(SpeculateError) as caught:
         decode_with_draft(call, where)
     return str(caught.value)
 
 
 def streams() -> AbstractContextManager[object]:
-    """Stand in for the streams of offloaded caches: a CUDA build of torch makes none without a driver."""
+    """Replace streams of offloaded caches: without a driver, a CUDA build of torch makes none."""
     try:
         torch.Stream()
     except RuntimeError:
@@ -173,13 +176,13 @@ def streams() -> AbstractContextManager[object]:
 
 
 def pinned_version() -> str:
-    """The version of transformers in constraints.txt, which the page is for."""
+    """Return the version of transformers in constraints.txt, on which the page is based."""
     (version,) = re.findall(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
     return version
 
 
 def render() -> str:
-    """The page for users; makes every call that is refused."""
+    """Render the page for users; run every unsupported call."""
     parts = [
         INTRODUCTION,
         f"Written by `{COMMAND}` with transformers {transformers.__version__}.\n",
@@ -228,7 +231,7 @@ def _note(row: Row) -> str:
 
 
 def as_code(text: str) -> str:
-    """Text as code of a table's cell."""
+    """Format text as code of a table's cell."""
     escaped = text.replace("|", "\\|")
     return f"`` {escaped} ``" if "`" in text else f"`{escaped}`"
 
@@ -243,7 +246,7 @@ _WITH_PICTURES = (make_llava, make_qwen2_vl, make_qwen3_5_vl)
 
 
 def family_rows() -> list[tuple[str, str]]:
-    """Class of a model whose text tests compare with plain decoding, and the KV cache with which a call runs."""
+    """Return each tested model class and its KV cache in a call."""
     rows = {
         _family_row(name)
         for name in (*TINY_FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES, "t5", "bart", "whisper", *READER_NAMES)
@@ -261,7 +264,7 @@ def _family_row(name: str) -> tuple[str, str]:
 
 
 def _cache_of(target: PreTrainedModel, inputs: dict[str, Any]) -> str:
-    """The KV cache of a call that leaves the choice open, with the reason if it is not the preferred one."""
+    """Return the default KV cache of a call, with the reason if it is not the preferred one."""
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 2, "prompt_lookup_num_tokens": 2, "speculation_stats": stats}
     hf_speculate.generate(target, **inputs, **options)
@@ -272,7 +275,7 @@ def _cache_of(target: PreTrainedModel, inputs: dict[str, Any]) -> str:
 
 
 def refused_rows() -> Iterator[tuple[str, str]]:
-    """Class of a model with recurrent states, and the message that refuses it."""
+    """Return each model class with unsupported recurrent states and its error message."""
     for family in UNSUPPORTED_RECURRENT:
         model = AutoModelForCausalLM.from_config(unsupported_config(family))
         with pytest.raises(UnsupportedModelError) as caught:

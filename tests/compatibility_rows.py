@@ -1,6 +1,7 @@
-"""The table of all that `generate()` takes: supported, refused or not applicable on an enabled model, row by row.
+"""List everything `generate()` takes as supported, refused or not applicable, row by row.
 
-`tests/compatibility.py` renders it as `docs/compatibility.md`; `tests/test_compatibility.py` holds it true.
+`tests/compatibility.py` renders the table as `docs/compatibility.md`, and
+`tests/test_compatibility.py` tests it.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,30 +33,34 @@ Options = Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """A call with a draft model, on tiny models in float64."""
+    """Call with a draft model, on tiny models in float64."""
 
-    options: Options  # keywords, or what makes them from the new ids of the plain greedy text
+    options: Options  # keywords, or a function of the new ids of plain greedy decoding
     rows: int = 1  # 0 leaves the prompt out
-    family: str = "llama"  # of the models, see `tests.support.tiny.KINDS`
-    samples: bool = False  # with `verifier="coupled"`, whose text is that without a draft; else greedy
-    changes: bool = True  # the text is another one without the row's name, so that a name without effect is noticed
-    in_configs: bool = True  # the name is met in a `GenerationConfig` too
+    family: str = "llama"  # model family, see `tests.support.tiny.KINDS`
+    samples: bool = False  # with `verifier="coupled"`, equal to decoding without a draft; else greedy
+    changes: bool = True  # the text depends on the row's name, so a name without effect fails the test
+    in_configs: bool = True  # the name is also valid in a `GenerationConfig`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One name in one state, which `tests.compatibility.INTRODUCTION` explains; a name may have several rows."""
+    """One name in one state.
+
+    `tests.compatibility.INTRODUCTION` explains the states. A name may have several rows.
+    """
 
     name: str
     state: str
-    note: str  # what to know, which calls raise (empty: the call itself), or why there is no effect
-    call: Call | None  # its text is plain decoding's, it raises, or its text is the same without the name
+    note: str  # explanation, calls that raise (empty: the call itself), or the reason of no effect
+    call: Call | None  # equal to plain decoding, raising, or unchanged without the name
 
 
 def _row(state: str, name: str, note: str = "", value: Any = None, **more: Any) -> Row:
-    """A row, with a call if it has a value or further options; `more` may hold fields of the call.
+    """Make a row, with a call if it has a value or further options.
 
-    A function or a mapping as the value is all options of the call.
+    `more` may hold fields of the call. A function or a mapping as the value holds all options of the
+    call.
     """
     settings = {field.name: more.pop(field.name) for field in fields(Call) if field.name in more}
     is_whole = isinstance(value, FunctionType | Mapping)
@@ -65,23 +70,26 @@ def _row(state: str, name: str, note: str = "", value: Any = None, **more: Any) 
 
 
 supported, refused, ignored = (partial(_row, state) for state in ("supported", "not supported", "no effect"))
-same = partial(supported, changes=False)  # supported, and the text is the same without the name
+same = partial(supported, changes=False)  # supported without a change of the text
 
 
 def _each(make: Callable[..., Row], names: str, *note_and_value: Any, **more: Any) -> list[Row]:
-    """One row like another for each of the names."""
+    """Make one row like another for each of the names."""
     return [make(name, *note_and_value, **more) for name in names.split()]
 
 
 class Shift(LogitsProcessor):
-    """A user's own processor: forbids the id that follows the last one."""
+    """Custom processor that forbids the last id's successor."""
 
     def __call__(self, input_ids, scores):
         return scores.scatter(1, (input_ids[:, -1:] + 1) % scores.shape[1], -torch.inf)
 
 
 class StopAtSum(StoppingCriteria):
-    """A user's own criterion: ends a row whose last three ids add up to a multiple of seven."""
+    """Custom criterion over the last three ids.
+
+    It ends a row if their sum is a multiple of seven.
+    """
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids[:, -3:].sum(1) % 7 == 0

@@ -1,4 +1,4 @@
-"""What every test starts from: no network, a fixed seed, and markers that say why they skip."""
+"""Configure all tests: no network, a fixed seed, and markers with reasons to skip."""
 
 import importlib
 import importlib.util
@@ -7,29 +7,29 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-# Before transformers is imported anywhere: it reads the variable once.
+# Set before the first import of transformers, because it reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Of the processes that tests start: the other core runs other tests.
+# Processes started by tests use one thread, because the other core runs other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-# Without a GPU kernels run in Triton's interpreter; it too reads its variable once.
+# Without a GPU, kernels run in Triton's interpreter. Triton too reads its variable once.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
-# Tiny models gain nothing from threads, and on a busy machine wait most of the time for one another.
+# Tiny models gain nothing from threads, and threads wait for one another on a busy machine.
 torch.set_num_threads(1)
 
-if importlib.util.find_spec("hypothesis") is not None:  # its tests are skipped where it is not installed
+if importlib.util.find_spec("hypothesis") is not None:  # its tests are skipped without it
     import hypothesis
 
     hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("repeatable")
 
-# What a marker needs, and whether this machine has it.
+# Requirement of each marker, and whether this machine meets it.
 NEEDS = {
     "browser": ("needs Chromium", shutil.which("chromium") is not None),
     "gpu": ("needs a CUDA GPU", torch.cuda.is_available()),
@@ -60,7 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Unserved:
-    """Fails a run in which tests were skipped for other reasons than what the machine lacks."""
+    """Plugin that fails runs with unexpected skips.
+
+    Only a missing requirement of the machine allows a skip.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -85,7 +88,7 @@ class Unserved:
 
 @pytest.fixture(autouse=True, scope="session")
 def _installed_transformers_is_tested() -> None:
-    """The suite is what tests a newer transformers: no call of it warns, or runs a self-test, for the version alone."""
+    """Treat a newer transformers as tested, without warnings or self-tests for its version."""
     compat = importlib.import_module("hf_speculate.compat")
     if compat.is_newer_than_tested():
         compat._NEWEST = compat.transformers.__version__
@@ -98,7 +101,7 @@ def _fixed_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _named_fallbacks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fallbacks that no marker of the test names are errors, so that no test passes with a dead drafter."""
+    """Raise on fallbacks without a marker of the test, so no test passes with a dead drafter."""
     words = [word for marker in request.node.iter_markers("fallback") for word in marker.args]
     with importlib.import_module("tests.support.fallbacks").only_fallbacks(*words):
         yield
@@ -106,7 +109,7 @@ def _named_fallbacks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    """Verifiers that a test registers are forgotten after it."""
+    """Unregister a test's verifiers after it."""
     registered = importlib.import_module("hf_speculate.verify.base")._REGISTRY
     before = dict(registered)
     yield
@@ -116,7 +119,7 @@ def registry() -> Iterator[None]:
 
 @pytest.fixture
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Puts a schedule of changing draft lengths, plain steps among them, into each coming call; the list of them.
+    """Give later calls a schedule of changing draft lengths, with plain steps; return their list.
 
     `parametrize("scripted", [lengths], indirect=True)` gives other lengths.
     """

@@ -1,8 +1,8 @@
-"""The core's own tests, with a copy of the library that has no options at all.
+"""Run the core's tests with a copy of the library without options.
 
-`python -m tests.core_alone` links the library without `options/` into a folder of its own and runs there the tests of
-the core's packages. A test that asks for an option fails because its module is not there; such tests are skipped and
-counted, all others must pass.
+`python -m tests.core_alone` links the library without `options/` into a new folder and runs the
+tests of the core's packages there. A test of an option fails because of a missing module; such
+tests are skipped and counted. All others must pass.
 """
 
 import os
@@ -23,17 +23,17 @@ PACKAGES = ("cache", "draft", "engine", "generation", "models", "processors", "r
 MISSING = f"No module named '{LIBRARY}.{OPTIONS}"
 REASON = "needs an option"
 FINDER = pytest.StashKey[Missing]()
-COPIED = ("tests", "pyproject.toml")  # whose own folders pytest looks up
+COPIED = ("tests", "pyproject.toml")  # pytest looks up their folders
 
 
 def skipped(report: Any, path: str) -> Any:
-    """The report as that of a test that was skipped."""
+    """Report the test as skipped."""
     report.outcome, report.longrepr = "skipped", (path, 0, REASON)
     return report
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the options, which an editable installation would find; modules of tests may name what they import."""
+    """Hide the options of an editable installation; test modules may still import from them."""
     config.stash[FINDER] = hide(None)
     config.stash[FINDER].gives_placeholders = True
 
@@ -57,7 +57,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def link(folder: Path) -> None:
-    """The library and its tests in `folder`, of links, without the options."""
+    """Link the library and its tests into `folder`, without the options."""
     (folder / LIBRARY).mkdir()
     for entry in (ROOT / LIBRARY).iterdir():
         if entry.name != OPTIONS:

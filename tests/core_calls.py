@@ -1,7 +1,7 @@
-"""Core calls of a copy of the library, from which options are deleted: all of them, and each by itself.
+"""Decode with copies of the library without options: without all of them, and without each one.
 
-`python -m tests.core_calls FOLDER` makes the copies in `FOLDER`, of links to what stays, and decodes with each in a
-process of its own; it ends with an error if a text differs from plain decoding, or if a deleted file is missed.
+`python -m tests.core_calls FOLDER` makes the copies in `FOLDER` from links and decodes with each in
+a separate process. It fails if a text differs from plain decoding, or if a deleted file is missed.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, OPTIONS = ROOT / "hf_speculate", "options"
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 0}
-# What each call draws its drafts from, and its settings; a text is compared where plain decoding gives the same one.
+# Draft source and settings of each call. A text is compared if plain decoding gives the same one.
 CALLS = (
     ("model", GREEDY),
     ("model", {**GREEDY, "num_assistant_tokens": 3, "speculation_cache": "dynamic", "eos_token_id": 7}),
@@ -31,7 +31,7 @@ CALLS = (
 
 
 def copy_without(options: Iterable[str], folder: Path) -> None:
-    """A copy of the library in `folder`, without these options."""
+    """Copy the library into `folder` without these options."""
     for source, left_out in ((LIBRARY, {OPTIONS}), (LIBRARY / OPTIONS, set(options))):
         target = folder / source.relative_to(ROOT)
         target.mkdir(parents=True)
@@ -43,10 +43,10 @@ def copy_without(options: Iterable[str], folder: Path) -> None:
 def decode(
     folder: Path, left_out: Sequence[str], target: PreTrainedModel, draft: PreTrainedModel, batch_sizes: Sequence[int]
 ) -> None:
-    """Decode every call with the copy in `folder`, which lacks the options `left_out`."""
+    """Decode every call with the copy in `folder`, without the options `left_out`."""
     sys.path.insert(0, str(folder))
     hide(left_out)
-    import hf_speculate  # not before the copy is on the path
+    import hf_speculate  # only after the copy is on the path
     from hf_speculate.models.foreign_code import KNOWN_PACKAGES
     from hf_speculate.types import DraftOut
 
@@ -54,7 +54,7 @@ def decode(
     assert Path(hf_speculate.__file__).is_relative_to(folder)
 
     class Repeats:
-        """Drafts the newest token again."""
+        """Propose the newest token again."""
 
         def __init__(self, setup):
             self.setup = setup
@@ -87,7 +87,7 @@ def decode(
 
 
 def run(*arguments: Any) -> int | None:
-    """`decode` in a process of its own; its exit status."""
+    """Run `decode` in a new process and return its exit status."""
     process = multiprocessing.get_context("fork").Process(target=decode, args=arguments)
     process.start()
     process.join()
@@ -95,7 +95,7 @@ def run(*arguments: Any) -> int | None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # a process that was forked has no other threads
+    torch.set_num_threads(1)  # a forked process has no other threads
     folder = Path(sys.argv[1]).absolute()
     target = make_model("llama", num_hidden_layers=2).double()
     draft = noisy_copy(target)

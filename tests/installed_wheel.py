@@ -1,8 +1,9 @@
-"""Prove an installed hf_speculate: its import, its command and one speculative call against plain decoding.
+"""Check an installed hf_speculate: its import, its command and one speculative call.
 
     <environment>/bin/python -I tests/installed_wheel.py
 
-`-I` keeps the checkout off the path. The environment needs what the wheel requires, no extra and no network.
+`-I` keeps the checkout off the path. The environment needs the wheel's requirements, no extra and
+no network.
 """
 
 import subprocess
@@ -37,7 +38,7 @@ def check_command() -> None:
 
 
 def check_generate() -> hf_speculate.SpeculationStats:
-    """Compare a speculative call of two rows with plain decoding; the draft is the target's first of two layers."""
+    """Compare a call of two rows with plain decoding; the draft is the first layer of two."""
     torch.manual_seed(0)
     target, draft = (LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num)).double().eval() for num in (2, 1))
     draft.load_state_dict(target.state_dict(), strict=False)

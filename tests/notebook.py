@@ -1,9 +1,10 @@
-"""Executes the cells of a notebook and keeps what they show.
+"""Execute the cells of a notebook and keep their outputs.
 
     python -m tests.notebook    # writes the outputs of examples/tutorial.ipynb anew
 
-Cells run in order in one namespace, in the notebook's folder, as Jupyter runs them. What a cell prints and the value of
-its last expression are its outputs. A cell with the tag `times` shows seconds, which differ from run to run.
+Cells run in order in one namespace, in the notebook's folder, as in Jupyter. The outputs of a cell
+are its printed text and the value of its last expression. A cell with the tag `times` shows
+seconds, so its outputs differ between runs.
 """
 
 import ast
@@ -23,7 +24,7 @@ def read(path: Path = TUTORIAL) -> dict[str, Any]:
 
 
 def execute(notebook: dict[str, Any], folder: Path) -> list[list[dict[str, Any]]]:
-    """The outputs of each code cell."""
+    """Return the outputs of each code cell."""
     names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.chdir(folder):
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

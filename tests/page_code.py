@@ -1,9 +1,9 @@
-"""Runs the Python blocks of a page one after the other, as a reader would paste them.
+"""Run the Python blocks of a page in order, as a reader would paste them.
 
     python -m tests.page_code docs/statistics.md
 
-A block that needs an extra that is not installed may end in an error of one line that names it; the line is printed,
-and the next block runs.
+A block with a missing extra may end in an error of one line with the extra's name. The line is
+printed, and the next block runs.
 """
 
 import sys
@@ -18,7 +18,7 @@ from tests.support.pages import EXAMPLES, ROOT, blocks, extras_named_in
 
 PAIR = ROOT / "examples" / "pair"
 FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
-# Models on the Hub that pages name, each with the bundled model that stands in for it here.
+# Models of the Hub on pages, and the bundled models in their place.
 STAND_INS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "target",
     "Qwen/Qwen3-8B": "target",
@@ -26,9 +26,9 @@ STAND_INS = {
     "meta-llama/Llama-3.1-8B-Instruct": "target",
     "meta-llama/Llama-3.2-1B-Instruct": "draft",
 }
-CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
-# Blocks that need a head or an assistant of the reader's, a server, or a library of
-# make test-integrations, which runs them.
+CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # the cards leave models' names open
+# Blocks with a reader's head or assistant, a server, or a library of make test-integrations, where
+# they run.
 NOT_RUN = (
     "head = hf_speculate.load_drafter(",
     "from hf_speculate.tools.checks.layers",
@@ -44,7 +44,7 @@ NOT_RUN = (
 
 
 def names_of_the_example() -> dict[str, Any]:
-    """The names of the quick start, which other pages continue."""
+    """Return the names of the quick start; other pages continue from them."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
     target, draft = (AutoModelForCausalLM.from_pretrained(PAIR / name) for name in ("target", "draft"))
     names = {"hf_speculate": hf_speculate, "tokenizer": tokenizer, "model": hf_speculate.enable(target), "draft": draft}
@@ -53,7 +53,7 @@ def names_of_the_example() -> dict[str, Any]:
 
 
 def run_blocks(page: str) -> Iterator[str]:
-    """Run a page's blocks in order, all in one namespace; yield the error of each that an extra is missing for."""
+    """Run a page's blocks in one namespace; yield the error of each block with a missing extra."""
     names = {} if page in FROM_NOTHING else names_of_the_example()
     if page in CARDS:
         names = {"target_name": str(PAIR / "target"), "draft_name": str(PAIR / "draft")}

@@ -1,7 +1,8 @@
-"""Rows that hold every pair of two axes' values, and their calls: `python -m tests.pairs` writes those of `AXES`.
+"""Choose rows with every pair of two axes' values; `python -m tests.pairs` writes those of `AXES`.
 
-Write them anew after a value or an axis was added; rows that hold every pair stay. Each row has the first seed of its
-prompts with which the call accepts a drafted token and rejects one, so that the drafter and the cache are rolled back.
+Write them again after adding a value or an axis; if they hold every pair, they stay. Each row has
+the first seed of its prompts with an accepted and a rejected token, so the call rolls back the
+drafter and the cache.
 """
 
 import itertools
@@ -20,14 +21,14 @@ from tests.random_calls import Case, cache_of, draft_options, options_of, prompt
 from tests.random_search import eos_ids, run_case
 
 ROWS = Path(__file__).with_name("pairs.json")
-NUM_TRIES = 60  # rows drawn for each that is kept
-NUM_SEEDS = 200  # tried for each row
-NUM_DRAFTED = 3  # in each round
+NUM_TRIES = 60  # random rows for each chosen one
+NUM_SEEDS = 200  # tried seeds of each row
+NUM_DRAFTED = 3  # per round
 Row = dict[str, str]
 
 
 def pairs_of(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str]) -> set[Pair]:
-    """Every pair that rows must hold."""
+    """Return every required pair."""
     pairs = {
         ((axis, value), (later_axis, another))
         for axis, later_axis in itertools.combinations(axes, 2)
@@ -38,12 +39,12 @@ def pairs_of(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str]) ->
 
 
 def pairs_in(row: Row) -> set[Pair]:
-    """The pairs that one row holds."""
+    """Return the pairs of one row."""
     return set(itertools.combinations(row.items(), 2))
 
 
 def cover(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], seed: int = 0) -> list[Row]:
-    """Rows without an excluded pair that hold all others; the best of some random rows is taken each time."""
+    """Choose rows for all required pairs: repeatedly take the best of some random rows."""
     draw, missing, rows = random.Random(seed), pairs_of(axes, excluded), []
     while missing:
         start = dict(draw.choice(sorted(missing)))
@@ -59,7 +60,11 @@ def cover(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], seed:
 def _filled(
     axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], row: Row, missing: set[Pair], draw: random.Random
 ) -> Row | None:
-    """The row with values for all axes, each the one that adds most missing pairs; None if every value is excluded."""
+    """Fill all axes of the row with the values that add most missing pairs.
+
+    Returns:
+        The row, or None if every value of an axis is excluded.
+    """
     for name in draw.sample(sorted(axes.keys() - row.keys()), len(axes) - len(row)):
         rows = []
         for value in draw.sample(axes[name], len(axes[name])):
@@ -73,7 +78,7 @@ def _filled(
 
 
 def case_of(row: Row, seed: int) -> Case:
-    """The call of a row, with a seed of its prompts and of what it draws."""
+    """Return the call of a row, with a seed for its prompts and its sampling."""
     samples = VERIFIERS[row["verifier"]]["do_sample"]
     drafter = {"argmax": "model"}.get(row["drafter"], row["drafter"])
     warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
@@ -102,12 +107,15 @@ def case_of(row: Row, seed: int) -> Case:
 
 
 def has_plain_twin(row: Row) -> bool:
-    """Whether plain decoding gives the row's text; that of coupled verification is itself without a draft."""
+    """Return True if plain decoding gives the row's text.
+
+    For coupled verification, plain decoding is coupled decoding without a draft.
+    """
     return row["verifier"] in ("greedy", "coupled")
 
 
 def decode(case: Case, row: int | None = None, **more: Any) -> Any:
-    """Ids of a speculative call with a seed per row, or of one row of it alone."""
+    """Return the ids of a speculative call with a seed per row, or of one row alone."""
     model, inputs = target_of(case.family)[0], prompts_of(case)
     options = options_of(case, eos_ids(case, inputs)) | draft_options(case) | more
     if case.passed != "no":
@@ -119,7 +127,7 @@ def decode(case: Case, row: int | None = None, **more: Any) -> Any:
 
 
 def find_seed(row: Row) -> int:
-    """The first seed with which tokens are accepted and rejected."""
+    """Return the first seed with accepted and rejected tokens."""
     for seed in range(NUM_SEEDS):
         if all(_count(row, case_of(row, seed))):
             return seed
@@ -127,7 +135,7 @@ def find_seed(row: Row) -> int:
 
 
 def _count(row: Row, case: Case) -> tuple[int, int]:
-    """Drafted tokens that the call of a row accepts and rejects."""
+    """Count drafted tokens accepted and rejected in the call of a row."""
     if has_plain_twin(row):
         result = run_case(case)
         return result.num_accepted, result.num_rejected
@@ -136,7 +144,7 @@ def _count(row: Row, case: Case) -> tuple[int, int]:
 
 
 def read() -> list[tuple[Row, int]]:
-    """The rows of the file, each with its seed."""
+    """Read the rows of the file, each with its seed."""
     rows = json.loads(ROWS.read_text(encoding="utf-8"))
     return [(row, row.pop("seed")) for row in rows]
 

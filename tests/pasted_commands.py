@@ -1,4 +1,4 @@
-"""Pastes a page's commands, one after the other, in a copy of the tree that is as a clone is."""
+"""Run a page's commands in order, in a copy of the tree equal to a clone."""
 
 import os
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.support.pages import ROOT
 
-# What commands end sooner with, or need where no GPU is, by page and by how a command begins. Where an option is given
-# twice, the last one counts.
+# Options to shorten commands or to run them without a GPU, by page and by the start of a command.
+# If an option is given twice, the last one counts.
 FEW = "--num-prompts 2 --max-new-tokens 8"
 DEMO = 'DEMO_ARGS="--prompts 2 --max-new-tokens 8 --passes 1"'
 ADDED = {
@@ -26,9 +26,9 @@ ADDED = {
         "python -m training.measure_eagle3": "--prompts 2 --max-new-tokens 8 --passes 1",
     },
 }
-MAY_SAY_NO = "hf-speculate tune "  # with status 1, where plain decoding is as fast
-STAMPS = (".installed", ".installed-dev")  # of the Makefile
-LIMIT_S = 600  # of a command, on a busy machine
+MAY_SAY_NO = "hf-speculate tune "  # exits with status 1 if plain decoding is as fast
+STAMPS = (".installed", ".installed-dev")  # stamp files of the Makefile
+LIMIT_S = 600  # per command, on a busy machine
 
 Result = subprocess.CompletedProcess[str]
 
@@ -38,7 +38,7 @@ def git(tree: Path, *words: str) -> str:
 
 
 def make_clone(tree: Path, environment: Path) -> None:
-    """Put the tracked files as they are now into `tree`, a repository of its own with an installed environment."""
+    """Copy the tracked files to `tree`, as a repository with an installed environment."""
     for name in git(ROOT, "ls-files", "-z").split("\0")[:-1]:
         if os.path.lexists(ROOT / name):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -49,18 +49,21 @@ def make_clone(tree: Path, environment: Path) -> None:
     for path in environment.iterdir():
         if path.name not in STAMPS:
             (tree / ".venv" / path.name).symlink_to(path)
-    for stamp in STAMPS:  # newer than what `make` compares them with
+    for stamp in STAMPS:  # newer than their prerequisites in `make`
         (tree / ".venv" / stamp).touch()
-    shutil.copytree(tree / "examples" / "pair" / "target", tree / "my-model")  # which a block of Python makes
+    shutil.copytree(tree / "examples" / "pair" / "target", tree / "my-model")  # a block of Python makes it
 
 
 def paste(
     page: str, commands: Iterable[str], clone: Path, variables: dict[str, str], left_out: Iterable[str] = ()
 ) -> Iterator[tuple[str, Result]]:
-    """Run a page's commands in order, those aside that begin with one of `left_out`; yield each with its result."""
+    """Run a page's commands in order; yield each with its result.
+
+    Commands with a start in `left_out` are skipped.
+    """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     environment["PATH"] = os.pathsep.join([str(clone / ".venv" / "bin"), os.environ["PATH"]])
-    # The examples' model can neither be found nor fetched, so they decode with the bundled pair.
+    # The examples' model is neither cached nor downloadable, so they use the bundled pair.
     environment |= {"PIP_NO_INDEX": "1", "HF_SPECULATE_CACHE": str(clone.parent / "cache")}
     folder, left_out = clone, tuple(left_out)
     for command in commands:

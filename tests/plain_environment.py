@@ -1,8 +1,8 @@
-"""In an environment with only what `pip install .` brings, what the pages show runs, or names the extra that it needs.
+"""Run the pages in an environment of `pip install .`, or check the name of the missing extra.
 
     make test-plain
 
-makes the environment and runs this file, which no other target collects.
+The target makes the environment and runs this file. No other target collects it.
 """
 
 import os
@@ -17,7 +17,7 @@ from tests.support.pages import DOCS, ROOT, blocks, commands, extras_named_in, e
 from tests.support.shown_commands import problems_in
 
 PLAIN_PAGES = ("README.md", "examples/README.md", *(page for page in DOCS if page.count("/") == 1))
-# Commands that are not run, by how they begin, and why.
+# Skipped commands, by their start, with reasons.
 LEFT_OUT = {
     "pip install ": "makes the environment in which this runs",
     "make demo": "makes an environment with an extra; .ci/run begins with it",
@@ -41,10 +41,10 @@ LEFT_OUT = {
 }
 FEW = "--max-new-tokens 8 --num-assistant-tokens 3"
 ADDED_TO_SCRIPTS = {"custom_drafter.py": "--max-new-tokens 8", "custom_verifier.py": FEW}
-# Extras that a page's commands need, by words of the command, and a page's Python.
+# Extras by words of a command, and by page for its Python.
 EXTRA_OF_WORDS = {"--engine ray": {"ray"}, "torchrun ": {"ranks"}}
 EXTRAS_OF_CODE = {"docs/statistics.md": {"plot"}}
-# Of extras alone: no plain environment has them.
+# Commands of extras alone; they are in no plain environment.
 EXTRA_MODULES = (
     "accelerate",
     "datasets",
@@ -60,7 +60,7 @@ EXTRA_MODULES = (
 
 
 def shown_commands(page: str) -> list[str]:
-    """The commands of a page: its blocks', those that its text names in whole, and the scripts of a table."""
+    """Return commands of a page: in blocks, complete ones in the text, scripts of a table."""
     named = [command for command in named_commands(page) if not problems_in(command)]
     scripts = [name for name in extras_of_scripts() if name.endswith(".py") and page == "examples/README.md"]
     run = [" ".join(["python", f"examples/{name}", *ADDED_TO_SCRIPTS.get(name, "").split()]) for name in scripts]
@@ -72,7 +72,7 @@ def runs_something(page: str) -> bool:
 
 
 def extras_of(command: str) -> set[str]:
-    """The extras that a command needs, by the examples' table and `EXTRA_OF_WORDS`."""
+    """Return the extras of a command, by the examples' table and `EXTRA_OF_WORDS`."""
     needed = [extras for words, extras in EXTRA_OF_WORDS.items() if words in command]
     if "--tiny" not in command:
         needed += [extras for name, extras in extras_of_scripts().items() if f"python examples/{name}" in command]
@@ -80,7 +80,7 @@ def extras_of(command: str) -> set[str]:
 
 
 def says_the_extra(command: str, result: Result, extras: set[str]) -> bool:
-    """Whether a command failed with one line that names an extra; torchrun writes its own lines after it."""
+    """Return True if a command failed with one line naming an extra; torchrun adds more lines."""
     lines = result.stderr.strip().splitlines()
     if not command.startswith("torchrun "):
         lines = lines[-1:] if "Traceback" not in result.stderr else []
@@ -89,14 +89,14 @@ def says_the_extra(command: str, result: Result, extras: set[str]) -> bool:
 
 @pytest.fixture
 def environment(request: pytest.FixtureRequest) -> Path:
-    """The folder of the environment."""
+    """Return the folder of the environment."""
     return Path(request.config.getoption("--environment")).resolve()
 
 
 run = partial(subprocess.run, capture_output=True, text=True, check=False)
 
 
-def test_the_environment_has_no_extra_and_its_own_copy_of_the_library(environment: Path, tmp_path: Path) -> None:
+def test_environment_has_no_extra_and_its_own_copy(environment: Path, tmp_path: Path) -> None:
     code = (
         "import importlib.util, sys, hf_speculate\n"
         f"print([name for name in {EXTRA_MODULES!r} if importlib.util.find_spec(name)])\n"
@@ -108,9 +108,7 @@ def test_the_environment_has_no_extra_and_its_own_copy_of_the_library(environmen
 
 
 @pytest.mark.parametrize("page", list(filter(runs_something, PLAIN_PAGES)))
-def test_every_command_runs_or_ends_in_a_line_that_names_its_extra(
-    page: str, environment: Path, tmp_path: Path
-) -> None:
+def test_commands_run_or_name_their_extra(page: str, environment: Path, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     make_clone(clone, environment)
     for command, result in paste(page, shown_commands(page), clone, {"PYTHONPATH": ""}, LEFT_OUT):
@@ -120,10 +118,8 @@ def test_every_command_runs_or_ends_in_a_line_that_names_its_extra(
 
 
 @pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if blocks(page, "python")])
-def test_every_python_block_runs_or_ends_in_a_line_that_names_its_extra(
-    page: str, environment: Path, tmp_path: Path
-) -> None:
-    for name in ("examples", "tests"):  # beside which the installed library is imported, not the tree's
+def test_python_blocks_run_or_name_their_extra(page: str, environment: Path, tmp_path: Path) -> None:
+    for name in ("examples", "tests"):  # these import the installed library, not the tree's
         (tmp_path / name).symlink_to(ROOT / name)
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "examples"), "HF_HUB_OFFLINE": "1"}
     result = run([environment / "bin" / "python", "-m", "tests.page_code", page], cwd=tmp_path, env=variables)

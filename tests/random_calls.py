@@ -1,4 +1,4 @@
-"""Random `generate()` calls as plain values, and the models and arguments that they stand for."""
+"""Describe random `generate()` calls as plain values, and build their models and arguments."""
 
 import copy
 import random
@@ -27,14 +27,14 @@ from tests.support.tiny_families import FAMILIES, make_family
 from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
 from tests.support.tiny_wrappers import WRAPPERS
 
-LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times; heads have 32 ids
+LARGEST_PROMPT_ID = 48  # larger ids are pictures, sounds and Whisper's times; heads have 32 ids
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}
 _MAKERS |= {family: partial(make_model, family) for family in (*TINY_FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES)}
 _MAKERS |= {name: partial(make_family, name) for name in FAMILIES}
 _MAKERS |= {"mpt": partial(make_model, "mpt", dtype=torch.float32), "whisper": make_whisper}
 _READERS = READINGS | READERS | ENCODERS | {name: wrapper.make for name, wrapper in WRAPPERS.items()}
 READER_NAMES = tuple(_READERS)
-HEAD_NAMES = tuple(f"{family} head" for family in HEADS)  # as families, with the targets that they were made for
+HEAD_NAMES = tuple(f"{family} head" for family in HEADS)  # used as families, with their targets
 FAMILY_NAMES = (*_MAKERS, *READER_NAMES, *HEAD_NAMES)
 
 PADDINGS = ("none", "left", "right", "holes", "empty row")
@@ -61,13 +61,16 @@ WARPERS = {"temperature": 0.6, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "typical_
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """One call; every field has the plainest value as its default, to which a difference is shrunk."""
+    """One call, with the plainest values as defaults.
+
+    Shrinking moves fields to their defaults.
+    """
 
     family: str
     prompt_seed: int = 0
     batch_size: int = 1
     padding: str = "none"
-    decoder_prompt: str = "none"  # of encoder-decoders: none, left or holes
+    decoder_prompt: str = "none"  # padding in encoder-decoders: none, left or holes
     max_new_tokens: int = 16
     num_turns: int = 1
     passed: str = "no"
@@ -81,19 +84,19 @@ class Case:
     verifier: str = ""  # empty: greedy, or coupled if `samples`
     draft_sampling: str = ""
     num_return_sequences: int = 1
-    ends: tuple[int, ...] = ()  # EOS ids: the tokens at these places of the plain text's first row
+    ends: tuple[int, ...] = ()  # EOS ids: the tokens at these indices of the plain text's first row
     own_processor: bool = False
-    has_grammar: bool = False  # whether a grammar forces a part of the text, which is drafted
+    has_grammar: bool = False  # a grammar forces and drafts a part of the text
     own_criterion: bool = False
     processors: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     prefill_chunk_size: int = 0
     embeds: bool = False
-    fault: str = ""  # of the draft, see `tests.reliability.bad_drafts`
+    fault: str = ""  # draft fault, see `tests.reliability.bad_drafts`
     fault_at: int = 1
 
     def simpler(self) -> list["Case"]:
-        """The same case with one field at its default each, or one entry less."""
+        """Yield the case with one field at its default, or with one entry less."""
         cases, plain = [], Case(self.family)
         for name, value in vars(self).items():
             if value == getattr(plain, name):
@@ -110,7 +113,7 @@ class Case:
 
 
 def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, faults: tuple[str, ...] = ()) -> Case:
-    """The case with this number, whose draft has one of the faults if there are any; equal numbers give equal cases."""
+    """Draw the case of this number, the same each time, with one of the faults in its draft."""
     draw = random.Random(f"{seed}:{index}")
     family = families[index % len(families)]
     is_reader = family in _READERS
@@ -152,7 +155,7 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, f
     )
     if is_head:
         case = replace(case, drafter="head", embeds=False)
-    if faults:  # in calls that draft: few models are refused "auto", and "adaptive" calls no draft of its target's size
+    if faults:  # drafting calls only: few models are refused "auto", and "adaptive" calls no draft of its target's size
         cache_kind = "auto" if case.cache == "preallocated" else case.cache
         schedule = "heuristic" if case.schedule == "adaptive" and case.drafter != "other model" else case.schedule
         case = replace(case, cache=cache_kind, schedule=schedule)
@@ -162,7 +165,7 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, f
 
 @cache
 def target_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """An enabled model, and the arguments of its prompt where they are always the same."""
+    """Return an enabled model and the fixed arguments of its prompt."""
     if family in HEAD_NAMES:
         return hf_speculate.enable(head_of(family)[1]), {}
     if family in _READERS:
@@ -173,7 +176,7 @@ def target_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 @cache
 def head_of(family: str) -> tuple[Any, PreTrainedModel]:
-    """A draft head, and a target of its own."""
+    """Make a draft head and a separate target."""
     with tempfile.TemporaryDirectory() as folder:
         head, target = HEADS[family.removesuffix(" head")](Path(folder))
     return head, copy.deepcopy(target)
@@ -181,18 +184,18 @@ def head_of(family: str) -> tuple[Any, PreTrainedModel]:
 
 @cache
 def draft_of(family: str, noise: float) -> PreTrainedModel:
-    """A noisy copy of the family's model."""
+    """Make a noisy copy of the family's model."""
     return noisy_copy(target_of(family)[0], noise)
 
 
 @cache
 def other_draft() -> PreTrainedModel:
-    """A small model of another family."""
+    """Make a small model of another family."""
     return make_model("llama", num_hidden_layers=1, seed=7)
 
 
 def prompts_of(case: Case) -> dict[str, Any]:
-    """The first turn's arguments."""
+    """Return the first turn's arguments."""
     model, inputs = target_of(case.family)
     if inputs:
         return dict(inputs)
@@ -226,7 +229,7 @@ def _padded(padding: str, batch_size: int, seed: int, num_ids: int) -> dict[str,
 
 
 def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
-    """What plain decoding is told too."""
+    """Return the options shared with plain decoding."""
     options: dict[str, Any] = {"max_new_tokens": case.max_new_tokens}
     options |= {name: (PROCESSORS | WARPERS)[name] for name in case.processors}
     own = {"eos_token_id": eos_token_ids, "prefill_chunk_size": case.prefill_chunk_size, "verifier": case.verifier}
@@ -245,7 +248,7 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
 
 
 def draft_options(case: Case) -> dict[str, Any]:
-    """What makes the call speculative."""
+    """Return the speculative options of the call."""
     options: dict[str, Any] = {"num_assistant_tokens": case.num_assistant_tokens}
     if case.drafter != "generator":
         options["num_assistant_tokens_schedule"] = case.schedule
@@ -277,7 +280,7 @@ def draft_options(case: Case) -> dict[str, Any]:
 
 
 def cache_of(case: Case) -> Any:
-    """A fresh cache to pass; None: transformers makes one."""
+    """Make a fresh cache to pass, or None to let transformers make one."""
     if case.passed == "no":
         return None
     model, _ = target_of(case.family)

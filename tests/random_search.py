@@ -1,7 +1,10 @@
-"""Compares random calls of tiny models with plain `generate()`: `python -m tests.random_search --seed 1 --num 2000`.
+"""Compare random calls of tiny models with plain `generate()`.
 
-Ids, scores, logits, hidden states, attentions and the returned cache must be equal. A difference is shrunk, as far as
-it stays, and printed as a `Case` that `--case` runs again. Not collected by pytest: it takes minutes to hours.
+    python -m tests.random_search --seed 1 --num 2000
+
+Ids, scores, logits, hidden states, attentions and the returned cache must be equal. A difference is
+shrunk and printed as a `Case` for `--case`. pytest does not collect this file, because it takes
+minutes to hours.
 """
 
 import argparse
@@ -38,8 +41,8 @@ from tests.random_calls import (
     target_of,
 )
 
-TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}  # some families take softmax in float32 whatever the dtype
-# Raised for models with recurrent layers alone, whose prompts transformers cannot read in chunks.
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}  # some families take softmax in float32 for every dtype
+# Only recurrent models raise these, because transformers cannot read their prompts in chunks.
 _OF_TRANSFORMERS = ("prefill chunking without a cache", "can only be called on Attention layers")
 
 
@@ -48,13 +51,13 @@ class Result(NamedTuple):
     detail: str = ""
     num_accepted: int = 0  # drafted tokens of an equal case, in all turns
     num_rejected: int = 0
-    fallbacks: tuple[str, ...] = ()  # of an equal case
+    fallbacks: tuple[str, ...] = ()  # reasons in an equal case
 
 
 def run_case(case: Case) -> Result:
-    """Both ways of a case, beside each other."""
+    """Run a case plainly and with a draft, and compare the two."""
     model, _ = target_of(case.family)
-    own, caches = draft_options(case), [cache_of(case), cache_of(case)]  # the same in all turns
+    own, caches = draft_options(case), [cache_of(case), cache_of(case)]  # equal in all turns
     inputs = prompts_of(case)
     eos: list[int] = []
     num_accepted = num_verified = 0
@@ -64,13 +67,13 @@ def run_case(case: Case) -> Result:
         try:
             eos += [] if eos else eos_ids(case, inputs)
             expected = _decode(case, {}, inputs, eos, caches[0])
-        except Exception as error:  # noqa: BLE001  # whatever plain decoding raises, ours must raise too
+        except Exception as error:  # noqa: BLE001  # an error of plain decoding must also be ours
             return _both_fail(ours, error)
         try:
             got = ours()
         except (ConfigError, UnsupportedGenerationError, UnsupportedModelError) as error:
             return Result("refused", f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001  # one more difference
+        except Exception as error:  # noqa: BLE001  # counts as a difference
             return Result("different", f"turn {turn}: {type(error).__name__}: {error}")
         num_prompt = expected.sequences.shape[1] - len(expected.logits)
         lens = _live_lens(case, expected.sequences, num_prompt, eos)
@@ -99,7 +102,7 @@ def _decode(case: Case, own: dict[str, Any], inputs: dict[str, Any], eos: list[i
 def _both_fail(ours: Callable[[], Any], error: Exception) -> Result:
     try:
         ours()
-    except Exception:  # noqa: BLE001  # as plain decoding
+    except Exception:  # noqa: BLE001  # same as plain decoding
         return Result("both fail", f"{type(error).__name__}: {error}")
     is_theirs = any(words in str(error) for words in _OF_TRANSFORMERS)
     is_check = isinstance(error, SpeculateError | ValueError) and not is_theirs
@@ -107,7 +110,7 @@ def _both_fail(ours: Callable[[], Any], error: Exception) -> Result:
 
 
 def eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
-    """EOS ids that end the case's text where it says."""
+    """Return EOS ids to end the case's text at its chosen places."""
     if not case.ends:
         return []
     model, _ = target_of(case.family)
@@ -116,7 +119,7 @@ def eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
 
 
 def _longer(inputs: dict[str, Any], sequences: Tensor, vocab_size: int) -> dict[str, Any]:
-    """The next turn's prompt: the text so far and two tokens."""
+    """Return the next turn's prompt: the text so far and two tokens."""
     num_new = sequences.shape[1] - inputs["input_ids"].shape[1]
     more = (sequences[:, -1:] + torch.tensor([[1, 2]])) % min(LARGEST_PROMPT_ID, vocab_size)
     mask = inputs["attention_mask"]
@@ -127,7 +130,7 @@ def _longer(inputs: dict[str, Any], sequences: Tensor, vocab_size: int) -> dict[
 
 
 def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -> list[int]:
-    """How many tokens of each row were chosen, the one that ended it among them."""
+    """Count the new tokens of each row up to and including its EOS."""
     own_eos = target_of(case.family)[0].generation_config.eos_token_id  # Whisper's
     eos = eos or ([] if own_eos is None else [own_eos])
     positions = range(num_prompt, sequences.shape[1])
@@ -139,7 +142,10 @@ def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -
 
 
 def compare(plain: Any, ours: Any, lens: list[int], tolerance: float, has_caches: bool) -> str:
-    """What is different; empty if nothing is. Of each row the first `lens` [B] new tokens have logits of its own."""
+    """Name the difference, or return an empty string.
+
+    In each row, only the first `lens` [B] new tokens are compared by logits.
+    """
     expected, actual = (_tensors(output, lens, has_caches) for output in (plain, ours))
     if expected.keys() != actual.keys():
         return f"one only has {sorted(expected.keys() ^ actual.keys())[:2]}"
@@ -157,7 +163,7 @@ def _is_close(one: Tensor | None, other: Tensor | None, tolerance: float) -> boo
 
 
 def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor]:
-    """What a call returned, by name."""
+    """Return a call's outputs by name."""
     tensors = {"sequences": output.sequences}
     for name in ("scores", "logits"):
         for step, tensor in enumerate(getattr(output, name) or ()):
@@ -178,7 +184,7 @@ def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor
 
 
 def _is_tie(plain: Any, ours: Any) -> bool:
-    """Whether the first different token had an equal in plain decoding, to float32's resolution."""
+    """Return True if the first different token was tied in plain decoding, in float32."""
     num = min(plain.sequences.shape[1], ours.sequences.shape[1])
     differing = (plain.sequences[:, :num] != ours.sequences[:, :num]).T.nonzero().tolist()
     if not differing:
@@ -189,7 +195,7 @@ def _is_tie(plain: Any, ours: Any) -> bool:
 
 
 def shrunk(case: Case, detail: str) -> Case:
-    """A simpler case that is different in the same way."""
+    """Return a simpler case with the same kind of difference."""
     for simpler in case.simpler():
         with contextlib.suppress(Exception):
             result = run_case(simpler)
@@ -199,9 +205,9 @@ def shrunk(case: Case, detail: str) -> Case:
 
 
 def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[str, ...] = ()) -> Counter[str]:
-    """Run the cases with these numbers, and print those that differ; how many there are of each kind."""
+    """Run cases by number, print the different ones, and return the count of each kind."""
     counts: Counter[str] = Counter()
-    with contextlib.suppress(KeyboardInterrupt):  # after which there is what has been counted
+    with contextlib.suppress(KeyboardInterrupt):  # keeps the counts so far
         for index in numbers:
             case = draw_case(seed, index, families, faults)
             result = run_case(case)
@@ -218,7 +224,7 @@ def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[s
 
 
 def main(faults: tuple[str, ...] = ()) -> int:
-    """Run the cases that the command line names, with faults of their drafts; 1 if one is different."""
+    """Run the cases of the command line; return 1 if one differs."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=200, help="cases")

@@ -1,4 +1,4 @@
-"""The table of what `generate()` takes is whole, its calls do what it says, its page is up to date."""
+"""Test the table of `generate()` arguments for completeness, its calls and its page."""
 
 from functools import cache
 
@@ -30,7 +30,7 @@ ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 
 
 def with_places(state, in_configs):
-    """Each row of a state that has a call, and the place of its name: the places take turns."""
+    """Pair each row of a state with a place of its name; the places take turns."""
     differences = [
         (row, in_configs if row.call.in_configs and row not in ARGUMENTS else WHERE[:1])
         for row in ROWS
@@ -43,7 +43,7 @@ def with_places(state, in_configs):
     ]
 
 
-def test_every_field_and_argument_of_this_transformers_and_of_ours_has_a_row():
+def test_table_has_a_row_for_every_field_and_argument():
     arguments, fields, ours = ({row.name for row in rows} for rows in (ARGUMENTS, FIELDS, OWN_FIELDS))
     served = calls._DECODER_KWARGS | calls._ENCODER_DECODER_KWARGS
     assert (fields, ours) == (set(CONFIG_FIELDS), set(FIELD_NAMES) - set(CONFIG_FIELDS))
@@ -51,7 +51,7 @@ def test_every_field_and_argument_of_this_transformers_and_of_ours_has_a_row():
 
 
 @pytest.mark.parametrize(("row", "where"), with_places("not supported", WHERE))
-def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(row, where):
+def test_refused_value_raises_the_message_of_the_page(row, where):
     def fail(*args):
         raise AssertionError("a model ran before the refusal")
 
@@ -66,13 +66,13 @@ def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(ro
 
 @cache
 def plain_ids(number):
-    """As `decode_plainly`, once for all places of a row."""
+    """Decode plainly, once for all places of a row."""
     return decode_plainly(ROWS[number].call)
 
 
 @pytest.mark.fallback("eager forwards", "lock step", "no graphs")
 @pytest.mark.parametrize(("row", "where"), with_places("supported", WHERE[:2]))
-def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
+def test_supported_value_gives_the_text_of_plain_decoding(row, where):
     call, stats = row.call, hf_speculate.SpeculationStats()
     plain = plain_ids(ROWS.index(row))
     assert_equal_ids(plain, decode_with_draft(call, where, speculation_stats=stats))
@@ -84,7 +84,7 @@ def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
 
 
 @pytest.mark.parametrize(("row", "where"), with_places("no effect", WHERE[:2]))
-def test_a_value_that_does_not_apply_changes_nothing(row, where):
+def test_inapplicable_value_changes_nothing(row, where):
     call, stats = row.call, hf_speculate.SpeculationStats()
     without = decode_plainly(call, without=row.name)
     assert_equal_ids(without, plain_ids(ROWS.index(row)))
@@ -93,8 +93,8 @@ def test_a_value_that_does_not_apply_changes_nothing(row, where):
 
 
 @pytest.mark.fallback("lock step")
-def test_the_page_is_what_the_table_says():
-    """The page is made with the version that is pinned; for others, whose messages may differ, it has every name."""
+def test_page_equals_the_rendered_table():
+    """Compare with the page of the pinned version. For other versions, compare names alone."""
     page = PAGE.read_text(encoding="utf-8")
     if transformers.__version__ == pinned_version():
         assert page == render(), f"docs/compatibility.md is out of date: run {COMMAND}"

@@ -1,4 +1,4 @@
-"""Fields reach a call from the strongest source that sets them, through the real `generate()`."""
+"""Test the precedence of settings through the real `generate()`."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ from tests.support.forced_texts import PureForcedGrammar, TextMachine, pieces
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.verify.test_verifiers import KeepNothing
 
-SOURCES = ("keyword", "passed", "model", "draft")  # the strongest first
-# One value for each of them, neighbours different, then the default.
+SOURCES = ("keyword", "passed", "model", "draft")  # strongest first
+# Values for each source and then the default; neighbours differ.
 VALUES = {
     "posterior_threshold": (0.11, 0.12, 0.13, 0.14, 0.09),
     "posterior_alpha": (0.41, 0.42, 0.43, 0.44, 0.3),
@@ -44,7 +44,10 @@ VALUES = {
 
 
 class Pair:
-    """An enabled model and a draft equal to it, so that every drafted token is verified and accepted."""
+    """Enabled model and an equal draft.
+
+    Every drafted token is verified and accepted.
+    """
 
     def __init__(self):
         self.target = hf_speculate.enable(make_model("llama"))
@@ -56,7 +59,7 @@ class Pair:
         return options["speculation_stats"]
 
     def generate_from(self, sources: dict[str, dict], **options) -> SpeculationStats:
-        """One call with fields set in the named sources."""
+        """Run one call with fields set in the named sources."""
         for model, source in ((self.target, "model"), (self.draft, "draft")):
             model.generation_config = GenerationConfig(pad_token_id=0, **sources.get(source, {}))
         options.update(sources.get("keyword", {}))
@@ -71,14 +74,14 @@ def models() -> Pair:
 
 
 def longest_draft(stats: SpeculationStats) -> int:
-    """Of the call's drafts, all of which were accepted."""
+    """Return the longest draft of a call with all drafts accepted."""
     assert stats.num_accepted == stats.num_verified > 0
     return len(stats.verified_per_position)
 
 
 @pytest.fixture
 def seen(registry):
-    """The resolved settings of each call with the verifier "seeing" or "rejection", which accept nothing here."""
+    """Collect settings of calls with the verifier "seeing" or "rejection", without acceptance."""
     configs: list[SpeculationConfig] = []
 
     def factory(config):
@@ -92,7 +95,7 @@ def seen(registry):
 
 @pytest.mark.fallback("no graphs", "because a draft model as large as its target")
 @pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
-def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, seen, strongest):
+def test_fields_come_from_the_strongest_source(models, seen, strongest):
     assert set(VALUES) == set(PLAIN_NAMES)
     assert all(value != later for values in VALUES.values() for value, later in itertools.pairwise(values))
     places = [strength for strength in range(len(SOURCES)) if strength >= strongest]
@@ -104,13 +107,13 @@ def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, see
 
 
 HEURISTIC, TWO = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}
-STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # every draft is one token
+STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # every draft has one token
 
 
 @pytest.mark.parametrize(
     ("sources", "longest"),
     [
-        ({"keyword": HEURISTIC, "model": TWO}, 7),  # drafts of 2, 4 and 6 tokens, and room for 7
+        ({"keyword": HEURISTIC, "model": TWO}, 7),  # drafts of 2, 4 and 6 tokens, with room for 7
         ({"model": HEURISTIC | TWO}, 7),
         *(({"keyword": TWO, weaker: HEURISTIC | {"num_assistant_tokens": 7}}, 2) for weaker in SOURCES[1:]),
         ({"keyword": {"num_assistant_tokens_schedule": "constant"}}, 5),
@@ -121,7 +124,7 @@ STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # e
     ],
     ids=str,
 )
-def test_schedules_and_thresholds_count_only_beside_numbers_that_are_no_stronger(models, sources, longest):
+def test_schedules_and_thresholds_yield_to_stronger_counts(models, sources, longest):
     stats = models.generate_from(sources)
     configs = [models.target.generation_config, models.draft.generation_config]
     assert longest_draft(stats) == longest
@@ -130,7 +133,7 @@ def test_schedules_and_thresholds_count_only_beside_numbers_that_are_no_stronger
 
 
 @pytest.mark.parametrize("owner", ["target", "draft"])
-def test_fields_saved_with_a_model_count_when_it_is_loaded(models, seen, tmp_path, owner):
+def test_fields_saved_with_a_model_apply_after_loading(models, seen, tmp_path, owner):
     model = getattr(models, owner)
     saved = {"verifier": "seeing", "num_assistant_tokens": 3, "relax_only_inside": [3, 5]}
     model.generation_config = GenerationConfig(pad_token_id=0, **saved)
@@ -141,7 +144,7 @@ def test_fields_saved_with_a_model_count_when_it_is_loaded(models, seen, tmp_pat
     assert {name: getattr(seen[-1], name) for name in saved} == saved
 
 
-def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_path):
+def test_repository_fields_rank_between_call_and_model(models, tmp_path):
     fields = {"num_assistant_tokens": 3, "verifier": "typical", "do_sample": True, "unknown": 1}
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(fields), encoding="utf-8")
@@ -152,13 +155,13 @@ def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_p
         assert (stats.verifier, longest_draft(stats)) == ("typical", longest)
 
 
-def test_read_config_lets_a_stronger_seed_or_generator_shut_out_the_other():
+def test_read_config_keeps_the_stronger_of_seed_and_generator():
     seed, generator = {"seed": 3}, {"generator": torch.Generator()}
     assert read_config([generator, seed]) == SpeculationConfig(**generator)
     assert read_config([seed, generator]) == SpeculationConfig(**seed)
 
 
-def test_read_config_checks_what_it_settled_only():
+def test_read_config_validates_chosen_values_only():
     assert read_config([{"posterior_alpha": 0.5}, {"posterior_alpha": -1}]).posterior_alpha == 0.5
     with pytest.raises(ConfigError, match="posterior_alpha must be"):
         read_config([{}, {"posterior_alpha": -1}])
@@ -180,7 +183,7 @@ def test_values_of_another_type_are_refused(fields):
         SpeculationConfig(**fields)
 
 
-def test_numpy_integers_decode_as_the_ints_that_they_are(models):
+def test_numpy_integers_decode_as_ints(models):
     options = {"assistant_model": models.draft, "do_sample": True, "max_new_tokens": 8}
     texts = [
         models.target.generate(**ragged_prompts(1, seed=1), **options, seed=integer(3), num_assistant_tokens=integer(2))
@@ -190,7 +193,7 @@ def test_numpy_integers_decode_as_the_ints_that_they_are(models):
 
 
 @pytest.mark.parametrize("name", ["coupled", "typical", "mine"])
-def test_resolve_fills_in_what_depends_on_sampling_and_leaves_the_rest(name):
+def test_resolve_fills_in_sampling_defaults_only(name):
     config = SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
     greedy = "greedy" if name == "coupled" else name
     for do_sample, verifier, correction in ((True, name, "sample"), (False, greedy, "argmax")):

@@ -1,4 +1,4 @@
-"""The core imports none of its options."""
+"""Test the core for imports of options."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,22 +10,22 @@ import pytest
 
 from tests.test_floors import ROOT, library_files
 
-FOLDER = "options"  # of the options, below `hf_speculate`
-# Core is also what decoding with any draft model needs to be exact: second scoring, the faults of drafts, the context
-# of models, the probe of wrapped decoders and processors of the encoder's ids.
-NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
-# The imports that options may have of options.
+FOLDER = "options"  # folder of options below `hf_speculate`
+# The core includes all parts of exact decoding with any draft model: second scoring, faulty drafts,
+# context lengths, probes of wrapped decoders, and processors of encoder ids.
+NOT_CORE = ("tools/", "__init__.py")  # may import options; public names are imported on first use
+# Allowed imports between options.
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}
 
 
 def option_of(path: str) -> str | None:
-    """The option that a file of the library belongs to; None for the core and the tools."""
+    """Return the option of a library file, or None for the core and the tools."""
     parts = PurePosixPath(path).parts
     return parts[1] if parts[0] == FOLDER and len(parts) > 2 else None
 
 
 def sources() -> dict[str, str]:
-    """File below `hf_speculate` -> its text, without the kernels."""
+    """Return the text of each library file except the kernels, by path below `hf_speculate`."""
     library, kernels = ROOT / "hf_speculate", ROOT / "hf_speculate" / "kernels"
     paths = (path for path in library_files().values() if not path.is_relative_to(kernels))
     return {path.relative_to(library).as_posix(): path.read_text(encoding="utf-8") for path in paths}
@@ -33,7 +33,7 @@ def sources() -> dict[str, str]:
 
 @cache
 def imported_names(source: str) -> list[list[str]]:
-    """Dotted names that each import of a source may mean, wherever it stands; the first one that is a module counts."""
+    """Return candidate modules of each import in a source; the first existing one counts."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -44,7 +44,7 @@ def imported_names(source: str) -> list[list[str]]:
 
 
 def imports_of(source: str, files: Mapping[str, str]) -> Iterator[str]:
-    """The files of the library that a source imports."""
+    """Return the library files imported by a source."""
     for names in imported_names(source):
         bases = [name.removeprefix("hf_speculate.").replace(".", "/") for name in names]
         matches = (path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in files)
@@ -52,7 +52,7 @@ def imports_of(source: str, files: Mapping[str, str]) -> Iterator[str]:
 
 
 def option_imports(files: Mapping[str, str]) -> set[tuple[str, str]]:
-    """(importing file, imported file) of every import of an option by the core, or by another option in its folder."""
+    """Find imports of options by the core or other options: (importing file, imported file)."""
     imports = set()
     for path, source in files.items():
         if path.startswith(NOT_CORE):
@@ -69,7 +69,7 @@ def import_problems(found: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{path} must not import {imported} ({option_of(imported)})" for path, imported in sorted(found)]
 
 
-def test_the_core_imports_no_option():
+def test_core_imports_no_option():
     assert not (problems := import_problems(option_imports(sources()))), "\n".join(problems)
 
 
@@ -96,7 +96,7 @@ def test_the_core_imports_no_option():
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )
-def test_an_added_import_is_found(path, line, imported):
+def test_added_import_is_found(path, line, imported):
     more = dict.fromkeys(("options/spans/rule.py", "options/spans/other.py", "options/cpu/top.py"), "")
     files = {**sources(), **more, "options/heads/source.py": ""}
     imports = option_imports({**files, path: f"{files[path]}\n{line}\n"})

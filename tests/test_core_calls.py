@@ -1,4 +1,4 @@
-"""The core decodes without its options."""
+"""Test the core without its options."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 from tests.test_floors import ROOT
 
 
-def test_the_core_decodes_without_each_option_and_without_all(tmp_path):
+def test_core_decodes_without_each_option_and_without_all(tmp_path):
     command = [sys.executable, "-m", "tests.core_calls", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A default device that the user sets is the user's: calls run where their inputs lie, as in plain `generate`."""
+"""Test calls on the device of their inputs under another default device, as in `generate`."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ ALONG = ("passed cache", "draft state", "hidden states", "embeddings", "other vo
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_batch_is_decoded_where_it_lies(name):
+def test_batch_is_decoded_on_its_device(name):
     target, draft = pair("llama")
     draft = cheaper_copy(target) if name == "adaptive" else draft
     inputs = ragged_prompts(3, seed=4)
@@ -42,7 +42,7 @@ def test_a_batch_is_decoded_where_it_lies(name):
     own = {"assistant_model": draft, "num_assistant_tokens": 3, **CALLS[name]}
 
     def decode():
-        more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}  # with a state each
+        more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}  # a separate state each
         return target.generate(**inputs, **options, **{**own, **more})
 
     expected = decode()
@@ -52,7 +52,10 @@ def test_a_batch_is_decoded_where_it_lies(name):
 
 
 class ReadsStates(Drafter):
-    """A drafter that reads hidden states, and proposes the first tokens of its query."""
+    """Drafter that reads hidden states.
+
+    It proposes the first tokens of its query.
+    """
 
     hidden_layers = (-1,)
 
@@ -67,7 +70,7 @@ class ReadsStates(Drafter):
 
 
 @pytest.mark.parametrize("name", ALONG)
-def test_what_goes_along_with_a_call_stays_where_it_lies(name):
+def test_arguments_of_a_call_stay_on_their_device(name):
     target, draft = pair("llama") if name != "encoder" else encoder_pair("t5")
     inputs: dict[str, Any] = ragged_prompts(2, seed=4) if name != "encoder" else inputs_of("t5", 2)
     expected = target.generate(**inputs, max_new_tokens=NUM_NEW)

@@ -1,4 +1,4 @@
-"""The rules that ruff does not know: imports go to a lower layer, and nothing writes to what it imports."""
+"""Test rules unknown to ruff: imports go to a lower layer, and nothing writes to its imports."""
 
 import ast
 import importlib
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Package or file -> layer. Imports go to a lower layer, or stay inside one package.
+# Layer of each package or file. Imports go to a lower layer, or stay inside one package.
 FLOORS = {
     "hf_speculate": 14,
     "hf_speculate.tools": 13,
@@ -35,13 +35,13 @@ FLOORS = {
 }
 KERNELS = "hf_speculate.kernels"
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-FILE_LAYER = 5  # of top-level files without a line: above those that have one, below the packages
-# Imports for annotations alone may point up, but not to these.
+FILE_LAYER = 5  # top-level files without a line: above those with one, below the packages
+# Annotations alone may import from higher layers, except from these.
 NOT_CORE = ("hf_speculate", "hf_speculate.tools", "hf_speculate.options")
 
 
 def library_files() -> dict[str, Path]:
-    """Module name -> file."""
+    """Return the files of the library by module name."""
     files = {}
     for path in sorted((ROOT / "hf_speculate").rglob("*.py")):
         files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
@@ -58,7 +58,7 @@ LAYERS = layers_of(library_files())
 
 
 def package_of(module: str) -> str:
-    """The package or top-level file that `module` lies in; empty if it has no layer."""
+    """Return the package or top-level file of `module`, or an empty string without a layer."""
     if module == "hf_speculate":
         return module
     packages = [package for package in LAYERS if package != "hf_speculate" and f"{module}.".startswith(f"{package}.")]
@@ -66,7 +66,7 @@ def package_of(module: str) -> str:
 
 
 def imported_modules(node: ast.AST) -> list[str]:
-    """Dotted names that an absolute import reaches; a name imported from a package counts as lying in it."""
+    """Return dotted names of an absolute import; a package's names count as its modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom) or node.level:
@@ -76,7 +76,7 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def import_problem(name: str, package: str, is_local: bool, is_for_annotations: bool) -> str:
-    """What is wrong with an import of `name` in a file of `package`; empty if nothing is."""
+    """Name the fault of an import of `name` in a file of `package`; return "" for none."""
     root, target = name.partition(".")[0], package_of(name)
     if root == "triton_kernels" or (root == "triton" and package != KERNELS):
         return "only the kernels import triton, and are themselves imported as hf_speculate.kernels"
@@ -96,13 +96,13 @@ def import_problem(name: str, package: str, is_local: bool, is_for_annotations: 
 
 
 def nodes_for_annotations(tree: ast.AST) -> set[ast.AST]:
-    """The nodes under `if TYPE_CHECKING:`, which no program runs."""
+    """Return the nodes under `if TYPE_CHECKING:`, which never run."""
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING]
     return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
 
 
 def problems_of(source: str, module: str) -> Iterator[str]:
-    """Everything that `source` does against the rules, were it the module `module`."""
+    """Return every violation of the rules in `source`, taken as the module `module`."""
     tree, package = ast.parse(source), package_of(module)
     if not package:
         yield f"{module} has no layer: add its package to FLOORS"
@@ -121,7 +121,7 @@ def problems_of(source: str, module: str) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {name}: {problem}"
 
 
-def test_every_module_keeps_the_rules() -> None:
+def test_modules_keep_the_import_rules() -> None:
     problems = [
         problem for module, path in library_files().items() for problem in problems_of(path.read_text(), module)
     ]
@@ -129,7 +129,7 @@ def test_every_module_keeps_the_rules() -> None:
 
 
 def test_benchmarks_and_examples_import_what_exists() -> None:
-    """The benchmarks for GPUs and those run by hand are otherwise imported by no test."""
+    """Include benchmarks for GPUs and manual ones, because no other test imports them."""
     names = {
         name
         for folder in ("benchmarks", "examples")
@@ -172,13 +172,13 @@ FOR_ANNOTATIONS = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ("compat", "from transformers.utils import _x", ""),
     ],
 )
-def test_the_checker_finds(module: str, source: str, text: str) -> None:
+def test_checker_finds_forbidden_imports_and_writes(module: str, source: str, text: str) -> None:
     problems = list(problems_of(source, f"hf_speculate.{module}"))
     assert len(problems) == bool(text), problems
     assert text in "".join(problems)
 
 
-def test_a_top_level_file_needs_no_line_and_a_package_does() -> None:
+def test_packages_need_a_line_and_top_level_files_none() -> None:
     files = {"hf_speculate.new": ROOT / "new.py", "hf_speculate.folder": ROOT / "folder" / "__init__.py"}
     layers = layers_of(files)
     assert "hf_speculate.folder" not in layers

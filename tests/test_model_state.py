@@ -1,4 +1,4 @@
-"""What calls with one model leave for later calls."""
+"""Test state kept by a model between calls."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +12,10 @@ from hf_speculate.model_state import model_state
 
 class Value:
     def __init__(self):
-        sleep(0.01)  # so that threads meet in the factory
+        sleep(0.01)  # makes threads meet in the factory
 
 
-def test_a_value_is_made_once_for_each_model_and_key_and_goes_with_the_model():
+def test_value_is_made_once_per_model_and_key():
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
     state = model_state(models[0])
     with ThreadPoolExecutor(4) as pool:

@@ -1,4 +1,4 @@
-"""First contact prints no line of other packages: the README's example and the commands."""
+"""Test printed output: the README's example and the commands show no lines of other packages."""
 
 import re
 import subprocess
@@ -7,19 +7,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET, DRAFT = "examples/pair/target", "examples/pair/draft"
-# torchao, a package of contributors, logs when transformers imports it: Python behaves here as it does without it.
+# torchao logs when transformers imports it, and only contributors install it, so it is hidden here.
 AS_INSTALLED = "import sys; sys.modules['torchao'] = None\n"
-# transformers shows these while it loads a model, which takes minutes if the model is large.
+# transformers shows these while it loads a model, which takes minutes for large ones.
 BAR = re.compile(r"^Loading weights: +\d+%.*it/s\]$")
 
 
 def lines_of_errors(code: str) -> tuple[str, list[str]]:
-    """Standard output of a fresh process, and the lines of its standard error."""
+    """Return standard output and the lines of standard error of a new process."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout, [line for line in done.stderr.split("\n") if line and not BAR.match(line.split("\r")[-1])]
 
 
-def test_the_first_example_of_the_readme_prints_texts_and_statistics_only():
+def test_readme_example_prints_texts_and_statistics_only():
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
     code = code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", TARGET).replace("tokens=64", "tokens=16")
     out, errors = lines_of_errors(AS_INSTALLED + code)
@@ -28,7 +28,7 @@ def test_the_first_example_of_the_readme_prints_texts_and_statistics_only():
     assert "\nmean acceptance length: " in out.split("\n\n")[-1]
 
 
-def test_commands_print_nothing_of_other_packages_even_beside_torchao():
+def test_commands_print_nothing_of_other_packages():
     pair = [TARGET, "--draft", DRAFT]
     commands = ["--help"], ["generate", "--help"], ["generate", *pair, "def f():", "-n", "8"], ["check", *pair]
     out, errors = lines_of_errors(

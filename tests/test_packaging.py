@@ -1,4 +1,4 @@
-"""What is built, pinned and shown to users fits together."""
+"""Test built packages, pinned versions and public names."""
 
 import ast
 import configparser
@@ -66,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel: Path) -> None:
+def test_wheel_holds_the_package_with_its_kernels(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {f"hf_speculate/{name}" for name in python_files("hf_speculate")}
@@ -85,7 +85,7 @@ def test_description_on_an_index_has_absolute_links(wheel: Path) -> None:
     assert f"Project-URL: Source, {REPOSITORY_URL}\n" in metadata
 
 
-def test_source_distribution_holds_no_part_of_the_tests(wheel: Path) -> None:
+def test_source_distribution_holds_no_tests(wheel: Path) -> None:
     (folder,) = wheel.parent.glob("hf_speculate-*/")
     assert (folder / "setup.py").is_file()
     assert not (folder / "tests").exists()
@@ -122,18 +122,18 @@ assert hf_speculate.kernels is not triton_kernels
 assert sys.modules["triton"] is None
 """
 
-# What a plain installation does not bring, by the names of the modules.
+# Modules missing from a plain installation.
 EXTRAS = "accelerate datasets fastapi httpx kernels matplotlib openai pandas peft prometheus_client ray torchao"
 EXTRAS += " triton uvicorn xgrammar"
 
 
 @pytest.mark.slow
-def test_the_wheel_works_beside_a_foreign_triton_kernels_and_without_extras(wheel: Path, tmp_path: Path) -> None:
-    """Triton's own distribution brings a package of that name; neither may stand on the other."""
+def test_wheel_works_beside_another_triton_kernels_package(wheel: Path, tmp_path: Path) -> None:
+    """Install beside Triton's own distribution, which has a package of the same name."""
     run_python("-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    # What the wheel requires is read from this environment. A line that imports is run.
+    # Read requirements of the wheel from this environment, and run each import line.
     without = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS.split()!r}))\n"
     (packages / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n{without}")
     (packages / "triton_kernels").mkdir()
@@ -150,11 +150,11 @@ def test_the_wheel_works_beside_a_foreign_triton_kernels_and_without_extras(whee
     assert run(*words, "-d", draft, "-k", "3", **away) == text
 
 
-def test_the_library_imports_only_what_it_requires() -> None:
+def test_library_imports_only_its_requirements() -> None:
     required = requirement_names(setup_cfg()["options"]["install_requires"])
     nodes = [node for path in library_files().values() for node in ast.walk(ast.parse(path.read_text()))]
     imported = {name.split(".")[0] for node in nodes for name in imported_modules(node)}
-    # The kernels import Triton, and nothing imports the kernels but a call that asks for them; others are extras.
+    # Only a call for the kernels imports them, and only they import Triton. The others are extras.
     optional = {
         "accelerate",
         "fastapi",
@@ -170,7 +170,7 @@ def test_the_library_imports_only_what_it_requires() -> None:
     assert imported - {*sys.stdlib_module_names, "hf_speculate"} - optional == required
 
 
-def test_the_version_is_said_once_and_everything_that_setup_cfg_names_is_pinned() -> None:
+def test_version_is_defined_once_and_requirements_are_pinned() -> None:
     parser = setup_cfg()
     assert parser["metadata"]["version"] == "attr: hf_speculate.__version__"
     assert f"## {hf_speculate.__version__}" in (ROOT / "CHANGELOG.md").read_text()
@@ -186,7 +186,7 @@ def test_the_version_is_said_once_and_everything_that_setup_cfg_names_is_pinned(
     assert f"\nARG TORCH=torch=={pins()['torch']}\n" in (ROOT / "Dockerfile").read_text()
 
 
-def test_importing_changes_nothing_and_needs_no_triton() -> None:
+def test_import_changes_nothing_and_needs_no_triton() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import importlib, pkgutil, transformers\n"
@@ -205,7 +205,7 @@ def test_importing_changes_nothing_and_needs_no_triton() -> None:
 HEAVY = ("rich", "typer", "jinja2", "huggingface_hub.hf_api", "matplotlib", "transformers", "torch")
 
 
-def test_importing_the_package_loads_no_library_and_enabling_a_model_no_tools():
+def test_import_of_the_package_loads_no_library():
     code = (
         "import sys, hf_speculate\n"
         "print([name for name in sys.modules if name.startswith('hf_speculate.')])\n"
@@ -217,7 +217,7 @@ def test_importing_the_package_loads_no_library_and_enabling_a_model_no_tools():
     assert done.stdout == "[]\n" * 3
 
 
-def test_dir_shows_the_public_names_and_each_can_be_imported():
+def test_dir_lists_public_names_that_import():
     assert dir(hf_speculate) == sorted([*hf_speculate.__all__, "__version__"])
     for name in hf_speculate.__all__:
         value = getattr(hf_speculate, name)

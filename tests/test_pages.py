@@ -1,4 +1,4 @@
-"""What the pages show runs, and what they list is whole."""
+"""Test code, commands and lists of the documentation pages."""
 
 import ast
 import json
@@ -16,11 +16,11 @@ from tests.page_code import run_blocks
 from tests.support.pages import BLOCK, PAGES, PROGRAM, ROOT, blocks, named_commands, read
 from tests.support.shown_commands import problems_in
 
-LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")  # the last two are Sphinx's to check
+LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")  # Sphinx checks the last two
 
 
 def headings(path: Path) -> set[str]:
-    """The names by which links lead to a page's headings, as code hosts and myst make them."""
+    """Return link targets of a page's headings, as code hosts and myst make them."""
     text = BLOCK.sub("", path.read_text(encoding="utf-8"))
     titles = [title.strip().lower() for title in re.findall(r"^#+ (.*)$", text, re.M)]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
@@ -28,7 +28,7 @@ def headings(path: Path) -> set[str]:
 
 @pytest.fixture
 def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder from which paths below `examples/` lead where they do in a clone, and nothing is written there."""
+    """Provide a folder with the clone's `examples/` paths, so nothing is written to the clone."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -37,14 +37,14 @@ def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.fallback("eager forwards")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_every_python_block_runs_in_order(page: str, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run_in_order(page: str, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(run_blocks(page)) == []
     for num_equal, num, dtype in re.findall(r"(\d+) of (\d+) rows? equal plain .* in (\w+)", capsys.readouterr().out):
-        assert (num_equal, dtype) == (num, "float32")  # what a reader checks first is equal
+        assert (num_equal, dtype) == (num, "float32")  # the reader's first check: all equal
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_is_looked_at_and_every_command_would_be_accepted(page: str) -> None:
+def test_shown_commands_are_accepted(page: str) -> None:
     text = read(page)
     assert {label.split(" ")[0] for _, label, _ in BLOCK.findall(text)} <= set(LANGUAGES)
     for code in blocks(page, "json"):
@@ -54,7 +54,7 @@ def test_every_block_is_looked_at_and_every_command_would_be_accepted(page: str)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.stem)
-def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None:
+def test_example_commands_are_accepted(path: Path) -> None:
     shown = re.findall(r"^ {4}(.*(?:\\\n.*)*)$", ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "", re.M)
     assert [problem for code in shown if PROGRAM.match(code) for problem in problems_in(code)] == []
 
@@ -73,7 +73,7 @@ def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None
         ("python -m hf_speculate.tools.cli.main check TARGET --draft DRAFT | python -m json.tool", ""),
     ],
 )
-def test_a_wrong_command_is_found_and_a_right_one_accepted(command: str, problem: str) -> None:
+def test_command_parser_tells_wrong_from_right(command: str, problem: str) -> None:
     problems = problems_in(command)
     assert len(problems) == bool(problem)
     assert problem in "".join(problems)
@@ -88,7 +88,7 @@ def test_links_lead_to_files_and_headings() -> None:
             assert not heading or heading in headings(target), f"{page} leads to {path}#{heading}"
 
 
-def test_lists_of_settings_benchmarks_and_names_are_whole() -> None:
+def test_lists_of_settings_benchmarks_and_names_are_complete() -> None:
     settings, benchmarks = map(read, ("docs/settings.md", "docs/benchmarks.md"))
     assert [name for name in FIELD_NAMES if f"`{name}`" not in settings] == []
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")}
@@ -98,7 +98,7 @@ def test_lists_of_settings_benchmarks_and_names_are_whole() -> None:
     assert sorted({*hf_speculate.__all__, *kernels.__all__} - shown) == []
 
 
-def test_the_reference_of_the_command_line_shows_text_without_markup() -> None:
+def test_command_line_reference_shows_text_without_markup() -> None:
     text = runpy.run_path(str(ROOT / "docs" / "cli_reference.py"))["reference"]()
     assert "| Largest number of new tokens. | `256; bench and tune: 128` |" in text
     assert re.findall(r"\[/?[a-z]+\]|\\\[", text) == []

@@ -1,4 +1,4 @@
-"""Rows are selected and joined by what a class declares."""
+"""Test selecting and joining rows by declared fields."""
 
 import torch
 
@@ -37,7 +37,7 @@ def test_rows_are_selected_in_their_new_order():
     assert rows.derived is None
 
 
-def test_rows_are_joined_behind_the_present_ones():
+def test_joined_rows_follow_the_present_ones():
     rows = Rows(0, 1)
     names = rows.names
     rows.join(Rows(7))
@@ -45,10 +45,10 @@ def test_rows_are_joined_behind_the_present_ones():
     assert [part.tolist() for part in rows.states["keys"]] == [[[0], [1], [7]], [0, 1, 7]]
     assert rows.tokens.lens == [0, 1, 7]
     assert rows.derived is None
-    assert names == ["row 0", "row 1"]  # which others may hold
+    assert names == ["row 0", "row 1"]  # other objects may hold it
 
 
-def test_the_parts_of_a_batch_share_one_upload():
+def test_parts_of_a_batch_share_one_upload():
     kept, device = RowIndices([1, 0]), torch.device("cpu")
     assert RowIndices.of(kept) is kept
     assert kept.on(device) is kept.on(device)

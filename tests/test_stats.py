@@ -1,4 +1,4 @@
-"""Counts follow from the rounds that were added, read well, and are those that `speculation_callback` hears of."""
+"""Test statistics: their counts, printed form and `speculation_callback`."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from tests.support.tiny import make_model, ragged_prompts
 
 
 def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
-    """Rounds of (drafted, accepted, emitted) tokens."""
+    """Make statistics of rounds with (drafted, accepted, emitted) tokens."""
     stats = SpeculationStats(verifier="greedy")
     for num_drafted, num_accepted, num_emitted in rounds:
         stats.add_row(num_drafted, num_accepted, num_emitted)
@@ -31,7 +31,7 @@ def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
 
 
 def full_stats() -> SpeculationStats:
-    """With something in every field."""
+    """Make statistics with a value in every field."""
     stats = make_stats((3, 3, 4), (3, 1, 2), (0, 0, 1))
     for num in (3, 3, 0):
         stats.num_batch_rounds += 1
@@ -43,7 +43,7 @@ def full_stats() -> SpeculationStats:
 
 
 def test_counts_and_rates_of_rounds_and_positions():
-    """The first rejected token of a round is verified, and later ones are not."""
+    """Count the first rejected token of a round as verified, and no later one."""
     stats = make_stats((5, 2, 3), (3, 3, 4), (4, 0, 1), (0, 0, 1), (1, 1, 2))
     assert (stats.num_rounds, stats.num_drafted, stats.num_verified, stats.num_accepted) == (5, 13, 3 + 3 + 1 + 1, 6)
     assert stats.drafted_per_position == [4, 3, 3, 2, 1]
@@ -58,7 +58,7 @@ def test_counts_and_rates_of_rounds_and_positions():
     assert stats.verified_per_position == [5, 3, 2, 0, 0]
 
 
-def test_after_a_reset_everything_is_zero_and_reads():
+def test_reset_stats_are_zero_and_readable():
     stats = full_stats()
     stats.reset()
     assert stats == SpeculationStats()
@@ -91,8 +91,8 @@ def test_calls_add_up():
     assert first.num_rounds == 2
 
 
-def test_the_speedup_compares_the_whole_call_with_plain_steps_of_the_same_rows():
-    """Here 4 + 1 + 1 + 4 seconds, of which plain decoding takes the first, and steps of 3, 2 and 1 rows."""
+def test_speedup_compares_the_call_with_plain_steps_of_its_rows():
+    """Spend 4 + 1 + 1 + 4 s; plain decoding needs the first 4 and steps of 3, 2 and 1 rows."""
     stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
     stats.prefill_s, stats.preparation_s, stats.vocabulary_s, stats.draft_s, stats.score_s = 4.0, 0.75, 0.25, 1.0, 4.0
     stats.rounds_s, stats.replaced_steps = 5.0, {3: 4, 2: 2, 1: 2}
@@ -117,7 +117,7 @@ TIMES = (
 )
 
 
-def test_it_reads_well():
+def test_stats_print_readable_text():
     stats = full_stats()
     stats.num_host_syncs, stats.num_user_host_syncs, stats.lock_step = 3, 1, True
     assert str(stats).splitlines() == [
@@ -144,7 +144,7 @@ def test_it_reads_well():
     )
 
 
-def test_tables_show_markup_as_it_stands():
+def test_tables_escape_markup():
     out, page = io.StringIO(), full_stats()._repr_mimebundle_([], [])["text/html"]  # in a notebook
     rich.print(full_stats(), file=out)
     assert "2.33 (7 tokens in 3 rounds)" in out.getvalue() and "2.33 (7 tokens in 3 rounds)" in page
@@ -157,10 +157,10 @@ def generate(batch_size: int = 3, noise: float = DRAFT_NOISE, **options) -> torc
     return target.generate(**ragged_prompts(batch_size, seed=1), assistant_model=draft, **options)
 
 
-def test_a_call_with_a_perfect_draft_is_counted_exactly():
-    """Twelve tokens after the first: three rounds of a wholly kept draft of three and one token more."""
+def test_call_with_a_perfect_draft_is_counted_exactly():
+    """Decode twelve tokens after the first: three rounds of three accepted tokens and one more."""
     stats = hf_speculate.SpeculationStats()
-    for batch_size in (3, 2):  # each call begins anew
+    for batch_size in (3, 2):  # each call starts at zero
         generate(batch_size, ACCEPTED_ALL, max_new_tokens=13, speculation_stats=stats)
     assert (stats.num_batch_rounds, stats.num_rounds) == (3, 2 * 3)
     assert stats.num_drafted == stats.num_verified == stats.num_accepted == 2 * 9
@@ -171,7 +171,7 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_lock_step", [False, True])
-def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
+def test_verified_tokens_in_lock_step_are_those_reached(is_lock_step):
     stats, reports = SpeculationStats(), []
     processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])
     generate(speculation_stats=stats, speculation_callback=reports.append, logits_processor=processors)
@@ -185,11 +185,11 @@ def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
     assert stats.num_accepted < stats.num_verified < stats.num_drafted
 
 
-NUM_LONG = 40  # new tokens: enough for a plain step to cost little
+NUM_LONG = 40  # new tokens: enough to make a plain step cheap
 
 
 def long_call(target, draft, batch_size=1, **options):
-    """The statistics and new tokens of a call with constant K."""
+    """Return the statistics and new tokens of a call with constant K."""
     stats = SpeculationStats()
     options = {"num_assistant_tokens": 3, "max_new_tokens": NUM_LONG, **options}
     inputs = ragged_prompts(batch_size, seed=1)
@@ -211,7 +211,7 @@ def test_first_call_of_a_type_measures_a_plain_step():
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 24},  # a plain step would cost too much of it
+        {"max_new_tokens": 24},  # too short for a plain step
         {"do_sample": True, "seed": 1},  # the text depends on every draft length
         {"verifier": "typical"},
     ],
@@ -258,7 +258,7 @@ def generate_alone(**options):
 
 
 def round_record(draft_len, score_s):
-    """A round of one row whose drafts are accepted."""
+    """Make a round of one row with accepted drafts."""
     ids = torch.zeros(1, draft_len, dtype=torch.int64)
     lens = torch.full((1,), draft_len, dtype=torch.int32)
     new_ids, num_drafted = [[0] * (draft_len + 1)], [draft_len]
@@ -280,7 +280,7 @@ def round_record(draft_len, score_s):
     )
 
 
-def test_record_names_what_drafted_each_row():
+def test_record_names_the_source_of_each_row():
     record = round_record(2, 0.1)._replace(names=DraftNames("model", "lookup"))
     own, free = (record.draft._replace(cached=CachedDraft(1, [is_own])) for is_own in (True, False))
     plain = record.verified._replace(num_drafted=[0])
@@ -289,7 +289,7 @@ def test_record_names_what_drafted_each_row():
     assert names == ["model", "model", "lookup", "lookup", ""]
 
 
-def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
+def test_dict_of_stats_survives_json():
     stats = full_stats()
     values = stats.as_dict()
     assert json.loads(json.dumps(values)) == values
@@ -313,7 +313,7 @@ def test_lens_and_plain_steps_in_order_stay_bounded():
     assert {num: len(steps) for num, steps in stats.plain_step_s_by_rows.items()} == {1: MAX_PLAIN_STEPS}
 
 
-def test_pandas_gets_one_row_a_call():
+def test_dataframe_has_one_row_per_call():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.concat([full_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
     assert list(frame["num_emitted"]) == [7, 2]
@@ -322,24 +322,24 @@ def test_pandas_gets_one_row_a_call():
     assert not any(isinstance(cell, list | dict) for cell in frame.iloc[0])
 
 
-def test_a_plot_has_three_panels_that_say_what_was_counted():
+def test_plot_has_three_labelled_panels():
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     stats = full_stats()
     figure = stats.plot()
     assert figure.get_suptitle() == stats.headline
-    figure.draw_without_rendering()  # names stand at the axes then
+    figure.draw_without_rendering()  # sets names at the axes
     acceptance, lens, seconds = figure.axes
     assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
     assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
     assert [text.get_text() for text in seconds.texts] == ["0%", "0%", "0%", "20%", "10%", "40%", "20%", "10%"]
-    stats.num_batch_rounds = 50  # more than was kept
+    stats.num_batch_rounds = 50  # more than the kept records
     assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
     assert SpeculationStats().plot().axes[0].texts[0].get_text() == "nothing was drafted"
 
 
 @pytest.mark.parametrize(("library", "ask"), [("matplotlib", "plot"), ("pandas", "to_pandas")])
-def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask):
+def test_missing_library_error_names_the_extra(monkeypatch, library, ask):
     for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
@@ -348,7 +348,7 @@ def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask
         getattr(full_stats(), ask)()
 
 
-def test_low_acceptance_is_reported_once_also_after_it_rose():
+def test_low_acceptance_is_reported_once():
     tallies, draft, bound = AcceptanceTallies(), make_model("llama"), AcceptanceBound(0.02, 64)
     calls = [(63, 0), (37, 1), (100, 10), (1000, 0), (100, 90), (9000, 0)]
     reported = [tallies.add(draft, DraftCounts(*counts), bound) for counts in calls]
@@ -365,7 +365,7 @@ def test_low_acceptance_is_reported_once_also_after_it_rose():
         {"do_sample": True, "seed": 1, "num_assistant_tokens_schedule": "heuristic"},
     ],
 )
-def test_it_is_told_every_round_as_the_statistics_count_it(options):
+def test_callback_gets_every_round_as_counted(options):
     reports: list[RoundReport] = []
     stats = SpeculationStats()
     generate(speculation_callback=reports.append, speculation_stats=stats, **options)
@@ -379,11 +379,11 @@ def test_it_is_told_every_round_as_the_statistics_count_it(options):
     assert all(report.round_s == report.draft_s + report.score_s + report.other_s for report in reports)
     assert sum(report.score_s for report in reports) == pytest.approx(stats.score_s)
     run_s = stats.total_s - stats.inputs_s - stats.preparation_s
-    assert reports[-1].total_s <= run_s  # what follows the last round is not in it
+    assert reports[-1].total_s <= run_s  # it leaves out work after the last round
     assert options or reports[-1].total_s == pytest.approx(run_s, rel=0.05)
 
 
-def test_rows_are_named_by_their_place_in_the_output():
+def test_callback_names_rows_by_output_index():
     reports, quiet, told = [], SpeculationStats(), SpeculationStats()
     options = {"eos_token_id": 5, "max_new_tokens": 60}
     generate(**options)  # the first call of a type measures a plain step
@@ -391,15 +391,15 @@ def test_rows_are_named_by_their_place_in_the_output():
     assert_equal_ids(generate(**options, speculation_stats=quiet), text)
     assert (quiet.num_host_syncs, quiet.num_user_host_syncs) == (told.num_host_syncs, told.num_user_host_syncs)
     ends = [(row[12:] == 5).nonzero()[:1, 0] for row in text]
-    emitted = [1, 1, 1]  # the token after the prompt comes before the first round
+    emitted = [1, 1, 1]  # the prompt's token comes before the first round
     for report in reports:
         for row, num in zip(report.row_ids, report.num_emitted, strict=True):
             emitted[row] += num
     assert emitted == [int(end) + 1 if len(end) else 60 for end in ends]
-    assert len({report.row_ids for report in reports}) > 1  # rows left
+    assert len({report.row_ids for report in reports}) > 1  # some rows left
 
 
-def test_a_call_with_drafts_is_reported_and_logs_one_line_at_info(caplog):
+def test_call_with_drafts_logs_one_line_at_info(caplog):
     reports: list[RoundReport] = []
     with caplog.at_level(logging.INFO, logger="hf_speculate"):
         pair("llama")[0].generate(**ragged_prompts(1), max_new_tokens=3, speculation_callback=reports.append)

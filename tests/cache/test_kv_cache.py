@@ -1,4 +1,4 @@
-"""The KVCache contract, and rollback by row against caches that were never wrong."""
+"""Test the KV cache contract and rollback by row against caches without rejected tokens."""
 
 import random
 from dataclasses import replace
@@ -23,8 +23,8 @@ from tests.random_calls import Case
 from tests.random_search import run_case
 from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, ragged_prompts
 
-STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
-SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # their attention rounds to float32 whatever the dtype
+STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by at least 1e-2
+SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # attention rounds to float32 for every dtype
 FLOAT32_TOLERANCE = 1e-4
 
 
@@ -43,7 +43,7 @@ MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallo
 
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
 @pytest.mark.parametrize("seed", range(10))
-def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(make, seed):
+def test_rows_keep_their_states_through_random_operations(make, seed):
     draw, cache, by_head = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
     assert (cache.num_real_tokens, cache.get_kv_states()) == ([0] * 3, [])
     for number in range(12):
@@ -76,7 +76,7 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
-def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(make):
+def test_clearing_removes_rejected_states_only(make):
     cache, kv_states, drops = make(3), states(3, 6), [4, 1, 0]
     for layer in kv_states:
         for part in layer:
@@ -84,7 +84,7 @@ def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(
                 part[row, :, 6 - drop :] = torch.nan
     cache.update(kv_states)
     cache.crop(drops)
-    assert cache.holds_rejected == (cache.kind == "preallocated")  # the other one keeps no such columns
+    assert cache.holds_rejected == (cache.kind == "preallocated")  # the dynamic cache has no such columns
     cache.clear_rejected()
     assert not cache.holds_rejected
     for buffers, layer, actual in zip(cache.cache.layers, kv_states, cache.get_kv_states(), strict=True):
@@ -95,8 +95,8 @@ def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(
 
 
 @each_value(choice=["dynamic", "preallocated"], family=TINY_FAMILIES)
-def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(family, choice):
-    """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
+def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
+    """Feed four tokens and drop a different count per row in several rounds, past the window."""
     model, passed, device = make_model(family), DynamicCache(config=make_model(family).config), torch.device("cpu")
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
@@ -124,16 +124,16 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(family, choi
         assert cache.num_columns == max(num + len(text) for num, text in zip(num_pads, texts, strict=True))
     shortest = num_pads.index(max(num_pads))
     cache.rows([shortest])
-    assert cache.num_columns == len(texts[shortest])  # its padding was for longer prompts
+    assert cache.num_columns == len(texts[shortest])  # its padding served longer prompts
 
 
-def test_rows_of_equal_padding_that_stay_before_the_first_forward_keep_a_mask_each():
+def test_rows_selected_before_the_first_forward_keep_their_masks():
     cache = DynamicKVCache(DynamicCache(), 3, torch.tensor([[0, 0, 1], [0, 0, 1], [1, 1, 1]]))
     cache.rows([0, 1])
     assert cache.mask(4).tolist() == [[0, 0, 1, 1]] * 2
 
 
-def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
+def test_rows_join_in_places_of_rows_that_left():
     cache, joining = preallocated(4), preallocated(1)
     first_states, its = states(4, 9), states(1, 5, seed=1)
     for layer in first_states:
@@ -153,7 +153,7 @@ def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
 
 
 CHAT = Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic")
-CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers that share states
+CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers with shared states
 CHATS += [replace(CHATS[1], num_turns=1, passed="no", batch_size=3, padding="left", cache="static")]
 THREE = replace(CHAT, batch_size=3, num_turns=3, padding="left", ends=(3, 7))
 CHATS += [replace(THREE, family=family, cache="auto") for family in ("llama", "gpt2")]
@@ -161,12 +161,12 @@ CHATS += [replace(THREE, family="mistral_window", cache=cache) for cache in ("dy
 
 
 @pytest.mark.parametrize("case", CHATS, ids=str)
-def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
+def test_chat_turns_equal_plain_in_text_scores_and_cache(case):
     result = run_case(case)
     assert result.outcome == "equal", result
 
 
-def test_a_row_joins_one_whose_window_has_moved():
+def test_row_joins_one_with_a_moved_window():
     written = [torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)]
     layers = [RaggedLayer(Lookahead(RowLayout([0])), SLIDING_WINDOW) for _ in written]
     for layer, tokens in zip(layers, written, strict=True):
@@ -192,7 +192,7 @@ def buffers(shape=SHAPE):
     return PooledBuffers([KVState(torch.ones(shape), torch.ones(shape))], {"graph": shape})
 
 
-def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
+def test_pooled_buffers_are_reused_by_one_call_at_a_time():
     pool, pooled = BufferPool(), buffers()
     assert pool.take(shape_of(), 1) is None
     pool.give_back(shape_of(), pooled)
@@ -201,24 +201,24 @@ def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
     assert not any(tensor.any() for tensor in taken.tensors)
     assert taken.graphs is pooled.graphs
     assert pool.take(shape_of(), 1) is None  # in use
-    pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # which rows have left
+    pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # buffers of rows that left
     assert pool.take(shape_of(), 1) is None
 
 
 @pytest.mark.parametrize(("batch_size", "capacity"), [(1, 128), (2, 256)])
-def test_other_shapes_are_other_entries(batch_size, capacity):
+def test_pool_separates_shapes(batch_size, capacity):
     pool = BufferPool()
     pool.give_back(shape_of(), buffers())
     assert pool.take(shape_of(batch_size, capacity), 1) is None
-    with torch.inference_mode():  # tensors made outside may be written here, but not the other way round
+    with torch.inference_mode():  # tensors made outside can be written here, but not the reverse
         assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 128, torch.float32), 1) is None
 
 
-def test_the_longest_unused_go_past_the_limit_of_bytes():
+def test_pool_over_its_limit_drops_least_recently_used():
     num_bytes = buffers().num_bytes
     pool = BufferPool(max_bytes=3 * num_bytes)
-    for capacity in (128, 64, 256):  # the third is twice as large
+    for capacity in (128, 64, 256):  # the third has twice the size
         pool.give_back(shape_of(2, capacity), buffers((2, 1, capacity, 4)))
     assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 64), 1) is not None
@@ -229,7 +229,7 @@ def test_the_longest_unused_go_past_the_limit_of_bytes():
 
 
 class Packed(torch.Tensor):
-    """A weight [N] bfloat16 that is stored in data [N / 2] uint8."""
+    """Weight [N] bfloat16, stored in uint8 [N / 2]."""
 
     @staticmethod
     def __new__(cls, data):
@@ -243,10 +243,10 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return args[0]  # a parameter detaches it
+        return args[0]  # `Parameter` detaches it
 
 
-def test_the_limit_grows_with_the_bytes_of_the_stored_weights():
+def test_pool_limit_grows_with_bytes_of_stored_weights():
     def limit_of(weight):
         return max_pooled_bytes(torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)]))
 

@@ -1,4 +1,4 @@
-"""What calls hold at their peak, against plain `generate` with the draft's cache added, in bytes of live tensors."""
+"""Compare peaks of live tensor bytes with those of plain `generate` plus the draft's cache."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ SIZES = {"intermediate_size": 64, "max_position_embeddings": 2048}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make until they are freed."""
+    """Context that counts bytes of live storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ def make_pair(draft_width: int) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @each_value(num_rows=[1, 3], draft_width=[64, 160])
-def test_a_long_prompt_takes_no_more_than_plain_and_the_drafts_cache(num_rows: int, draft_width: int) -> None:
-    """Weights, which would only help, are left out."""
+def test_long_prompt_peaks_at_plain_plus_the_draft_cache(num_rows: int, draft_width: int) -> None:
+    """Leave out weights, because they only widen the margin."""
     target, draft = make_pair(draft_width)
     ids = torch.randint(3, 64, (num_rows, PROMPT_LEN), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
@@ -81,7 +81,7 @@ def test_a_long_prompt_takes_no_more_than_plain_and_the_drafts_cache(num_rows: i
 
 
 @pytest.mark.parametrize("max_columns", [None, 1500])
-def test_a_growing_cache_takes_little_more_than_its_states(max_columns: int | None) -> None:
+def test_growing_cache_peaks_slightly_above_its_states(max_columns: int | None) -> None:
     num_layers, num_steps = 8, 20
     ours = PreallocatedKVCache(MaskSpec((None,) * num_layers, {}, torch.float32), 2, max_columns=max_columns)
     theirs = DynamicCache()
@@ -98,7 +98,7 @@ def test_a_growing_cache_takes_little_more_than_its_states(max_columns: int | No
     assert ours.num_columns == theirs.get_seq_length() == 1200 + 15 * num_steps
 
 
-def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
+def test_returned_cache_is_not_held_twice() -> None:
     num_layers, num_tokens = 40, 500
     kept_cache = DynamicCache(config=make_config("llama", num_hidden_layers=num_layers))
     kv_cache = PreallocatedKVCache(MaskSpec((None,) * num_layers, {}, torch.float32), 2, kept_cache=kept_cache)
@@ -114,7 +114,7 @@ def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
 
 
 @pytest.mark.parametrize("prefill_chunk_size", [None, 200])
-def test_a_wide_draft_is_fed_its_prompt_in_even_chunks(prefill_chunk_size: int | None) -> None:
+def test_wide_draft_reads_its_prompt_in_even_chunks(prefill_chunk_size: int | None) -> None:
     target, draft = make_pair(80)
     lens: list[int] = []
     draft.model.embed_tokens.register_forward_pre_hook(lambda _, args: lens.append(args[0].shape[1]))

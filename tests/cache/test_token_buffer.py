@@ -1,4 +1,4 @@
-"""Token buffers against rows kept as plain lists, and row lengths on the device against the same ones on the host."""
+"""Compare token buffers with plain lists, and row lengths on the device with those on the host."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 from hf_speculate.rows.token_buffer import TokenBuffer
 
-FREE = -1  # what may stand past a row's count
+FREE = -1  # possible entry past a row's count
 
 
 def check(buffer: TokenBuffer, rows: list[list[int]]) -> None:
@@ -22,8 +22,8 @@ def check(buffer: TokenBuffer, rows: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_course_of_appending_truncating_and_leaving(seed: int) -> None:
-    """Blocks are appended whole or with a count per row, 0 among them, and grow past the capacity."""
+def test_buffer_equals_lists_through_random_operations(seed: int) -> None:
+    """Append blocks whole or with a count per row, 0 included, and grow past the capacity."""
     make = random.Random(seed)
     rows = [[make.randrange(64), make.randrange(64)] for _ in range(make.randint(1, 4))]
     ids = torch.tensor(rows)
@@ -47,7 +47,7 @@ def test_any_course_of_appending_truncating_and_leaving(seed: int) -> None:
         check(buffer, rows)
 
 
-def test_it_stays_in_place_within_its_capacity_and_then_doubles():
+def test_buffer_stays_in_place_then_doubles():
     buffer, sizes = TokenBuffer(torch.zeros(1, 4, dtype=torch.int64), capacity=10), set()
     address = buffer.token_ids.data_ptr()
     for num in range(5, 1000):
@@ -58,7 +58,7 @@ def test_it_stays_in_place_within_its_capacity_and_then_doubles():
 
 
 def check_lens(lens: RowLens) -> None:
-    """What the device says is what the host says."""
+    """Assert equal lengths on device and host."""
     assert lens.on_device().tolist() == lens.on_host
     for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
         wanted = [[length + offset + step for step in range(num)] for length in lens.on_host]
@@ -66,7 +66,7 @@ def check_lens(lens: RowLens) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> None:
+def test_row_lens_equal_the_host_through_random_operations(seed: int) -> None:
     make = random.Random(seed)
     lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), ArangeCache("cpu"))
     second = RowLens(lens.on_host, ArangeCache("cpu"))

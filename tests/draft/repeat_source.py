@@ -1,4 +1,7 @@
-"""A draft source outside the library: `generate(repeats=Repeats(N))` drafts each row's last N tokens again."""
+"""Define a draft source outside the library.
+
+`generate(repeats=Repeats(N))` drafts each row's last N tokens again.
+"""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +15,7 @@ from hf_speculate.types import DraftOut
 @dataclass
 class Repeats:
     num_tokens: int
-    texts: list = field(default_factory=list)  # the new tokens of each row, once a call has ended
+    texts: list = field(default_factory=list)  # new tokens of each row after the call
     num_accepted: int = 0
 
 
@@ -51,7 +54,7 @@ class RepeatDrafter(Drafter):
         return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32), None, None)
 
     def rows(self, indices):
-        """Nothing is kept by row."""
+        """Do nothing, because there is no state by row."""
 
 
 def make_source(target, values):

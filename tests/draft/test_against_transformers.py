@@ -1,4 +1,4 @@
-"""transformers' MTP and DFlash, which read the target's hidden states: its generators in our loop, and our heads."""
+"""Compare MTP and DFlash heads, and transformers' generators in our loop, with transformers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,11 +32,11 @@ from tests.options.heads.test_mtp import make_checkpoint
 from tests.support.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
-BLOCK_SIZE = 4  # of DFlash: the token that is known, and three drafted ones
+BLOCK_SIZE = 4  # DFlash: the known token and three drafted ones
 
 
 def make_dflash(target, window):
-    """A DFlash draft of random weights for the target."""
+    """Make a DFlash draft of random weights for the target."""
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     options = {
         **{name: getattr(target.config, name) for name in (*same, "initializer_range")},
@@ -54,14 +54,14 @@ def make_dflash(target, window):
 
 
 class Case(NamedTuple):
-    """A target, its head and what makes its generator, and how transformers itself is asked for the same drafts."""
+    """Target, head, generator and transformers' options."""
 
     target: PreTrainedModel
     head: DraftHead
     source: Callable[..., CandidateGenerator]
     theirs: dict[str, Any]
     num_drafted: int
-    watched: type  # their generator
+    watched: type  # class of transformers' generator
 
 
 def mtp_case(folder, family, num_layers, seed=None):
@@ -71,7 +71,7 @@ def mtp_case(folder, family, num_layers, seed=None):
 
 
 def dflash_case(folder, window):
-    # few tokens, that some drafts are right
+    # A small vocabulary makes some drafts correct.
     target = hf_speculate.enable(make_model("llama", vocab_size=6, num_hidden_layers=3))
     draft = make_dflash(target, window)
     draft.save_pretrained(folder)
@@ -98,12 +98,12 @@ def case(request, tmp_path_factory):
 
 
 def prompt_of(case):
-    """Longer than the window."""
+    """Return a prompt longer than the window."""
     return ragged_prompts(1, seed=3, min_len=11, max_len=11, vocab_size=case.target.config.vocab_size)
 
 
 def watch_generator(patch, case):
-    """The ids of each proposal of the case's generator from here on."""
+    """Record the ids of each later proposal of the case's generator."""
     generators, original = [], case.watched.get_candidates
 
     def watched(self, input_ids, *args, **kwargs):
@@ -116,7 +116,7 @@ def watch_generator(patch, case):
 
 
 class WatchingVerifier:
-    """Greedy verification that keeps the ids of each draft, if there are any."""
+    """Greedy verifier that records nonempty drafts."""
 
     def __init__(self):
         self.drafted = []
@@ -127,7 +127,7 @@ class WatchingVerifier:
         return GreedyVerifier().verify(target_logits, draft, keys)
 
 
-def test_generator_and_head_draft_what_transformers_does(case, monkeypatch, registry):
+def test_generator_and_head_draft_as_transformers(case, monkeypatch, registry):
     inputs, generators = prompt_of(case), watch_generator(monkeypatch, case)
     text = GenerationMixin.generate(case.target, **inputs, max_new_tokens=NUM_NEW, **case.theirs)
     theirs, generators[:] = [ids for ids in generators if ids], []
@@ -137,20 +137,20 @@ def test_generator_and_head_draft_what_transformers_does(case, monkeypatch, regi
         options = {**own, "num_assistant_tokens": case.num_drafted, "max_new_tokens": NUM_NEW}
         assert_equal_ids(text, case.target.generate(**inputs, **options))
     for ours in (generators, watching.drafted):
-        num = min(len(ours), len(theirs)) - case.num_drafted  # at the end transformers may ask for more than we do
+        num = min(len(ours), len(theirs)) - case.num_drafted  # at the end, transformers may request more tokens
         assert num > 3
         assert ours[:num] == theirs[:num]
         assert torch.tensor(ours[:num]).unique().numel() > 2
 
 
-def test_padding_chunks_of_the_prompt_and_a_passed_cache(case, monkeypatch):
+def test_heads_draft_with_padding_chunks_and_a_passed_cache(case, monkeypatch):
     inputs, generators = prompt_of(case), watch_generator(monkeypatch, case)
     options = {"max_new_tokens": NUM_NEW, "candidate_generator": case.source}
     plain = case.target.generate(**inputs, **options)
     expected, generators[:] = list(generators), []
     padded = {name: torch.nn.functional.pad(tensor, (3, 0)) for name, tensor in inputs.items()}
     assert_equal_ids(plain, case.target.generate(**padded, **options)[:, 3:])
-    assert generators == expected  # and is shown no padding
+    assert generators == expected  # without padding
     generators.clear()
     assert_equal_ids(plain, case.target.generate(**inputs, **options, prefill_chunk_size=4))
     assert generators == expected
@@ -161,7 +161,7 @@ def test_padding_chunks_of_the_prompt_and_a_passed_cache(case, monkeypatch):
 
 
 class Reader(CandidateGenerator):
-    """Asks for the states of some layers."""
+    """Generator with a request for hidden states."""
 
     requires_model_outputs = True
 
@@ -171,13 +171,13 @@ class Reader(CandidateGenerator):
     get_candidates = update_candidate_strategy = None
 
 
-def test_what_a_generator_that_reads_states_may_not_ask_for():
+def test_state_reading_generator_is_refused_unsupported_requests():
     for asked in ({}, {"output_hidden_states": True}, {"output_hidden_states": [1], "return_shared_kv_states": True}):
         with pytest.raises(UnsupportedGenerationError, match="reads"):
             layers_read(Reader(asked))
     prepared = {"logits_processor": [], "generation_config": GenerationConfig()}
     with pytest.raises(UnsupportedGenerationError, match="must be what makes a generator that reads hidden states"):
-        make_generator(Reader({"output_hidden_states": -1}), **prepared)  # it remembers the text of another call
+        make_generator(Reader({"output_hidden_states": -1}), **prepared)  # its state belongs to another call
     assert layers_read(make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)) == [-1]
     prepared["generation_config"].output_hidden_states = True
     with pytest.raises(UnsupportedGenerationError, match="output_hidden_states must be left out with Reader"):

@@ -1,4 +1,4 @@
-"""A draft whose context is shorter than the text: rows past it decode plainly, the others keep their drafts."""
+"""Test drafts with a context shorter than the text: only rows past it decode plainly."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -34,13 +34,16 @@ TARGETS: dict[str, Any] = {
     **{family: partial(make_model, family) for family in ("llama", "gpt2", "opt", "gpt_neo", "qwen3_5", "bloom")},
     **{family: partial(make_family, family) for family in ("imagegpt", "codegen", "led", "trocr")},
 }
-BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # whose longest row counts for all
+BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # the longest row limits all rows
 
 
 @cache
 def pair_of(family: str) -> Any:
-    """A target, and a draft with its weights and a context of C tokens, which is right as long as it can read."""
-    if family == "dynamic":  # the target reads on, with the frequencies that the draft has up to C tokens
+    """Make a target and a draft with its weights and a context of C tokens.
+
+    The draft is correct within its context.
+    """
+    if family == "dynamic":  # the target continues with the draft's frequencies up to C tokens
         draft = TARGETS[family]()
         target = with_context(draft, 512, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
         return hf_speculate.enable(target), draft
@@ -49,7 +52,7 @@ def pair_of(family: str) -> Any:
 
 
 def prompts(*lens: int) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of these lengths."""
+    """Return left-padded prompts of these lengths."""
     width = max(lens)
     rows = [ragged_prompts(1, seed=seed, min_len=num, max_len=num, vocab_size=48) for seed, num in enumerate(lens)]
     padded = [
@@ -60,7 +63,12 @@ def prompts(*lens: int) -> dict[str, torch.Tensor]:
 
 
 def num_at_most(length: int, num_new: int) -> int:
-    """Tokens that are drafted and accepted in a row of this many tokens if all are right, within the context."""
+    """Return the number of drafted tokens within the context if all are accepted.
+
+    Args:
+        length: tokens in the row's prompt.
+        num_new: new tokens of the call.
+    """
     num_accepted, num_left = 0, num_new - 1
     length += 1
     while num_left > 1 and length <= C:
@@ -71,7 +79,7 @@ def num_at_most(length: int, num_new: int) -> int:
 
 @pytest.mark.fallback(PAST_CONTEXT, "lock step")
 @pytest.mark.parametrize("family", [family for family in TARGETS if family != "bloom"])
-def test_drafts_end_where_the_context_ends_and_say_so(family):
+def test_drafts_end_with_the_context_and_report_it(family):
     target, draft = pair_of(family)
     inputs = {"input_ids": prompts(5)["input_ids"]}
     num_before = 1 if target.config.is_encoder_decoder else 5
@@ -87,8 +95,8 @@ def test_drafts_end_where_the_context_ends_and_say_so(family):
 
 @pytest.mark.fallback(PAST_CONTEXT)
 @each_value(family=[family for family in TARGETS if family not in ("bart", "led", "trocr", "bloom")], longest=[14, 20])
-def test_one_long_neighbour_leaves_the_others_their_drafts(family, longest):
-    """The first row needs more columns than the context has places, but fewer positions."""
+def test_long_row_keeps_the_drafts_of_other_rows(family, longest):
+    """Give the first row more columns than the context has positions, but fewer tokens."""
     target, draft = pair_of(family)
     stats = assert_decodes_as_plain(
         target, draft, prompts(3, longest, 4), max_new_tokens=11, num_assistant_tokens=K, speculation_cache="auto"
@@ -100,21 +108,21 @@ def test_one_long_neighbour_leaves_the_others_their_drafts(family, longest):
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "mpt", "opt"])
-def test_padding_that_all_rows_have_takes_no_room(family):
+def test_padding_common_to_all_rows_takes_no_context(family):
     inputs = {name: part[:2] for name, part in prompts(5, 3, 20).items()}
     stats = assert_decodes_as_plain(*pair_of(family), inputs, max_new_tokens=9, num_assistant_tokens=K)
     assert stats.num_accepted == stats.num_drafted > 8
 
 
 @pytest.mark.fallback(PAST_CONTEXT)
-def test_padding_takes_the_room_of_tokens_where_it_takes_positions():
-    """TrOCR places tokens by column, padding included, in plain decoding too."""
+def test_padding_with_positions_takes_context():
+    """Use TrOCR, because it counts padding columns as positions in plain decoding too."""
     inputs = {name: part[:1] for name, part in prompts(5, 10).items()}
     stats = assert_decodes_as_plain(*pair_of("trocr"), inputs, max_new_tokens=20, num_assistant_tokens=K)
     assert stats.num_accepted == stats.num_drafted == num_at_most(10, 20)
 
 
-def test_what_has_no_end_drafts_on():
+def test_drafts_without_context_limit_continue():
     target, draft = pair_of("bloom")
     stats = assert_decodes_as_plain(target, draft, prompts(5, 20), max_new_tokens=28, num_assistant_tokens=K)
     assert stats.num_accepted == stats.num_drafted > 30
@@ -147,7 +155,7 @@ ONLY_TABLES = ("early exit", "static", "compiled")  # transformers' GPT-Neo is w
         if family == "gpt2" or name not in ONLY_TABLES
     ],
 )
-def test_whatever_else_a_call_asks_for_the_text_is_plain(name, family):
+def test_text_past_the_context_is_plain_with_other_options(name, family):
     target, draft = pair_of(family)
     options = {"num_assistant_tokens": K, **OPTIONS[name]}
     if name == "early exit":
@@ -161,10 +169,10 @@ def test_whatever_else_a_call_asks_for_the_text_is_plain(name, family):
 
 @pytest.mark.fallback(PAST_CONTEXT)
 @pytest.mark.parametrize("family", HEADS)
-def test_heads_end_where_their_training_ends(family, tmp_path):
+def test_heads_end_at_their_training_length(family, tmp_path):
     head, target = HEADS[family](tmp_path)
     hf_speculate.enable(target)
-    if family == "MTP, two layers of a checkpoint":  # which reads what the target reads
+    if family == "MTP, two layers of a checkpoint":  # it reads the target's hidden states
         assert head.spec.max_position_embeddings is None
         return
     head.spec = replace(head.spec, max_position_embeddings=C)
@@ -178,7 +186,7 @@ def test_heads_end_where_their_training_ends(family, tmp_path):
 
 @pytest.mark.fallback("the encoder of the drafter (model BartForConditionalGeneration) reads 16 tokens", "lock step")
 @pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_num_tokens": 3}])
-def test_a_text_that_the_drafts_own_encoder_cannot_read_is_decoded_without_the_draft(lookup):
+def test_text_too_long_for_the_draft_encoder_decodes_plainly(lookup):
     target, draft = pair_of("bart")
     with pytest.warns(UserWarning, match="reads 16 tokens at most"):
         stats = assert_decodes_as_plain(target, draft, prompts(20, 4), max_new_tokens=8, **lookup)
@@ -186,7 +194,7 @@ def test_a_text_that_the_drafts_own_encoder_cannot_read_is_decoded_without_the_d
 
 
 @pytest.mark.fallback(PAST_CONTEXT)
-def test_rows_that_join_a_batch_bring_their_own_room():
+def test_joining_rows_have_their_own_context_room():
     target, draft = pair_of("llama")
     texts = [prompts(num)["input_ids"][0].tolist() for num in (13, 3, 4, 14, 5)]
     source = iter([RowPrompt(text) for text in texts])
@@ -202,8 +210,8 @@ def test_rows_that_join_a_batch_bring_their_own_room():
 
 @pytest.mark.fallback(PAST_CONTEXT)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_rows_past_the_context_are_not_learned_from(family):
-    """What the adaptive schedule keeps for the next call is the acceptance within the context, of all tokens."""
+def test_rows_past_the_context_update_no_acceptance(family):
+    """Keep the acceptance within the context for the adaptive schedule's next call."""
     target = hf_speculate.enable(make_model(family, max_position_embeddings=64))
     draft = with_context(target, C)  # with fewer positions it costs less than its target
     if family == "llama":
@@ -235,11 +243,11 @@ def test_rows_past_the_context_are_not_learned_from(family):
         (transformers.MambaConfig(), None),
     ],
 )
-def test_the_context_is_what_the_config_names_and_what_scaling_makes_of_it(config, num_tokens):
+def test_context_length_follows_the_config_and_rope_scaling(config, num_tokens):
     assert context_len(config) == num_tokens
 
 
-def test_a_long_rope_is_read_on_by_prompts_that_are_longer_from_the_start():
+def test_long_rope_draft_continues_for_prompts_already_longer():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     sizes = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
     model = make_model("phi3", rope_parameters=rope | {"original_max_position_embeddings": 16}, **sizes)

@@ -1,4 +1,4 @@
-"""Custom drafters: what they are told, what they may return, and that the text stays the target's."""
+"""Test custom drafters: their input, their valid output and unchanged text."""
 
 import functools
 
@@ -25,13 +25,16 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 5}
 
 
 class Watcher:
-    """Compares each state that it is told with a plain forward, and drafts what comes next with errors."""
+    """Drafter that checks its hidden states.
+
+    It compares each state with a plain forward and drafts the next tokens with errors.
+    """
 
     def __init__(self, target, setup: DrafterSetup, num_cached: int = 0, layers: tuple[int, ...] = (-1,)):
         self.target, self.num_cached, self.hidden_layers = target, num_cached, layers
         self.pads = list(setup.num_pads)
         self.texts: list[list[int]] = []
-        self.told: list[list[int]] = []  # per call, how many tokens each row gained
+        self.told: list[list[int]] = []  # gained tokens of each row, per call
 
     def draft(self, request):
         query, kept, counts = request.query_token_ids, request.kept, request.kept.num_emitted.tolist()
@@ -48,7 +51,7 @@ class Watcher:
             num_known = min(query.shape[1], len(text))
             assert query[row, -num_known:].tolist() == text[-num_known:]
             states = self.project_states(states_of(self.target, text, self.hidden_layers))
-            states = states[len(text) - 1 - count : -1]  # of the tokens before those that it gained
+            states = states[len(text) - 1 - count : -1]  # states of the tokens before the gained ones
             torch.testing.assert_close(kept.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
         self.told.append(counts)
         num = request.num_draft_tokens
@@ -63,7 +66,7 @@ class Watcher:
         return states.roll(1, dims=-1)
 
     def continued(self, row: int, text: list[int], num: int) -> list[int]:
-        """The tokens of greedy decoding, wrong at about every fourth position."""
+        """Decode greedily with a wrong token at about every fourth position."""
         text, ids = list(text), []
         for _ in range(num):
             best = int(self.target(torch.tensor([text])).logits[0, -1].argmax())
@@ -73,7 +76,7 @@ class Watcher:
 
 
 def followed(target, inputs, num_cached=0, layers=(-1,), **options):
-    """The `Watcher` of a call, whose text must be that of plain decoding, and the call's statistics."""
+    """Return the `Watcher` and the statistics of a call; assert the text of plain decoding."""
     watchers: list[Watcher] = []
 
     def factory(setup: DrafterSetup) -> Watcher:
@@ -96,12 +99,12 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("llama", 3, "dynamic", (1,)),
         ("gpt2", 3, "preallocated", (-1,)),
         ("mistral_window", 1, "dynamic", (-1,)),
-        ("gemma4", 3, "preallocated", (1, 3)),  # whose last two layers share states: 3 is behind one of them
+        ("gemma4", 3, "preallocated", (1, 3)),  # the last two layers share states: 3 is behind one of them
         ("gemma4", 1, "dynamic", (4,)),
         ("gemma4", 3, "dynamic", (-1,)),
     ],
 )
-def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_size, cache, layers):
+def test_reader_gets_every_state(family, batch_size, cache, layers):
     inputs = ragged_prompts(batch_size, seed=3)
     watcher, stats = followed(pair(family)[0], inputs, speculation_cache=cache, layers=layers)
     assert 0.5 < stats.verified_acceptance_rate < 1
@@ -109,7 +112,7 @@ def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_siz
     assert batch_size == 1 or any(len(set(counts)) > 1 for counts in watcher.told[1:])
 
 
-def test_newest_states_of_layers_that_share_are_of_one_token():
+def test_layers_with_shared_states_give_those_of_one_token():
     target, inputs, seen = hf_speculate.enable(make_model("gemma4")), ragged_prompts(1, seed=3), []
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(1, 3), reads_prompt=False)
     assert_decodes_as_plain(target, None, inputs, max_new_tokens=4, drafter=drafter, num_assistant_tokens=2)
@@ -118,7 +121,7 @@ def test_newest_states_of_layers_that_share_are_of_one_token():
 
 
 @pytest.mark.parametrize("layers", [(-1,), (1, 3)])
-def test_states_of_several_streams_are_refused_by_name(layers):
+def test_multi_stream_states_are_refused_by_name(layers):
     target, inputs = make_model("gemma3n"), ragged_prompts(2, seed=3)
     with pytest.raises(UnsupportedModelError, match=r"hidden state.* (one vector for|for every) .*token"):
         followed(hf_speculate.enable(target), inputs, layers=layers)
@@ -129,7 +132,7 @@ LOCK_STEP = {"logits_processor": [Unchanged()]}
 
 @pytest.mark.fallback("lock step")
 @each_value(ends=[(), (11, 9), (0, 3)], options=[{}, COUPLED, {"prefill_chunk_size": 5}, LOCK_STEP])
-def test_states_of_plain_steps_are_told_too(scripted, options, ends):
+def test_plain_steps_report_their_states(scripted, options, ends):
     (target, _), inputs, eos = pair("llama"), ragged_prompts(3, seed=4), None
     if ends:
         eos = target.generate(**inputs, **options, max_new_tokens=NUM_NEW)[[0, 2], -NUM_NEW:][[0, 1], ends].tolist()
@@ -140,14 +143,14 @@ def test_states_of_plain_steps_are_told_too(scripted, options, ends):
     assert len(watcher.told[0]) == (2 if 0 in ends else 3)
 
 
-def test_rows_that_have_ended_and_stay_gain_nothing():
+def test_ended_rows_gain_no_tokens():
     (target, _), inputs = pair("llama"), ragged_prompts(3, seed=4)
     eos = target.generate(**inputs, max_new_tokens=NUM_NEW)[1, 4 - NUM_NEW]
     options = {"eos_token_id": int(eos), "pad_token_id": PAD_TOKEN_ID, "return_dict_in_generate": True}
     assert 0 in followed(target, inputs, **options)[0].told[-1]
 
 
-def test_no_states_of_a_passed_cache_are_told():
+def test_passed_cache_reports_no_states():
     (target, _), inputs, cache = pair("llama"), ragged_prompts(1, seed=3, min_len=8), DynamicCache()
     target(inputs["input_ids"][:, :4], **{CACHE_NAME: cache})
     watcher, _ = followed(target, inputs, num_cached=4, **{CACHE_NAME: cache})
@@ -155,7 +158,10 @@ def test_no_states_of_a_passed_cache_are_told():
 
 
 class Repeats:
-    """Drafts the newest token again, puts each request into a list, and has the given attributes."""
+    """Drafter that repeats the newest token.
+
+    It records each request and has the given attributes.
+    """
 
     def __init__(self, setup: DrafterSetup, seen: list | None = None, **attributes):
         self.setup, self.seen = setup, [] if seen is None else seen
@@ -171,7 +177,7 @@ class Repeats:
 
 
 @each_value(batch_size=[1, 3], num_ids=[0, 2, 12])
-def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size):
+def test_embedding_prompt_reports_tokens_with_ids_only(num_ids, batch_size):
     target, _ = pair("llama")
     prompts, seen = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12), []
     inputs = {"inputs_embeds": target.get_input_embeddings()(prompts["input_ids"])}
@@ -191,7 +197,7 @@ def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_siz
         torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
 
 
-def test_an_encoder_decoders_states_are_its_decoders():
+def test_encoder_decoder_states_are_those_of_the_decoder():
     (target, _), inputs, seen = encoder_pair("t5"), inputs_of("t5", 2), []
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(-1,))
     assert_decodes_as_plain(target, None, inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=2)
@@ -200,7 +206,7 @@ def test_an_encoder_decoders_states_are_its_decoders():
         assert torch.equal(chosen[kept.token_ids >= 0], kept.token_ids[kept.token_ids >= 0])
 
 
-def test_the_factory_is_told_of_each_call_once():
+def test_drafter_factory_runs_once_per_call():
     (target, _), inputs, setups, seen = pair("llama"), ragged_prompts(3, seed=7), [], []
 
     def factory(setup):
@@ -209,12 +215,12 @@ def test_the_factory_is_told_of_each_call_once():
 
     options = {"do_sample": True, "temperature": 0.5, "top_k": 0, "verifier": "coupled", "eos_token_id": [2, 9]}
     target.generate(**inputs, **options, max_new_tokens=6, num_assistant_tokens=3, drafter=factory)
-    assert max(request.num_draft_tokens for request in seen) == 2  # no more than it proposes
+    assert max(request.num_draft_tokens for request in seen) == 2  # limited to its proposal
     (setup,) = setups
-    assert len(setup.processors) == 1  # the temperature
+    assert len(setup.processors) == 1  # temperature
     pads, max_length = tuple((inputs["attention_mask"] == 0).sum(1).tolist()), inputs["input_ids"].shape[1] + 6
     fields = (target, 3, pads, max_length, 3, VOCAB_SIZE, {2, 9}, target.device, setup.processors, Stream.RACE)
-    assert setup == DrafterSetup(*fields, keeps_logits=False)  # which coupled verification does not read
+    assert setup == DrafterSetup(*fields, keeps_logits=False)  # coupled verification reads no logits
 
 
 CHANGES = {
@@ -229,7 +235,7 @@ CHANGES = {
 
 
 @each_value(change=CHANGES, options=[{}, COUPLED])
-def test_drafts_of_any_form_leave_the_text(change, options):
+def test_drafts_of_any_form_keep_the_text(change, options):
     class Changed(Watcher):
         def draft(self, request):
             return CHANGES[change](super().draft(request), len(self.told))
@@ -260,19 +266,19 @@ def returning(draft):
         (returning(DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None)), r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]"),
     ],
 )
-def test_wrong_drafters_and_drafts_are_refused(drafter, message):
+def test_invalid_drafters_and_drafts_are_refused(drafter, message):
     options = {"max_new_tokens": 9, "drafter": drafter, "num_assistant_tokens": 3}
     with pytest.raises((ConfigError, ShapeError), match=message):
         pair("llama")[0].generate(**ragged_prompts(2, seed=1), **options)
 
 
-NUM_DRAWS = 8_000  # of 512 texts
-NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
-MISTAKEN = 1e-12  # what the negative control stays below
+NUM_DRAWS = 8_000  # draws of 512 texts
+NUM_DRAWN = 3  # tokens of each text: the first from the prompt's forward, the others from a round
+MISTAKEN = 1e-12  # upper bound on the p-value of the negative control
 
 
-def test_sampled_drafts_leave_the_joint_distribution_as_it_is():
-    """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
+def test_sampled_drafts_keep_the_joint_distribution():
+    """Draw drafts from a table by the previous token; wrong distributions change the result."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     table, second = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
 

@@ -1,4 +1,4 @@
-"""Drafts of a draft model or of a model's first layers: what they choose in rounds of all lengths, and their ends."""
+"""Test drafts of draft models and early exits: their tokens, lengths and ends."""
 
 import torch
 from transformers import DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper
@@ -16,11 +16,14 @@ from tests.support.tiny import TINY_FAMILIES, make_model, ragged_prompts
 
 VOCAB_SIZE = 64
 K = 4
-FLOAT32_TOLERANCE = 1e-5  # sums are rounded to float32, whose resolution at these magnitudes is 2e-6
+FLOAT32_TOLERANCE = 1e-5  # sums are rounded to float32, with a resolution of 2e-6 at these magnitudes
 
 
 class Compares:
-    """A verifier for drafts of the target itself, which must be the target's choices; it keeps some of each draft."""
+    """Verifier for drafts of the target itself.
+
+    It asserts the target's tokens and accepts a part of each draft.
+    """
 
     def __init__(self):
         self.batch_sizes, self.num_compared = [], 0
@@ -49,8 +52,8 @@ PROCESSORS = {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2}
     options=[{}, PROCESSORS, SAMPLING, PROCESSORS | SAMPLING],
     plain_steps=[False, True],
 )
-def test_a_draft_equal_to_its_target_drafts_what_the_target_chooses(family, options, plain_steps, registry, request):
-    """After rejections and acceptances, rows that leave, and plain steps; past the windows of kinds that have some."""
+def test_draft_equal_to_its_target_drafts_the_target_tokens(family, options, plain_steps, registry, request):
+    """Cover rejections, acceptances, leaving rows and plain steps, past all windows."""
     if plain_steps:
         request.getfixturevalue("scripted")
     (target, draft), compares = pair(family, ACCEPTED_ALL), Compares()
@@ -62,21 +65,21 @@ def test_a_draft_equal_to_its_target_drafts_what_the_target_chooses(family, opti
 
 
 def make_drafter(model, batch_size, attention_mask=None, processors=(), **settings):
-    """A drafter and its cache."""
+    """Make a drafter and its cache."""
     block = BlockLogitsProcessorList(processors)
     drafter = ModelDrafter(Inferencer(LanguageModel(model)), block, DraftSettings(**settings))
     return drafter, DynamicKVCache(DynamicCache(), batch_size, attention_mask)
 
 
 def greedy_draft(num, prompts, **options):
-    """The draft of a Llama, and the number of tokens in its cache."""
+    """Return the draft of a Llama and the number of tokens in its cache."""
     drafter, kv_cache = make_drafter(
         make_model("llama"), len(prompts["input_ids"]), prompts["attention_mask"], **options
     )
     return drafter.draft(DraftRequest(prompts["input_ids"], kv_cache, num)), max(kv_cache.num_real_tokens)
 
 
-def test_drafting_ends_early_only_when_every_row_has_met_its_eos():
+def test_drafting_ends_early_only_after_eos_in_every_row():
     prompts = ragged_prompts(3, seed=4)
     whole = greedy_draft(8, prompts)[0].token_ids
     all_meet, num_cached = greedy_draft(8, prompts, eos_token_ids=whole[:, 1])
@@ -89,7 +92,7 @@ def test_drafting_ends_early_only_when_every_row_has_met_its_eos():
     assert one_meets.lens[1:].tolist() == [8, 8]
 
 
-def test_the_confidence_is_that_of_the_processed_distribution():
+def test_confidence_is_that_of_the_processed_distribution():
     for processor, num in ((TopKLogitsWarper(1), 4), (TemperatureLogitsWarper(1e3), 1)):
         draft, _ = greedy_draft(4, ragged_prompts(2, seed=4), confidence_threshold=0.9, processors=[processor])
         assert draft.lens.tolist() == [num, num]

@@ -1,4 +1,4 @@
-"""Drafts that calls name by folder: heads, and ordinary models as the command line loads them."""
+"""Test drafts named by folder: heads, and models as the command line loads them."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 
-def test_an_ordinary_model_is_loaded_once_in_the_targets_dtype(tmp_path):
+def test_draft_model_is_loaded_once_in_the_target_dtype(tmp_path):
     target, draft = new_pair("llama", dtype=torch.float32)
     draft.to(torch.bfloat16).save_pretrained(tmp_path)
     for _ in range(2):
@@ -31,8 +31,8 @@ def test_an_ordinary_model_is_loaded_once_in_the_targets_dtype(tmp_path):
         shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-def test_a_models_own_tokenizer_comes_with_it(tmp_path):
-    """The draft is the target with its letters in another order."""
+def test_tokenizer_is_loaded_with_its_model(tmp_path):
+    """Use the target with its letters in another order as the draft."""
     target, letters, order = make_model("llama", vocab_size=8), "abcdefgh", torch.arange(7, -1, -1)
     hf_speculate.enable(target)
     draft = noisy_copy(target, 0.0)
@@ -47,7 +47,7 @@ def test_a_models_own_tokenizer_comes_with_it(tmp_path):
     assert stats.num_accepted == stats.num_verified > 0
 
 
-def test_a_folder_of_an_adapter_is_loaded_with_its_base(tmp_path):
+def test_adapter_folder_is_loaded_with_its_base(tmp_path):
     target, draft = new_pair("llama")
     draft.save_pretrained(tmp_path / "base")
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
@@ -61,7 +61,7 @@ def get(folder, target):
     return NamedDrafts().get(folder, target)
 
 
-def test_what_is_a_head_and_what_a_model(tmp_path):
+def test_heads_and_models_are_told_apart(tmp_path):
     marks = {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}
     unmarked = write_original(tmp_path / "unmarked", EAGLE3, make_weights(EAGLE3), **marks)
     config = json.loads((unmarked / "config.json").read_text())
@@ -75,7 +75,7 @@ def test_what_is_a_head_and_what_a_model(tmp_path):
     assert type(get(tmp_path / "smaller", checkpoint)) is type(smaller)
 
 
-def test_what_cannot_draft_is_named(tmp_path):
+def test_folder_that_cannot_draft_is_named(tmp_path):
     for source in (tmp_path, "nobody/nothing-here"):
         with pytest.raises(ConfigError, match=f"must name a draft head or a causal language model, got '{source}'"):
             get(source, target_of())

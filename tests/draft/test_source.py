@@ -1,4 +1,4 @@
-"""Draft sources: the tables that name them, and a source that the library does not know."""
+"""Test the tables of draft sources, and a source unknown to the library."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ class Model(hf_speculate.SpeculativeGenerationMixin, LlamaForCausalLM):
     draft_sources = SOURCES | {"repeats": "tests.draft.repeat_source"}
 
 
-def test_a_source_outside_the_library_is_one_file_and_one_entry():
+def test_outside_source_needs_one_file_and_one_entry():
     plain = make_model("llama")
     target = Model(plain.config).eval()
     target.load_state_dict(plain.state_dict())
@@ -38,5 +38,5 @@ def test_a_source_outside_the_library_is_one_file_and_one_entry():
 
 
 @pytest.mark.parametrize("entry", [*SOURCES.values(), *VARIANTS.values()])
-def test_entries_of_the_tables_exist(entry):
+def test_table_entries_exist(entry):
     assert callable(load_entry(entry))

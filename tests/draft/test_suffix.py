@@ -1,4 +1,4 @@
-"""Prompt lookup: the suffix index, what is drafted, and the text of whole calls."""
+"""Test prompt lookup: the suffix index, its drafts and the text of whole calls."""
 
 import random
 from array import array
@@ -17,7 +17,7 @@ from tests.support.tiny import make_model, ragged_prompts
 
 
 def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:
-    """Length and end of the latest of the longest occurrences of the last tokens that a token follows."""
+    """Return length and end of the latest of the longest matches of the end of `last`."""
     for length in range(len(last), 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == last[len(last) - length :] and text[end] != SEPARATOR:
@@ -26,7 +26,7 @@ def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:
 
 
 @each_value(most=[1, 2, 5, MAX_MATCH_LEN], vocab_size=[1, 2, 3, 6])
-def test_the_match_is_the_latest_of_the_longest(vocab_size, most):
+def test_match_is_the_latest_of_the_longest(vocab_size, most):
     generator = random.Random(vocab_size)
     for _ in range(25):
         text, index = generator.choices(range(vocab_size), k=40), SuffixIndex()
@@ -36,7 +36,7 @@ def test_the_match_is_the_latest_of_the_longest(vocab_size, most):
             assert index.find(array("i", last)) == latest_longest(text[:num], last)
 
 
-def test_the_last_tokens_of_another_text_are_found_within_one_sequence():
+def test_tokens_of_another_text_match_within_one_sequence():
     generator = random.Random(1)
     for _ in range(50):
         text, last = generator.choices([SEPARATOR, 0, 1, 2], k=40), generator.choices(range(4), k=5)
@@ -46,7 +46,7 @@ def test_the_last_tokens_of_another_text_are_found_within_one_sequence():
 
 
 def begun(texts, **settings):
-    """A drafter that has read equally long prompts, all but their last tokens, and looked these up."""
+    """Make a drafter that has read equally long prompts and looked up their last tokens."""
     drafter = SuffixDrafter(SuffixSettings(**{"max_draft_tokens": 10, **settings}))
     drafter.begin(torch.tensor([text[:-1] for text in texts]))
     drafter.look_up([text[-1:] for text in texts])
@@ -54,12 +54,12 @@ def begun(texts, **settings):
 
 
 def draft_of(texts, num=10, **settings):
-    """The proposals of equally long texts."""
+    """Propose drafts for equally long texts."""
     return proposed(begun(texts, **settings), num)
 
 
 def proposed(drafter, num=10):
-    """The proposed tokens that count, as lists."""
+    """Return the valid proposed tokens as lists."""
     draft = drafter.cut_proposal(num)
     rows = zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)
     return [ids[:length] for ids, length in rows]
@@ -76,11 +76,11 @@ def test_row_without_a_match_proposes_nothing():
     assert draft_of([[1, 2, 3, 4], [5, 6, 7, 5]], num=3) == [[], [6, 7, 5]]
 
 
-def test_probabilities_follow_what_matches_were_worth():
+def test_probabilities_follow_past_matches():
     drafter = SuffixDrafter(SuffixSettings(10))
     period = [1, 2, 3, 4, 5]
     drafter.begin(torch.tensor([period, [9, 1, 8, 7, 6]]))
-    # The first row goes on with its period; in the second one another token follows 1 each time.
+    # The first row continues its period. In the second row, another token follows 1 each time.
     for number in range(40):
         others = [20 + number // 2] if number % 2 else [1]
         probabilities = drafter.look_up([[period[number % 5]], others])
@@ -99,7 +99,7 @@ def test_rates_learn_from_proposals_that_were_not_drafted():
     assert first > before
 
 
-def test_shared_rates_are_those_of_all_rows():
+def test_shared_rates_cover_all_rows():
     shared = suffix_rates()
     first = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
     first.begin(torch.tensor([[1, 2, 3]]))
@@ -112,18 +112,18 @@ def test_shared_rates_are_those_of_all_rows():
     assert known < alone.texts[0].probabilities()[0]
 
 
-def test_padding_is_not_text():
+def test_padding_is_never_matched():
     assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]], num_pads=[3, 1]) == [[], []]
     assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]], num=3) == [[], [7, 8, 0]]
 
 
-def test_nothing_is_proposed_past_an_end_of_text():
+def test_proposals_end_at_eos():
     text = [1, 2, 3, 4, 5, 1, 2]
     assert draft_of([text], eos_token_ids=frozenset([4, 60])) == [[3, 4]]
     assert draft_of([text], num=4, eos_token_ids=frozenset([9])) == [[3, 4, 5, 1]]
 
 
-def test_row_that_gained_nothing_has_ended():
+def test_row_without_new_tokens_has_ended():
     drafter = begun([[5, 6, 7, 5], [5, 6, 7, 5]])
     assert proposed(drafter, 2) == [[6, 7], [6, 7]]
     assert drafter.look_up([[6, 8], []]) == [[], []]
@@ -131,9 +131,9 @@ def test_row_that_gained_nothing_has_ended():
     assert proposed(drafter, 2) == [[8, 6], []]
 
 
-def test_rows_that_stay_read_what_they_gained():
+def test_selected_rows_read_their_new_tokens():
     drafter = SuffixDrafter(SuffixSettings(10, num_pads=[2, 1, 0, 0]))
-    drafter.rows([2, 1, 0])  # before the first call, too
+    drafter.rows([2, 1, 0])  # also before the first call
     drafter.begin(torch.tensor([[1, 2, 3], [0, 4, 5], [0, 0, 6]]))
     drafter.look_up([[1], [4], [7]])
     assert proposed(drafter, 3) == [[2, 3, 1], [5, 4, 5], []]
@@ -149,24 +149,24 @@ NUM_NEW = 40
 
 
 def few_words(batch_size, seed=1):
-    """Prompts of five words, whose ends mostly stood before."""
+    """Make prompts of five words, mostly with repeated ends."""
     return ragged_prompts(batch_size, seed=seed, vocab_size=6, max_len=14)
 
 
 @pytest.mark.fallback("prompt lookup alone")
-def test_lookup_drafts_alone_beside_a_draft_as_large_as_its_target():
+def test_lookup_drafts_alone_beside_a_draft_of_target_size():
     options = {"max_new_tokens": NUM_NEW, "prompt_lookup_num_tokens": 5, "num_assistant_tokens": None}
     stats = assert_decodes_as_plain(*pair("llama"), few_words(3), **options)
     assert 0 < max(stats.rounds_by_draft_len) <= 5
     assert any("as large as its target" in reason for reason in stats.fallbacks)
 
 
-def test_fields_of_configs_count_and_configs_stay_as_they_are():
+def test_config_fields_apply_and_configs_stay_unchanged():
     target, stats = enable(make_model("llama")), SpeculationStats()
     config = GenerationConfig(max_new_tokens=9, pad_token_id=0, prompt_lookup_num_tokens=4)
     config.suffix_store = SuffixStore()
     before = config.to_dict()
-    many = {"num_return_sequences": 2, "do_sample": True, "seed": 1}  # which transformers' prompt lookup would not take
+    many = {"num_return_sequences": 2, "do_sample": True, "seed": 1}  # unsupported by transformers' prompt lookup
     target.generate(**few_words(1), generation_config=config, **many, speculation_stats=stats)
     assert 0 < max(stats.rounds_by_draft_len) <= 4
     assert config.to_dict() == before
@@ -177,7 +177,7 @@ def test_fields_of_configs_count_and_configs_stay_as_they_are():
         assert (stats.num_batch_rounds > 0) == is_used
 
 
-def test_a_shorter_ngram_copies_otherwise():
+def test_ngram_length_changes_the_drafts():
     target, _ = pair("llama")
     drafted = []
     for most in (1, None):

@@ -1,4 +1,4 @@
-"""What a batch keeps of its rows, feeds its drafter and returns of rows that ended, and what bounds draft lengths."""
+"""Test rows of a batch: their state, drafter input, padding and draft lengths."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from tests.schedule.scripted import ScriptedSchedule
 from tests.support.tiny import ragged_prompts
 
 
-def test_rows_that_stay_keep_what_belongs_to_them():
+def test_selected_rows_keep_their_state():
     ids = torch.tensor([[0, 5, 6], [1, 2, 3], [0, 0, 9]])
     batch = Batch(ids, torch.tensor([11, 12, 13]), 8, [2, 3, 1])
     assert batch.begin_round().positions.tolist() == [2, 3, 1]
@@ -34,7 +34,7 @@ def test_rows_that_stay_keep_what_belongs_to_them():
 
 
 @pytest.mark.parametrize("is_lock_step", [False, True])
-def test_no_token_is_drafted_past_the_end_of_the_last_row(is_lock_step):
+def test_drafts_end_with_the_last_row(is_lock_step):
     is_finished = [False, False, True]
     batch = SimpleNamespace(
         num_left=[2, 5, 9], draft_limits=[8] * 3, is_finished=is_finished, row_ids=[0, 1, 2], num_rows=3
@@ -42,11 +42,11 @@ def test_no_token_is_drafted_past_the_end_of_the_last_row(is_lock_step):
     draft_length = DraftLength(ScriptedSchedule([8, 8]), is_lock_step)
     proposed = [[]] * 3
     assert draft_length.next(batch, [8, 8, 8], proposed, 0).num_draft_tokens == 4
-    # a row that the drafter cannot serve
+    # The drafter cannot serve one row.
     assert draft_length.next(batch, [8, 0, 8], proposed, 0).num_draft_tokens == (0 if is_lock_step else 1)
 
 
-def test_rows_that_are_finished_or_without_a_drafter_are_not_learned_from():
+def test_outcomes_leave_out_finished_and_unserved_rows():
     schedule = ScriptedSchedule([3])
     ids = torch.zeros(3, 3, dtype=torch.int64)
     verified = Verified(ids, [[1], [2, 5], [3]], [3, 2, 0], [0, 1, 0], 0, ids)
@@ -63,7 +63,10 @@ def test_rows_that_are_finished_or_without_a_drafter_are_not_learned_from():
 
 
 class ProposesNothing(Drafter):
-    """A drafter without a model that finds no match; it records what it is fed."""
+    """Drafter without matches.
+
+    It records its input.
+    """
 
     def __init__(self):
         self.queries = []
@@ -74,7 +77,7 @@ class ProposesNothing(Drafter):
         return DraftOut(nothing, nothing.sum(1).int(), None, None)
 
 
-def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
+def test_finished_rows_feed_their_last_token_for_other_ranks():
     drafter = ProposesNothing()
     batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3])
     faults = DraftFaults(SpeculationStats(), "the drafter", torch.device("cpu"), drafter.is_callers)
@@ -92,16 +95,16 @@ def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
         (RowProgress(9, 12, prompt_len=5, is_finished=False), 9, 7, 7),
         (RowProgress(9, 12, prompt_len=5, is_finished=True), 9, 7, 7),
         (RowProgress(6, 8, prompt_len=5, is_finished=True), 8, 5, 5),  # the prompt stays
-        (RowProgress(6, 4, prompt_len=5, is_finished=True), 4, 4, 4),  # what has been read of it
+        (RowProgress(6, 4, prompt_len=5, is_finished=True), 4, 4, 4),  # its tokens read so far
         (RowProgress(6, 8, prompt_len=5, is_finished=False), 3, 4, 5),  # the padding stays
     ],
 )
-def test_a_draft_cache_keeps_what_a_row_reads_again_in_no_query(row, num_real, kept, with_padding):
+def test_draft_cache_keeps_tokens_outside_the_next_query(row, num_real, kept, with_padding):
     assert row.num_kept(num_query=2) == kept
     assert row.num_kept_with_padding(num_query=2, num_real=num_real) == with_padding
 
 
-def test_of_an_ended_row_the_padding_alone_has_a_score():
+def test_ended_row_has_a_score_for_padding_only():
     (target, draft), inputs, pad = pair("llama"), ragged_prompts(3, seed=4), 5
     first = target.generate(**inputs, max_new_tokens=1)[0, -1]
     options = {"eos_token_id": int(first), "pad_token_id": pad, "output_scores": True, "return_dict_in_generate": True}

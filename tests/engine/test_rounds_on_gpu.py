@@ -1,4 +1,4 @@
-"""What a round costs on a GPU besides the models' forwards, counted on a GPU that is not there."""
+"""Count the operations of a round besides the models' forwards, on a simulated GPU."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,11 +18,12 @@ from tests.support.tiny_tokenizers import letters_tokenizer
 pytest.importorskip("triton", reason="needs Triton")
 
 K = 5
-SHORT = 2  # the Triton interpreter takes long for many sampled rows
-NEVER = 500  # an id that ends a row, and in no vocabulary
+SHORT = 2  # draft length: many sampled rows are slow in the Triton interpreter
+NEVER = 500  # EOS id outside of every vocabulary
 GREEDY: dict[str, Any] = {"do_sample": False}
 TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}
-# Our operators in a round, at most, by drafter, cache, mode and rows; eight sampled rows with drafts of SHORT tokens.
+# Maximum number of our operators in a round, by drafter, cache, mode and rows. Drafts of eight sampled
+# rows have SHORT tokens.
 MOST = {
     ("model", "preallocated", "greedy", 1): 22,
     ("model", "preallocated", "top_p", 1): 57,
@@ -32,10 +33,10 @@ MOST = {
     ("lookup", "preallocated", "greedy", 8): 15,
     ("lookup", "dynamic", "top_p", 1): 22,
 }
-# Sampling takes the interpreter long: the commonest case stands for the others.
+# Sampling is slow in the interpreter, so only the commonest case runs by default.
 SLOW = {("model", "preallocated", "top_p", 8), ("model", "dynamic", "greedy", 8), ("lookup", "dynamic", "top_p", 1)}
 CASES = [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ()) for case in MOST]
-MOST_NEAR_THE_END = 40  # of eight greedy rows whose drafts are cut to the room that they have
+MOST_NEAR_THE_END = 40  # eight greedy rows with drafts cut to the remaining room
 MODES = {"greedy": GREEDY, "top_p": TOP_P}
 
 
@@ -46,21 +47,21 @@ def models(dtype: torch.dtype, family: str = "llama") -> tuple[PreTrainedModel, 
 
 @pytest.fixture
 def half() -> Iterator[tuple[Rounds, PreTrainedModel, PreTrainedModel]]:
-    """A pair in bfloat16 on the device."""
+    """Yield counted rounds and a pair in bfloat16 on the device."""
     target, draft = models(torch.bfloat16)
     with counted(target, draft) as rounds:
         yield rounds, target, draft
 
 
 def repeated_prompts(batch_size: int) -> dict[str, torch.Tensor]:
-    """Prompts of two lengths in which every text stands twice, so that copies are drafted."""
+    """Return prompts of two lengths with a repeated text, so prompt lookup drafts."""
     texts = [list(range(3 + row, 12 + row - row % 2)) * 2 for row in range(batch_size)]
     ids = torch.tensor([[0] * (18 - len(text)) + text for text in texts])
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
 def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int | None = 4, **options: Any) -> Rounds:
-    """The first rounds of a call."""
+    """Run the first rounds of a call."""
     rounds, target, draft = pair
     rounds.clear()
     rounds.gpu.log.clear()
@@ -68,7 +69,7 @@ def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int 
     source: dict[str, Any] = {"prompt_lookup_num_tokens": num_draft}
     if drafter == "model":
         source = {"assistant_model": draft, "num_assistant_tokens": num_draft}
-    constant = {"num_assistant_tokens_schedule": "constant"}  # measured times would choose other lengths in each run
+    constant = {"num_assistant_tokens_schedule": "constant"}  # measured times would change the lengths between runs
     options = {"max_new_tokens": 64, "eos_token_id": NEVER, "speculation_graphs": "off", **constant, **options}
     with suppress(Enough):
         target.generate(**on_gpu(repeated_prompts(batch_size)), **source, **options, speculation_callback=rounds.end)
@@ -76,7 +77,7 @@ def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int 
 
 
 @pytest.mark.parametrize(("drafter", "cache", "mode", "batch_size"), CASES)
-def test_a_round_takes_few_operators_one_wait_and_no_upload(
+def test_round_takes_few_operators_one_sync_and_no_upload(
     half: Any, drafter: str, cache: str, mode: str, batch_size: int
 ) -> None:
     num_draft = SHORT if (mode, batch_size) == ("top_p", 8) else K
@@ -85,14 +86,12 @@ def test_a_round_takes_few_operators_one_wait_and_no_upload(
     for cost in steady:
         assert cost.num_launches <= MOST[drafter, cache, mode, batch_size], cost.launches
         assert cost.waits == ["event"]
-        assert cost.num_uploads == (0 if drafter == "model" else 1)  # matches are found on the host
+        assert cost.num_uploads == (0 if drafter == "model" else 1)  # matching runs on the host
         assert cost.num_plans == 0
 
 
 @pytest.mark.parametrize(("drafter", "batch_size", "most"), [("model", 1, 40), ("model", 8, 50), ("lookup", 1, 20)])
-def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
-    half: Any, drafter: str, batch_size: int, most: int
-) -> None:
+def test_round_from_graphs_takes_a_few_dozen_launches(half: Any, drafter: str, batch_size: int, most: int) -> None:
     options = {**GREEDY, "speculation_graphs": "on", "most": 6}
     run(half, drafter, batch_size, **options)  # captures a graph for each draft length
     for cost in run(half, drafter, batch_size, **options).steady()[1:]:
@@ -102,8 +101,8 @@ def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
         assert cost.num_uploads == (0 if drafter == "model" else 1)
 
 
-def test_a_draft_of_another_vocabulary_reads_the_text_on_the_host(half: Any) -> None:
-    """Where tokens that it lacks are encoded: one upload, and no further wait."""
+def test_draft_with_another_vocabulary_reads_text_on_the_host(half: Any) -> None:
+    """Encode missing tokens with one upload and no further synchronisation."""
     ours, theirs = letters_tokenizer(CHARACTERS), letters_tokenizer(CHARACTERS[:60][::-1] + "?!;:")
     for cost in run(half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs).steady():
         assert cost.num_launches <= 40, cost.launches
@@ -119,17 +118,18 @@ def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
         assert cost.num_uploads == 0
 
 
-def test_rows_that_have_ended_and_stay_cost_no_upload_in_later_rounds(half: Any) -> None:
+def test_ended_rows_cost_no_upload_in_later_rounds(half: Any) -> None:
     options = {"max_new_tokens": 24, "eos_token_id": list(range(10, 20)), "return_dict_in_generate": True}  # rows stay
     steady = run(half, "model", 3, 3, most=None, verifier_backend="torch", **options).steady()[1:]
     assert {name for cost in steady for name in cost.waits} == {"event"}
     num_ended = 3 - len(steady[-1].report.row_ids)
-    # When a row ends: who is finished, where its padding begins, and, a round later, that only padding follows.
+    # An ended row uploads its finished state and the start of its padding. A round later, it uploads the
+    # padding-only state.
     assert 0 < num_ended < 3
     assert max(cost.num_uploads for cost in steady) <= 2 and sum(cost.num_uploads for cost in steady) <= 3 * num_ended
 
 
-def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(half: Any) -> None:
+def test_flash_attention_serves_forwards_without_masks(half: Any) -> None:
     results = []
     for batch_size in (1, 8):
         calls = [call for cost in run(half, "model", batch_size, most=2) for call in cost.attention]
@@ -137,13 +137,13 @@ def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(h
     assert results == [{("flash", False), ("efficient", True)}, {("efficient", True)}]
 
 
-@pytest.mark.fallback("no graphs")  # the test model has hooks
-def test_texts_on_the_device_are_those_of_plain_generate() -> None:
-    """In float32, where both attend alike: positions, masks and places come from lengths on the device."""
+@pytest.mark.fallback("no graphs")  # hooks of the test model prevent graphs
+def test_texts_on_a_gpu_equal_plain_generate() -> None:
+    """Compare in float32: lengths on the device give positions, masks and indices."""
     target, draft = models(torch.float32, "mistral_window")
     prompts = ragged_prompts(4, seed=3, max_len=20)
     ends = {"max_new_tokens": 20, "eos_token_id": [17, 3, 40, 9], "return_dict_in_generate": True}  # ended rows stay
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "verifier_backend": "torch"}  # Triton's is slow here
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, "verifier_backend": "torch"}  # Triton is slow here
     with counted(target, draft):
         plain = target.generate(**on_gpu(prompts), **ends).sequences.cpu()
         for cache_kind in ("auto", "dynamic"):

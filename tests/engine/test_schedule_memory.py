@@ -1,4 +1,4 @@
-"""What is known of a draft source before its first round, and the key under which its calls share measurements."""
+"""Test prior knowledge of a draft source and the key of its measurements."""
 
 from functools import partial
 
@@ -25,12 +25,15 @@ from tests.options.heads.rounds import Rounds, random_texts
 from tests.support.tiny import make_model, ragged_prompts
 from tests.support.tiny_encoders import make_llava, make_qwen2_vl
 
-OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, which no product reads
+OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, unread by products
 NUM_NEW = 12
 
 
 class Products(TorchFunctionMode):
-    """As a context, the bytes of all matrices that vectors are multiplied with, once each, but for some."""
+    """Context that counts bytes of multiplied matrices.
+
+    It counts each matrix once and leaves out the given ones.
+    """
 
     def __init__(self, left_out=()):
         super().__init__()
@@ -48,7 +51,7 @@ class Products(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"vocab_size": 512, "dtype": torch.bfloat16}])
-def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(options):
+def test_step_bytes_are_those_of_multiplied_matrices(options):
     model = make_model("llama", **options)
     with Products() as products, torch.no_grad():
         model(torch.tensor([[1]]))
@@ -56,7 +59,7 @@ def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(op
 
 
 @pytest.mark.parametrize("make_reader", [make_llava, make_qwen2_vl])
-def test_a_step_reads_no_encoder_of_pictures(make_reader):
+def test_step_bytes_leave_out_image_encoders(make_reader):
     model = make_reader()
     with Products() as products, torch.no_grad():
         model(torch.tensor([[1]]))
@@ -64,7 +67,7 @@ def test_a_step_reads_no_encoder_of_pictures(make_reader):
 
 
 @pytest.mark.parametrize("family", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"])
-def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(family, tmp_path):
+def test_head_step_bytes_include_the_shared_lm_head(family, tmp_path):
     head, target = KINDS[family](tmp_path)
     rounds, shared = Rounds(head, target, random_texts([6], seed=1)), target.get_output_embeddings().weight
     with Products(weight for weight in target.parameters() if weight is not shared) as products:
@@ -76,10 +79,10 @@ def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(family,
 
 
 class Quantised(nn.Parameter):
-    """As a weight of a library that packs several numbers into each of its own."""
+    """Weight of a library with packed numbers."""
 
 
-def test_the_prior_takes_what_the_source_and_its_weights_tell():
+def test_prior_follows_the_source_and_its_weights():
     target, draft = new_pair()
     quantised = make_model("llama")
     quantised.model.norm.weight = Quantised(quantised.model.norm.weight.data, requires_grad=False)
@@ -96,7 +99,7 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
 
 @pytest.mark.fallback("as large as its target")
 @pytest.mark.parametrize("is_quantised", [False, True])
-def test_a_draft_as_large_as_its_target_is_said_to_be_useless_unless_seconds_must_tell(is_quantised):
+def test_draft_as_large_as_its_target_is_reported_useless(is_quantised):
     target, draft = new_pair()
     if is_quantised:
         target.model.norm.weight = Quantised(target.model.norm.weight.data, requires_grad=False)
@@ -107,7 +110,7 @@ def test_a_draft_as_large_as_its_target_is_said_to_be_useless_unless_seconds_mus
 
 @pytest.fixture
 def schedules(monkeypatch):
-    """The memory of every adaptive schedule that a call makes."""
+    """Collect the memory of every adaptive schedule of a call."""
     memories, find = [], draft_length.memory_of
 
     def spy(plan, config):
@@ -119,7 +122,7 @@ def schedules(monkeypatch):
 
 
 class Repeats:
-    """A drafter that proposes each row's last token again."""
+    """Drafter that repeats each row's last token."""
 
     def __init__(self, setup, number=0):
         self.number = number
@@ -129,7 +132,7 @@ class Repeats:
         return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32), None, None)
 
     def rows(self, indices):
-        """Nothing is held by row."""
+        """Do nothing, because there is no state by row."""
 
 
 def described(text):
@@ -139,7 +142,7 @@ def described(text):
 
 
 @pytest.mark.fallback("a draft model as large as its target")
-def test_calls_share_a_history_with_those_of_the_same_source_alone(schedules):
+def test_calls_of_the_same_source_share_a_history(schedules):
     target, draft = new_pair(noise=0.1)
     second_target = make_model("llama", num_hidden_layers=1)
     sources = {
@@ -169,14 +172,14 @@ def lookup_generator():
     return PromptLookupCandidateGenerator(num_output_tokens=3, max_matching_ngram_size=2, max_length=100)
 
 
-def test_layers_of_an_early_exit_are_told_apart():
+def test_early_exits_of_different_layers_have_separate_histories():
     sources = [EarlyExit(2), EarlyExit(3), AssistantModel(object())]
     assert len({source.history_key().name for source in sources}) == 3
     target = make_model("llama", num_hidden_layers=4)
-    assert EarlyExit(2).resolve(target, {}).history_key().draft is None  # a new object in every call
+    assert EarlyExit(2).resolve(target, {}).history_key().draft is None  # every call makes a new object
 
 
-def test_a_pair_s_ratio_is_that_of_what_their_steps_read():
+def test_cost_ratio_of_a_pair_is_that_of_step_bytes():
     target, short = make_model("llama", num_hidden_layers=4), make_model("llama", num_hidden_layers=1)
     head = target.get_output_embeddings().weight
     num_head = head.numel() * head.element_size()

@@ -1,4 +1,4 @@
-"""What tests of kernels share: a quick interpreter, and memory at its worst."""
+"""Speed up Triton's interpreter and poison fresh memory."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def _quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory holds NaN and the largest integers, as torch fills it in deterministic mode."""
+    """Fill fresh memory with NaN and the largest integers, as torch does in deterministic mode."""
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -1,4 +1,4 @@
-"""Exact distributions of one round, and the chi-square test of a verifier against them."""
+"""Compute exact distributions of a round, and test verifiers against them by chi-square."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from hf_speculate.kernels import NoiseKeys, Sampled, Stream, Verdict, row_seeds, sample
 
-# Seeds are fixed, so no result ever changes; a right distribution falls below PASS once in 10,000 choices of seed.
+# Seeds are fixed, so results never change. A correct distribution falls below PASS for one seed in
+# 10,000.
 PASS_P_VALUE = 1e-4
-# What a negative control must fall below: no right distribution gets there.
+# A negative control must fall below this. No correct distribution does.
 FAIL_P_VALUE = 1e-9
-# Cells that expect fewer counts than this share one cell, where chi-square would not hold.
+# Cells with fewer expected counts are merged, because chi-square needs large counts.
 MIN_EXPECTED = 10.0
-# Distributions that were computed from float32 probabilities sum to 1 this closely.
+# Distributions from float32 probabilities sum to 1 within this tolerance.
 WHOLE = 1e-5
 CHUNK_ROWS = 125_000
 
@@ -24,13 +25,13 @@ Verify = Callable[[Tensor, Tensor, Tensor, NoiseKeys], Verdict]
 
 
 def make_keys(num_rows: int, *, seed: int = 0, first_row: int = 0, rounds: int = 0, positions: int = 0) -> NoiseKeys:
-    """Keys of rows that differ in their seed alone."""
+    """Return keys of rows with different seeds, equal in everything else."""
     seeds = row_seeds(seed, first_row + num_rows)[first_row:]
     return NoiseKeys(seeds, torch.full_like(seeds, rounds), torch.full_like(seeds, positions))
 
 
 def rank_reversed_logits(vocab_size: int, num_draft_tokens: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Target logits [K+1, V] and draft logits [K, V] whose likeliest token is the target's least likely."""
+    """Return target logits [K+1, V] and draft logits [K, V] with opposite ranks of tokens."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(num_draft_tokens + 1, vocab_size, generator=generator)
     ranks = target[:-1].argsort(-1)
@@ -42,7 +43,7 @@ def rank_reversed_logits(vocab_size: int, num_draft_tokens: int, *, seed: int = 
 def draw_drafts(
     draft_logits: Tensor, keys: NoiseKeys, stream: Stream = Stream.DRAFT, draw: Callable[..., Sampled] = sample
 ) -> Tensor:
-    """Draft ids [B, K] from logits [K, V] or [B, K, V], each drawn as a drafter draws it."""
+    """Draw draft ids [B, K] from logits [K, V] or [B, K, V], as a drafter does."""
     columns = []
     for position, logits in enumerate(draft_logits.unbind(-2)):
         keys_here = keys._replace(positions=keys.positions + position)
@@ -51,14 +52,14 @@ def draw_drafts(
 
 
 def chunks(num_trials: int) -> Iterator[NoiseKeys]:
-    """Keys of trials that differ in their seed, a bounded number at a time."""
+    """Yield keys of trials with different seeds, a bounded number at a time."""
     seeds = row_seeds(20240501, num_trials)
     for rows in seeds.split(CHUNK_ROWS):
         yield NoiseKeys(rows, torch.full_like(rows, 3), torch.full_like(rows, 17))
 
 
 def count_cells(verdict: Verdict, vocab_size: int) -> Tensor:
-    """How often each (num_accepted, ids) occurred; cells are numbered as in `joint_distribution`."""
+    """Count each (num_accepted, ids), numbered as in `joint_distribution`."""
     num_columns = verdict.token_ids.shape[1]
     powers = vocab_size ** torch.arange(num_columns)
     code = (verdict.token_ids.clamp(min=0) * powers).sum(-1)
@@ -68,11 +69,11 @@ def count_cells(verdict: Verdict, vocab_size: int) -> Tensor:
 
 
 def joint_distribution(accept: Tensor, reject: Tensor) -> Tensor:
-    """Probability of every (num_accepted, ids).
+    """Return the probability of every (num_accepted, ids).
 
     Args:
         accept: [K, V] float64, probability to draft and accept this token here.
-        reject: [K+1, V] float64, probability to end here with this token, given that the tokens before were accepted.
+        reject: [K+1, V] float64, probability to end here with this token after accepted ones.
 
     Returns:
         [V + V^2 + ... + V^(K+1)] float64, first by num_accepted, then by ids, the first id fastest.
@@ -87,7 +88,12 @@ def joint_distribution(accept: Tensor, reject: Tensor) -> Tensor:
 
 
 def rejection_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Joint distribution of rejection sampling, drafts drawn from `draft_logits` [K, V], target [K+1, V]."""
+    """Return the joint distribution of rejection sampling.
+
+    Args:
+        target_logits: [K+1, V].
+        draft_logits: [K, V], the logits of the drafts.
+    """
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
     residual = (target[:-1] - draft).clamp(min=0)
@@ -95,7 +101,10 @@ def rejection_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tenso
 
 
 def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Joint distribution of block verification, path by path; arguments as for `rejection_distribution`."""
+    """Compute the joint distribution of block verification, path by path.
+
+    The arguments are those of `rejection_distribution`.
+    """
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
     num_draft_tokens, vocab_size = draft.shape
@@ -124,8 +133,9 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def coupled_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Joint distribution of coupled verification; arguments as for `rejection_distribution`, drafts of the same noise.
+    """Return the joint distribution of coupled verification, with drafts of the same noise.
 
+    The arguments are those of `rejection_distribution`.
     Token x wins both races iff every other clock E_y exceeds E_x * max(p_y / p_x, q_y / q_x).
     """
     target = target_logits.double().softmax(-1)
@@ -137,7 +147,7 @@ def coupled_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def p_value(counts: Tensor, distribution: Tensor) -> float:
-    """Chi-square p-value of `counts` under `distribution`; 0 when something impossible happened."""
+    """Return the chi-square p-value of `counts`, or 0 if an impossible cell was counted."""
     assert abs(float(distribution.sum()) - 1.0) < WHOLE, "no distribution: every test against it would pass"
     observed, expected = counts.double().numpy(), distribution.numpy() * float(counts.sum())
     if observed[expected == 0].any():
@@ -150,7 +160,7 @@ def p_value(counts: Tensor, distribution: Tensor) -> float:
     return float(chi2.sf(statistic, int(kept.sum()) - 1))
 
 
-# Exact joint distribution of a round by verifier, and the stream of its drafts.
+# Joint distribution of a round and the noise stream of its drafts, by verifier.
 EXACT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Stream]] = {
     "rejection": (rejection_distribution, Stream.DRAFT),
     "block": (block_distribution, Stream.DRAFT),
@@ -168,9 +178,9 @@ def round_p_value(
     drawn_from: Tensor | None = None,
     draw: Callable[..., Sampled] = sample,
 ) -> float:
-    """p-value of rounds of one of `EXACT`, target [K+1, V] and draft [K, V], under its exact joint distribution.
+    """Return the p-value of rounds of a verifier in `EXACT`, target [K+1, V] and draft [K, V].
 
-    `draw` draws the drafts from `draft_logits`, or from `drawn_from` [K, V].
+    `draw` draws the drafts from `draft_logits`, or from `drawn_from` [K, V] for a negative control.
     """
     exact, stream = EXACT[name]
     counts = torch.zeros((), dtype=torch.int64)

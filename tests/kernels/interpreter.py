@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter fast enough for tests of whole operations, and its matrix products right in bfloat16."""
+"""Make Triton's interpreter fast enough for tests of whole operations, and right in bfloat16."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """The interpreter puts its functions into the language at every nested call; once a launch is enough."""
+    """Patch the language once per launch, not at every nested call."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -18,7 +18,7 @@ def quick_interpreter() -> Iterator[None]:
         return
     patch_language = interpreter._patch_lang
     launch: list[Any] = []  # the scope of the launch under way
-    covered: set[int] = set()  # the modules that it has patched
+    covered: set[int] = set()  # its patched modules
 
     def patch_once(function: Any) -> Any:
         language = (interpreter.tl, interpreter.tl.core)

@@ -1,4 +1,4 @@
-"""Runs an operation on the Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
+"""Run an operation on the Triton kernels, on a GPU or, without one, in the interpreter."""
 
 import importlib.util
 from functools import partial
@@ -16,7 +16,7 @@ BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
 
 
 def moved(value: Any, device: str = DEVICE) -> Any:
-    """Tensors and named tuples of them on `device`, strides kept; anything else as it is."""
+    """Move tensors and named tuples of them to `device`, with strides; return others unchanged."""
     if isinstance(value, tuple):
         parts = [moved(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -26,7 +26,7 @@ def moved(value: Any, device: str = DEVICE) -> Any:
 
 
 def on(backend: str, operation: Any, *args: Any, **options: Any) -> Any:
-    """What an operation gives with a backend, on the CPU."""
+    """Run an operation with a backend and return its result on the CPU."""
     device = DEVICE if backend == "triton" else "cpu"
     options = {name: moved(value, device) for name, value in options.items()}
     return moved(operation(*moved(args, device), backend=backend, **options), "cpu")
@@ -36,7 +36,7 @@ on_triton = partial(on, "triton")
 
 
 def assert_same(mine: Verdict | Sampled, yours: Verdict | Sampled) -> None:
-    """Ids, counts and status equal; log-sum-exps, rounded in another order, to 1e-5."""
+    """Assert equal ids, counts and status, and log-sum-exps within 1e-5."""
     for tensor, expected in zip(mine, yours, strict=True):
         if tensor.dtype == torch.float32:
             torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What tests of the kernels share: operations and rounds of the library, and more rounds, layouts and checks."""
+"""Provide operations, rounds, layouts and checks for tests of the kernels."""
 
 from collections.abc import Iterator
 
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 
-# That take a temperature and cutoffs as options.
+# Operations with a temperature and cutoffs as options.
 WARPABLE = ["rejection", "point mass", "block", "coupled", "typical", "typical, sampled"]
 
 
 def make_contested_round(
     num_rows: int, num_draft_tokens: int, vocab_size: int, *, distance: float = 0.7
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Target, ids and draft of which every position rejects some: the ids are drawn from the draft."""
+    """Return target, ids drawn from the draft, and draft, with rejections at every position."""
     generator = torch.Generator().manual_seed(vocab_size)
     target = 2 * torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
     draft = target[:, :-1] + distance * torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)
@@ -53,7 +53,7 @@ def make_contested_round(
 
 
 def layouts(tensor: Tensor) -> Iterator[Tensor]:
-    """The same [B, N, V] values, transposed in memory, and as a view that leaves out rows and columns."""
+    """Yield [B, N, V] values transposed in memory, then as a view without some rows and columns."""
     yield tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     wide = tensor.new_full((tensor.shape[0], 2 * tensor.shape[1], 2 * tensor.shape[2] + 3), torch.nan)
     view = wide[:, ::2, 3::2]
@@ -61,7 +61,7 @@ def layouts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
-    """Ids in range up to the last one, -1 beyond, counts within the lengths, dtypes as documented."""
+    """Assert ids in range and -1 behind them, counts within the lengths, documented dtypes."""
     assert verdict.token_ids.dtype == torch.int64
     assert verdict.num_accepted.dtype == verdict.status.dtype == torch.int32
     columns = torch.arange(verdict.token_ids.shape[1])
@@ -72,7 +72,10 @@ def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
 
 
 class NoHostSync(TorchDispatchMode):
-    """Raises where a result would have to reach the host."""
+    """Dispatch mode without host synchronisation.
+
+    It raises if a result would have to reach the host.
+    """
 
     WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique")
 

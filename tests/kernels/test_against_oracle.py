@@ -1,4 +1,4 @@
-"""The vectorised twins decide as plain loops in float64 do, one row at a time, with the same noise."""
+"""Compare the vectorised reference with plain float64 loops over rows, with the same noise."""
 
 import math
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from tests.kernels.operations import OPERATIONS, make_contested_round
 
 
 class Decision(NamedTuple):
-    """What one row should give."""
+    """Expected result of one row."""
 
     token_ids: list[int]
-    margin: float  # how far the closest comparison was from going the other way
+    margin: float  # distance of the closest comparison from the opposite result
 
 
 def _race(weights: Tensor, keys: NoiseKeys, offset: int) -> tuple[int, float]:
-    """Winner of one row's race, and by which part it won; by nothing where no weight is positive."""
+    """Return the winner of one row's race and its relative margin, 0 without a positive weight."""
     clocks = exponentials(keys, Stream.CORRECTION, torch.tensor([[offset]]), torch.arange(len(weights)))[0].double()
     first, second = (weights / clocks).topk(2)[0].tolist()
     return int((weights / clocks).argmax()), (first - second) / first if first > 0.0 else 0.0
@@ -33,7 +33,13 @@ def _coin(keys: NoiseKeys, position: int, token_id: int) -> float:
 
 
 def reject(target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor | None, keys: NoiseKeys) -> Decision:
-    """One row of rejection sampling: target [K+1, V], draft [K, V] or a point mass; `keys` of one row."""
+    """Sample by rejection in one row.
+
+    Args:
+        target: [K+1, V].
+        draft: [K, V] or a point mass.
+        keys: of one row.
+    """
     margin, target = 1.0, target_logits.double().softmax(-1)
     if draft_logits is None:
         draft = one_hot(torch.tensor(draft_token_ids), target.shape[-1]).double()
@@ -50,7 +56,7 @@ def reject(target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tens
 
 
 def verify_block(target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor, keys: NoiseKeys) -> Decision:
-    """One row of block verification, arguments as for `reject`; algorithm 2 of the paper, line by line."""
+    """Verify one row by blocks, as in algorithm 2 of the paper; arguments as for `reject`."""
     target, draft = target_logits.double().softmax(-1), draft_logits.double().softmax(-1)
     kept, margin, ratios = 0, 1.0, [1.0]
     for count, token_id in enumerate(draft_token_ids, start=1):
@@ -60,7 +66,7 @@ def verify_block(target_logits: Tensor, draft_token_ids: list[int], draft_logits
         if count < len(draft_token_ids):
             mass = float((ratio * target[count] - draft[count]).clamp(min=0).sum())
         bound = coin * (mass + 1.0 - ratio)
-        if ratio < 1.0:  # else it is accepted
+        if ratio < 1.0:  # a ratio of 1 or more is always accepted
             margin = min(margin, abs(bound - mass))
         if ratio == 1.0 or bound < mass:
             kept = count
@@ -74,7 +80,7 @@ def verify_block(target_logits: Tensor, draft_token_ids: list[int], draft_logits
 def accept_typical(
     target_logits: Tensor, draft_token_ids: list[int], threshold: float, alpha: float, epsilon: float
 ) -> Decision:
-    """One row of typical acceptance with the argmax as correction."""
+    """Verify one row by typical acceptance with the argmax as correction."""
     margin, best = 1.0, target_logits.argmax(-1).tolist()
     for position, token_id in enumerate(draft_token_ids):
         probs = target_logits[position].double().softmax(-1).tolist()
@@ -86,13 +92,13 @@ def accept_typical(
     return Decision([*draft_token_ids, best[-1]], margin)
 
 
-# Float32 logits near 10 carry errors of 1e-6 into a log-probability; closer decisions may go either way.
+# Float32 logits near 10 have errors of 1e-6 in a log-probability, so closer decisions may differ.
 BORDER = 1e-5
 NUM_ROWS, NUM_DRAFT_TOKENS = 150, 4
 
 
 def assert_decided(verdict: Verdict, decisions: list[Decision]) -> None:
-    """Compare all rows but those that were decided at the border."""
+    """Compare all rows except those decided at the border."""
     for row, decision in enumerate(decisions):
         if decision.margin >= BORDER:
             padding = [-1] * (NUM_DRAFT_TOKENS + 1 - len(decision.token_ids))
@@ -102,7 +108,7 @@ def assert_decided(verdict: Verdict, decisions: list[Decision]) -> None:
     assert sum(decision.margin >= BORDER for decision in decisions) > 0.9 * NUM_ROWS
 
 
-# What decides one row of target, ids and draft by its keys.
+# Oracles by verifier: a function of one row's target, ids, draft and keys.
 DECIDERS: dict[str, Callable[..., Decision]] = {
     "rejection": reject,
     "point mass": lambda target, ids, _, keys: reject(target, ids, None, keys),
@@ -114,7 +120,7 @@ DECIDERS: dict[str, Callable[..., Decision]] = {
 @pytest.mark.parametrize(
     ("name", "distance"), [("rejection", 0.7), ("point mass", 0.7), ("block", 0.1), ("block", 0.7), ("block", 3.0)]
 )
-def test_verifiers_decide_as_float64_does(name: str, distance: float, vocab_size: int) -> None:
+def test_verifiers_decide_as_in_float64(name: str, distance: float, vocab_size: int) -> None:
     round_ = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size, distance=distance)
     keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
     verdict, decisions = OPERATIONS[name](*round_, keys), []
@@ -125,9 +131,7 @@ def test_verifiers_decide_as_float64_does(name: str, distance: float, vocab_size
 
 @pytest.mark.parametrize("vocab_size", [2, 37, 500])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
-def test_typical_is_the_rule_of_the_paper_and_draws_its_correction_from_the_target(
-    vocab_size: int, epsilon: float
-) -> None:
+def test_typical_follows_the_rule_of_the_paper(vocab_size: int, epsilon: float) -> None:
     target, ids, _ = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size)
     rule = {"posterior_threshold": 0.2, "posterior_alpha": 0.4, "entropy_epsilon": epsilon}
     keys = make_keys(NUM_ROWS, seed=2)

@@ -1,4 +1,4 @@
-"""Arguments that do not fit are named before anything runs."""
+"""Name invalid arguments before anything runs."""
 
 import importlib.util
 import re
@@ -31,7 +31,7 @@ def accept(rule: tuple[float, float] = (0.09, 0.3), strict: bool = True, backend
     kernels.TypicalAcceptanceSampler(*rule, strict, backend=backend)(**round_)
 
 
-# By name: a function, and arguments that fit.
+# A function and valid arguments, by name.
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "verify_greedy": (None, {"target_logits": FLAT, "draft_token_ids": IDS}),
     "verify_rejection": (None, {"target_logits": FLAT, "draft_token_ids": IDS, "keys": KEYS}),
@@ -59,7 +59,7 @@ def call(name: str, **changes: Any) -> None:
     (function or getattr(kernels, name))(**arguments | changes)
 
 
-# One argument that does not fit, and how the message begins.
+# One invalid argument and the start of the message.
 MISFITS = [
     ("verify_greedy", "draft_token_ids", IDS[:, :1], "must be [B, K] = [1, 2], got [1, 1]"),
     ("verify_greedy", "target_logits", FLAT[..., :0], "must be [B, K+1, V]"),
@@ -107,14 +107,14 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("name", "argument", "value", "words"), MISFITS)
-def test_an_argument_that_does_not_fit_is_named(name: str, argument: str, value: Any, words: str) -> None:
+def test_invalid_argument_is_named(name: str, argument: str, value: Any, words: str) -> None:
     with pytest.raises(
         (ShapeError, ConfigError), match=re.escape(f"{argument}{'' if words[0] == '.' else ' '}{words}")
     ):
         call(name, **{argument: value})
 
 
-def test_arguments_that_do_not_fit_each_other_are_named() -> None:
+def test_mismatched_arguments_are_named() -> None:
     for name, words, changes in [
         ("verify_typical", "keys must", {"correction": "sample"}),
         ("draws", "logits must be", {"second": torch.zeros(1, 3)}),
@@ -125,7 +125,7 @@ def test_arguments_that_do_not_fit_each_other_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_operation_takes_the_backends_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_take_backends_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("auto", "torch"):
         call(name, backend=backend)
     with pytest.raises(ConfigError, match='backend must be one of "auto", "torch", "triton", got \'cuda\''):
@@ -136,7 +136,7 @@ def test_every_operation_takes_the_backends_by_name(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("version", "words"), [("3.5.1", "which is installed as 3.5"), (None, "is not installed")])
-def test_a_missing_or_old_triton_is_named(version: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_old_triton_is_named(version: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if version is None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     else:

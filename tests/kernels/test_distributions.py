@@ -1,4 +1,4 @@
-"""Draws have the distribution of their logits, alone and in a round, and verifiers keep the target's distribution."""
+"""Compare distributions of samples and of verified rounds with the exact ones."""
 
 import operator
 
@@ -21,13 +21,13 @@ from tests.kernels.distributions import (
 from tests.kernels.operations import OPERATIONS, make_round, warp_of
 
 NUM_DRAWN = 250_000
-# Float32 against float64 log-sum-exp of values near 10: a few units in the last place.
+# Float32 and float64 log-sum-exps of values near 10 differ by a few units in the last place.
 LOGSUMEXP_TOLERANCE = 4e-6
 
 
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
 @pytest.mark.parametrize(("vocab_size", "temperature"), [(64, 1.0), (12, 0.7)])
-def test_tokens_are_drawn_from_the_softmax_of_what_temperature_and_cutoff_leave(
+def test_samples_follow_the_softmax_after_temperature_and_cutoff(
     vocab_size: int, temperature: float, stream: Stream
 ) -> None:
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
@@ -55,14 +55,14 @@ def draw(logits: torch.Tensor, keys: NoiseKeys) -> Sampled:
 @pytest.mark.parametrize("vocab_size", [64, 8192])
 def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
     keys, logits = make_keys(3, positions=9), torch.randn(3, vocab_size)
-    logits[:, 40:] = -torch.inf  # of wide rows the eager twin then looks at pieces
+    logits[:, 40:] = -torch.inf  # the eager reference then reads wide rows in pieces
     eager, compiled = draw(logits, keys), torch.compile(draw, fullgraph=True)(logits, keys)
     assert torch.equal(eager.token_ids, compiled.token_ids)
     torch.testing.assert_close(eager.logsumexp, compiled.logsumexp)
 
 
-def test_a_compiled_draw_is_not_tied_to_its_batch_size() -> None:
-    """torch 2.11 compiles anew for every batch size if a slice in the graph ends at that number."""
+def test_compiled_sample_serves_all_batch_sizes() -> None:
+    """Avoid slices to the batch size: torch 2.11 recompiles them for every size."""
     bounds: list[object] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -73,7 +73,7 @@ def test_a_compiled_draw_is_not_tied_to_its_batch_size() -> None:
         return graph
 
     logits, keys = torch.randn(4, 50), make_keys(4)
-    torch.compiler.reset()  # after other vocabularies, V would be dynamic, and slices may end there
+    torch.compiler.reset()  # after other vocabularies, V would be dynamic and slices could end there
     for tensor in (logits, *keys):
         torch._dynamo.mark_dynamic(tensor, 0)
     torch.compile(draw, backend=keep, fullgraph=True)(logits, keys)
@@ -85,13 +85,13 @@ NUM_ROWS, NUM_DRAWS = 3, 5
 
 
 def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """[NUM_ROWS, NUM_DRAWS, V], rows without a distribution among them."""
+    """Return logits [NUM_ROWS, NUM_DRAWS, V], some rows of them without a distribution."""
     logits = torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
     logits[0, 1, 0] = torch.nan
     logits[1, 2] = -torch.inf
     logits[2, 3, vocab_size // 2 :] = torch.inf
     logits[2, 4, 5:] = -torch.inf
-    logits[:, 0, 9:] = -torch.inf  # of wide rows `sample` then looks at pieces
+    logits[:, 0, 9:] = -torch.inf  # `sample` then reads wide rows in pieces
     return logits.to(dtype)
 
 
@@ -100,9 +100,7 @@ def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
     ("vocab_size", "dtype"),
     [(1, torch.float32), (37, torch.float16), (100, torch.float64), (4099, torch.bfloat16), (40_000, torch.float32)],
 )
-def test_every_draw_is_that_of_sample_and_shared_noise_is_made_once(
-    vocab_size: int, dtype: torch.dtype, stream: Stream
-) -> None:
+def test_several_draws_equal_those_of_sample(vocab_size: int, dtype: torch.dtype, stream: Stream) -> None:
     logits, keys, num_made = make_logits(vocab_size, dtype), make_keys(NUM_ROWS, rounds=2, positions=11), 0
     round_ = Draws(keys, stream, NUM_DRAWS, backend="torch")
     for draw in range(NUM_DRAWS):
@@ -123,7 +121,7 @@ def test_every_draw_is_that_of_sample_and_shared_noise_is_made_once(
 
 
 NUM_TRIALS = 2_000_000
-# Enough for a control, which fails by many more orders of magnitude than are asked.
+# Controls fail by many more orders of magnitude than the assertion asks.
 NUM_CONTROL_TRIALS = 250_000
 
 
@@ -143,7 +141,7 @@ def test_joint_distribution_is_exact_over_many_trials(
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_joint_distribution_is_exact_and_drafts_of_another_one_are_noticed(name: str) -> None:
+def test_joint_distribution_is_exact_for_drafts_of_the_draft(name: str) -> None:
     target, draft = rank_reversed_logits(16, 2)
     rounds = (name, target, draft, NUM_CONTROL_TRIALS, OPERATIONS[name])
     assert round_p_value(*rounds) > PASS_P_VALUE
@@ -152,7 +150,7 @@ def test_joint_distribution_is_exact_and_drafts_of_another_one_are_noticed(name:
 
 @pytest.mark.parametrize("name", ["greedy", "coupled", "coupled, warped"])
 @pytest.mark.parametrize("vocab_size", [3, 20_000])
-def test_greedy_and_coupled_verification_emit_the_tokens_of_plain_decoding(name: str, vocab_size: int) -> None:
+def test_greedy_and_coupled_emit_the_tokens_of_plain_decoding(name: str, vocab_size: int) -> None:
     target, _, draft = make_round(60, 3, vocab_size)
     keys = make_keys(60, seed=8, positions=31)
     warp = warp_of(target, keys) if name.endswith("warped") else {"row_cutoffs": torch.full((60, 4), -torch.inf)}

@@ -1,4 +1,4 @@
-"""Functions of other libraries' names mean what theirs mean: FlashInfer's chain, vLLM's sampler, a single sequence."""
+"""Test drop-in functions: FlashInfer's chain, vLLM's sampler, a single sequence."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ STRICT = TypicalAcceptanceSampler(0.09, 0.3, strict_mode=True)
 
 
 def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -> tuple[Tensor, Tensor, Tensor]:
-    """Draft probabilities, ids drawn from them, and target probabilities not far from them."""
+    """Return draft probabilities, ids drawn from them, and target probabilities close to them."""
     generator = torch.Generator().manual_seed(7)
     target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
     draft = (target[:, :-1] + torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)).softmax(-1)
@@ -42,8 +42,8 @@ def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_the_documented_example_gives_the_documented_result(dtype: torch.dtype) -> None:
-    """The second token is impossible, and only token 0 is left in its place."""
+def test_documented_example_gives_documented_result(dtype: torch.dtype) -> None:
+    """Make the second token impossible, so only token 0 can replace it."""
     draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], dtype=dtype)
     target = torch.tensor([[[0.0, 0.1, 0.6, 0.3], [1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]], dtype=dtype)
     ids = torch.tensor([[2, 1]])
@@ -54,13 +54,13 @@ def test_the_documented_example_gives_the_documented_result(dtype: torch.dtype) 
         assert token_ids.dtype == accepted.dtype == emitted.dtype == torch.int32
 
 
-def test_ids_and_counters_have_their_exact_distributions_though_rows_do_not_sum_to_one() -> None:
-    """What is counted is added to the counters in place."""
+def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
+    """Add to the counters in place."""
     vocab_size, num_draft_tokens = 8, 3
     target, draft = rank_reversed_logits(vocab_size, num_draft_tokens)
     seeds = row_seeds(11, NUM_TRIALS)
     zeros = torch.zeros_like(seeds)
-    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))  # the call's own keys: streams keep them apart
+    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))  # the call's keys too: streams separate them
     scales = 1.0 + 0.01 * torch.rand(2, num_draft_tokens + 1, 1, generator=torch.Generator().manual_seed(0))
     counters = torch.full((NUM_TRIALS,), 100), torch.full((NUM_TRIALS,), 1000, dtype=torch.int32)
     token_ids, *returned = chain_speculative_sampling(
@@ -74,26 +74,26 @@ def test_ids_and_counters_have_their_exact_distributions_though_rows_do_not_sum_
     accepted, emitted = counters[0] - 100, counters[1] - 1000
     counts = count_cells(Verdict(token_ids.long(), emitted, zeros), vocab_size)
     assert p_value(counts, rejection_distribution(target, draft)) > PASS_P_VALUE
-    passed = torch.ones(1, dtype=torch.float64)  # probability of the number of positions that pass, each by itself
+    passed = torch.ones(1, dtype=torch.float64)  # probability of the number of accepted positions, independently tested
     for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(-1):
         passed = pad(passed * (1 - overlap), (0, 1)) + pad(passed * overlap, (1, 0))
     assert p_value(torch.bincount(accepted, minlength=num_draft_tokens + 1), passed) > PASS_P_VALUE
-    # The rejected position's own coin says no for both counters.
+    # The coin of the rejected position rejects for both counters.
     rejected = emitted < num_draft_tokens
     assert (accepted >= emitted).all()
     assert (accepted[rejected] < num_draft_tokens).all()
     assert (accepted[~rejected] == num_draft_tokens).all()
 
 
-def test_a_row_depends_on_its_own_seed_and_offset_alone() -> None:
-    """All rows are one row repeated: what differs in the result comes from the noise."""
+def test_row_depends_on_its_seed_and_offset_only() -> None:
+    """Repeat one row, so only the noise makes results differ."""
     draft, ids, target = (part.expand(64, *part.shape[1:]) for part in make_batch(1))
 
     def call(rows: slice = slice(64), **options: Any) -> Tensor:
         return chain_speculative_sampling(draft[rows], ids[rows], target[rows], **options)[0]
 
     whole, later = call(seed=5), call(seed=5, offset=1)
-    assert len(whole.unique(dim=0)) > 10  # one seed gives every row its own
+    assert len(whole.unique(dim=0)) > 10  # one seed gives every row a different noise
     assert (later != whole).any(1).sum() > 10
     seeds = row_seeds(5, 64)
     for same in (torch.tensor([5]), torch.tensor([5], dtype=torch.int32), seeds):
@@ -106,9 +106,9 @@ def test_a_row_depends_on_its_own_seed_and_offset_alone() -> None:
     assert torch.equal(call(seed=5, offset=odd), torch.where(odd[:, None] == 1, later, whole))
 
 
-def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
+def test_chain_ends_at_bad_ids_and_rows_without_a_distribution() -> None:
     _, ids, target = make_batch(10)
-    draft = target[:, :-1].clone()  # every good id is kept
+    draft = target[:, :-1].clone()  # every valid id is accepted
     ids[:3, 1] = torch.tensor([-1, 50, 2**31 - 1], dtype=torch.int32)
     target[3:7, 2] = torch.tensor([torch.nan, torch.inf, 0.0, -1.0]).unsqueeze(-1)
     draft[7:, 0] = torch.tensor([torch.nan, torch.inf, 0.0]).unsqueeze(-1)
@@ -123,7 +123,7 @@ def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 3), (0, 0), (3, 0), (3, 3)])
-def test_empty_rounds_are_fine_and_nothing_waits_for_the_device(num_rows: int, num_draft_tokens: int) -> None:
+def test_empty_rounds_run_without_host_sync(num_rows: int, num_draft_tokens: int) -> None:
     target = torch.full((num_rows, num_draft_tokens + 1, 7), 1 / 7)
     ids, counters = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32), torch.zeros(2, num_rows).int()
     for seed in (None, 4, torch.tensor([4]), torch.arange(num_rows)):
@@ -138,7 +138,7 @@ def test_empty_rounds_are_fine_and_nothing_waits_for_the_device(num_rows: int, n
     assert torch.equal(STRICT(target, torch.full((num_rows,), 6), target[:, :-1], ids), accepted)
 
 
-def test_a_single_sequence_is_a_chain_of_one_row_whose_seed_the_generator_draws() -> None:
+def test_single_sequence_equals_a_chain_of_one_row() -> None:
     draft, ids, target = make_batch(1)
     target[0, 2] = torch.nan
     draft[0, 0] = target[0, 0]
@@ -155,7 +155,7 @@ def test_a_single_sequence_is_a_chain_of_one_row_whose_seed_the_generator_draws(
 
 
 @pytest.mark.parametrize(("candidate", "expected"), [(0, (0, 1)), (1, (1, 0)), (-1, (0, 1)), (2, (0, 1))], ids=str)
-def test_impossible_candidates_are_rejected_and_certain_ones_kept(candidate: int, expected: tuple[int, int]) -> None:
+def test_impossible_candidates_are_rejected(candidate: int, expected: tuple[int, int]) -> None:
     target, ids = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([candidate])
     for at, token in (greedy_match(target, ids), speculative_sampling(target, torch.tensor([[0.5, 0.5]]), ids)):
         assert (int(at), int(token)) == expected
@@ -163,7 +163,7 @@ def test_impossible_candidates_are_rejected_and_certain_ones_kept(candidate: int
         assert at.shape == token.shape == ()
 
 
-def test_the_most_probable_token_is_found_where_a_logarithm_would_round_it_away_and_ties_are_the_lowest() -> None:
+def test_greedy_sampler_finds_the_most_probable_token() -> None:
     small, large = 0.25, 0.25 + 2.0**-25
     target = torch.tensor([[[small, large, 0.25, 0.25], [0.1, 0.4, 0.4, 0.1]]])
     token_ids = TypicalAcceptanceSampler(0.5, 9.0)(target, torch.tensor([0]), None, torch.tensor([[3]]))
@@ -175,7 +175,7 @@ def test_the_most_probable_token_is_found_where_a_logarithm_would_round_it_away_
 
 
 @pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.03, 0.9)])
-def test_the_sampler_decides_as_the_operation_on_logits_does(threshold: float, alpha: float) -> None:
+def test_sampler_decides_as_the_operation_on_logits(threshold: float, alpha: float) -> None:
     (_, ids, target), bonus = make_batch(300), torch.arange(300)
     token_ids = TypicalAcceptanceSampler(threshold, alpha)(target, bonus, None, ids)
     rule = {"posterior_threshold": threshold, "posterior_alpha": alpha, "entropy_epsilon": 1e-5}
@@ -185,11 +185,12 @@ def test_the_sampler_decides_as_the_operation_on_logits_does(threshold: float, a
     assert len(num_accepted.unique()) == 4
 
 
-def test_the_entropy_has_vllms_epsilon() -> None:
+def test_entropy_has_vllms_epsilon() -> None:
     vocab_size = 100_000
     target = torch.full((1, 2, vocab_size), 0.5 / (vocab_size - 1))
     target[..., 7] = 0.5
-    # The entropy is 6.45, and 5.90 with the epsilon inside its logarithm: the bounds are 4.7e-4 and 8.2e-4.
+    # The entropy is 6.45, or 5.90 with the epsilon inside its logarithm.
+    # The bounds are 4.7e-4 and 8.2e-4.
     target[:, :, 8] = 6e-4
     ids, bonus = torch.tensor([[8]]), torch.tensor([3])
     assert SAMPLER(target, bonus, None, ids).tolist() == [[7, -1]]
@@ -199,7 +200,7 @@ def test_the_entropy_has_vllms_epsilon() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
-def test_the_bonus_token_is_the_callers_and_bad_ids_and_rows_end_the_chain(shape: tuple[int, ...]) -> None:
+def test_sampler_emits_the_bonus_token_of_the_caller(shape: tuple[int, ...]) -> None:
     target = torch.zeros(6, 3, 6)
     target[..., 2] = 1.0
     target[3:, 1] = torch.tensor([torch.nan, torch.inf, 0.0]).unsqueeze(-1)

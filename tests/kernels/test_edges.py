@@ -1,4 +1,4 @@
-"""Hostile rows, bad ids, ties, extreme coins: an id in [0, V), and the status that says what was wrong."""
+"""Test hostile rows, bad ids, ties and extreme coins for ids in range and the right status."""
 
 from functools import cache
 
@@ -19,8 +19,11 @@ from tests.kernels.operations import (
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_chain_counts_up_to_its_first_fault(name: str) -> None:
-    """Of every kind at every position, each in 80 rows: as if the chain were that short, and named if it is reached."""
+def test_chain_counts_up_to_its_first_fault(name: str) -> None:
+    """Place every fault at every position, in 80 rows each.
+
+    The result is that of a shorter chain, and the status names a fault only if it is reached.
+    """
     faulty = make_faulty_round(name, 80, 4, 11)
     round_, positions = (faulty.target, faulty.ids, faulty.draft), faulty.positions
     keys = make_keys(len(positions), rounds=3)
@@ -29,7 +32,7 @@ def test_a_chain_counts_up_to_its_first_fault(name: str) -> None:
     assert_well_formed(verdict, 11, torch.full_like(positions, 4))
     assert torch.equal(verdict.num_accepted, shorter.num_accepted)
     reached = verdict.num_accepted == positions
-    expected = torch.where(reached, faulty.flags, shorter.status)  # a residual may be empty before it
+    expected = torch.where(reached, faulty.flags, shorter.status)  # a residual may be empty before the fault
     assert torch.equal(verdict.status.long(), expected)
     has_distribution = ~(reached & faulty.is_target)
     assert torch.equal(verdict.token_ids[has_distribution], shorter.token_ids[has_distribution])
@@ -39,7 +42,7 @@ def test_a_chain_counts_up_to_its_first_fault(name: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("vocab_size", [1, 3, 8192, 8193])
-def test_draws_from_hostile_rows_stay_in_range_and_the_last_id_is_drawn(vocab_size: int, backend: str) -> None:
+def test_samples_of_hostile_rows_stay_in_range(vocab_size: int, backend: str) -> None:
     logits = torch.randn(len(HOSTILE) + 1, vocab_size, generator=torch.Generator().manual_seed(0))
     for row, value in enumerate(HOSTILE):
         spoil(logits[row], value)
@@ -59,7 +62,7 @@ def test_draws_from_hostile_rows_stay_in_range_and_the_last_id_is_drawn(vocab_si
 @pytest.mark.parametrize("vocab_size", [6, 20_000])
 def test_greedy_ties_go_to_the_lowest_index(vocab_size: int, backend: str) -> None:
     logits = torch.zeros(2, 2, vocab_size, dtype=torch.float64)
-    # Two float64 logits that float32 cannot tell apart are a tie.
+    # Float32 rounds these two float64 logits to a tie.
     logits[..., [2, 4, vocab_size - 1]] = torch.tensor([1.0, 1.0 + 1e-12, 1.0], dtype=torch.float64)
     keys, ids = make_keys(2), torch.tensor([[2], [4]])
     for dtype in (torch.bfloat16, torch.float64):
@@ -74,8 +77,8 @@ def test_greedy_ties_go_to_the_lowest_index(vocab_size: int, backend: str) -> No
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("name", DENSE)
-def test_an_empty_residual_falls_back_to_the_target_and_is_named(name: str, position: int) -> None:
-    """Token 0 is certain before the position; at it the two models agree, but on a token that neither allows."""
+def test_empty_residual_falls_back_to_the_target(name: str, position: int) -> None:
+    """Make token 0 certain before the position; there, draft a token forbidden by both models."""
     target = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf]).repeat(50, 3, 1)
     target[:, position, :4] = torch.tensor([1.0, 0.5, 1.0, 0.5])
     ids = torch.zeros(50, 2, dtype=torch.int64)
@@ -88,7 +91,7 @@ def test_an_empty_residual_falls_back_to_the_target_and_is_named(name: str, posi
 
 @cache
 def extreme_keys() -> NoiseKeys:
-    """Two rows whose acceptance coin for token 1 is the least and the greatest of four million."""
+    """Return two rows with the extreme acceptance coins of four million for token 1."""
     seeds = row_seeds(1, 4_000_000)
     nothing = torch.zeros_like(seeds)
     offsets, ones = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
@@ -100,9 +103,9 @@ def extreme_keys() -> NoiseKeys:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_and_certainty_are_decided_alike_by_the_least_and_the_greatest_coin(name: str, backend: str) -> None:
+def test_extreme_coins_respect_zero_and_full_probability(name: str, backend: str) -> None:
     open_row, forbidding, unknown = [0.0, -3.0, 1.0], [0.0, -torch.inf, 1.0], [2.0, -torch.inf, 1.0]
-    rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]  # rows of target and draft, and tokens kept
+    rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]  # target row, draft row, number of accepted tokens
     if name in DENSE:
         rounds += [(open_row, unknown, 1), (open_row, open_row, 1)]
     target_rows, draft_rows, kept = (torch.tensor(part).repeat_interleave(2, 0) for part in zip(*rounds, strict=True))

@@ -1,4 +1,4 @@
-"""The former name of the package of kernels."""
+"""Test the former name of the kernels package."""
 
 import importlib
 
@@ -7,7 +7,7 @@ import pytest
 from hf_speculate import kernels
 
 
-def test_the_former_name_warns_and_gives_the_same_operations() -> None:
+def test_former_name_warns_and_gives_the_same_operations() -> None:
     with pytest.warns(DeprecationWarning, match="import hf_speculate.kernels"):
         former = importlib.import_module("hf_speculate.triton_kernels")
     assert {name: getattr(former, name) for name in kernels.__all__} == {

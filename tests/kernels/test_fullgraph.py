@@ -1,4 +1,4 @@
-"""The operations inside of `torch.compile(fullgraph=True)`, with both backends."""
+"""Compile the operations with `torch.compile(fullgraph=True)`, on both backends."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,7 +49,7 @@ def test_sample_and_cutoffs_compile_whole(backend: str) -> None:
             torch.testing.assert_close(tensor, expected)
 
 
-def test_a_drop_in_that_counts_in_place_runs_outside_of_graphs() -> None:
+def test_drop_in_with_in_place_counters_runs_outside_of_graphs() -> None:
     target, ids, draft = make_round(3, 2, 40)
     args = draft.softmax(-1), ids, target.softmax(-1)
 

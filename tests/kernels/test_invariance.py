@@ -1,4 +1,4 @@
-"""A row's result depends on that row alone, with its temperature and cutoffs: not on the batch, strides or threads."""
+"""Test that a row's result is independent of the batch, strides and threads."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from tests.kernels.distributions import make_keys
 from tests.kernels.on_triton import assert_same
 from tests.kernels.operations import OPERATIONS, WARPABLE, NoHostSync, layouts, make_round
 
-# 40,000 entries are more than torch gives to one thread, and cross the block-wise maximum and the sums of 4,096.
+# 40,000 entries exceed the share of one thread in torch, the block-wise maximum and sums of 4,096.
 WIDTHS = [37, 40_000]
 
 
 @pytest.mark.parametrize("vocab_size", WIDTHS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_row_alone_gives_what_it_gives_in_a_batch(name: str, vocab_size: int, request: pytest.FixtureRequest) -> None:
-    """Also where fresh memory holds NaN; nothing waits for the device or records a gradient."""
+def test_row_alone_gives_its_result_in_a_batch(name: str, vocab_size: int, request: pytest.FixtureRequest) -> None:
+    """Fill fresh memory with NaN, forbid host synchronisation and check for no gradient."""
     target, ids, draft = make_round(5, 3, vocab_size)
     keys, lens, temperature = make_keys(5, rounds=2, positions=11), torch.tensor([0, 1, 2, 3, 3]), torch.ones(5)
     with NoHostSync():
@@ -51,7 +51,7 @@ def test_strides_and_dtypes_change_nothing(name: str, vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_number_of_threads_changes_nothing(name: str) -> None:
+def test_number_of_threads_changes_nothing(name: str) -> None:
     round_, before, verdicts = make_round(1, 1, 150_001), torch.get_num_threads(), []
     try:
         for num_threads in (1, 2, 3):
@@ -67,7 +67,7 @@ def test_the_number_of_threads_changes_nothing(name: str) -> None:
 def test_rows_past_the_length_do_not_count(name: str) -> None:
     target, ids, draft = make_round(6, 4, 23)
     even_rows = torch.arange(6)[:, None] % 2 == 0
-    for length in (-5, 0, 1, 2, 3, 4, 100):  # out of range: as the nearest
+    for length in (-5, 0, 1, 2, 3, 4, 100):  # out of range: clamped
         end = min(max(length, 0), 4)
         cut = OPERATIONS[name](target[:, : end + 1], ids[:, :end], draft[:, :end], make_keys(6))
         poisoned = target.clone()
@@ -81,14 +81,14 @@ def test_rows_past_the_length_do_not_count(name: str) -> None:
 
 @pytest.mark.parametrize("vocab_size", WIDTHS)
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_handing_over_the_draft_sums_changes_nothing(name: str, vocab_size: int) -> None:
+def test_passed_draft_logsumexp_changes_nothing(name: str, vocab_size: int) -> None:
     case = (*make_round(4, 3, vocab_size), make_keys(4))
     assert_same(OPERATIONS[f"{name} with draft sums"](*case), OPERATIONS[name](*case))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.0, 0.5, 1.3])])
-def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(temperature: float | Tensor) -> None:
-    """A row with one more entry has no whole number of pieces, and is read in full."""
+def test_reading_only_tokens_within_cutoffs_changes_no_bit(temperature: float | Tensor) -> None:
+    """Add one entry, so the row is no multiple of the piece size and is read in full."""
     target, ids, draft = make_round(3, 2, 2 * twin_rows.TILE_SIZE)
     divisor = torch.as_tensor(temperature).view(-1, 1, 1)
     cutoffs = (target / divisor.where(divisor > 0, 1.0)).topk(8).values[..., -1]
@@ -130,7 +130,7 @@ def test_cutoffs_act_as_masked_logits(name: str) -> None:
     temperature = torch.full((6,), 0.8)
     scaled = target / temperature.view(-1, 1, 1)
     cutoffs = scaled.topk(10).values[..., -1]
-    cutoffs[5] = 1e9  # nothing is left
+    cutoffs[5] = 1e9  # masks all tokens
     masked = scaled.masked_fill(scaled < cutoffs.unsqueeze(-1), -torch.inf)
     cut = OPERATIONS[name](target, ids, draft, make_keys(6), temperature=temperature, row_cutoffs=cutoffs)
     assert_same(cut, OPERATIONS[name](masked, ids, draft, make_keys(6)))

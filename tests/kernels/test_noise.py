@@ -1,4 +1,4 @@
-"""The noise is uniform, independent along every key, and a definition that plain integers can repeat."""
+"""Test noise for uniformity, independence along every key and equality with plain integers."""
 
 from collections.abc import Callable
 
@@ -24,21 +24,21 @@ AXES: dict[str, Callable[[Tensor, Tensor], NoiseKeys]] = {
 
 
 def noise_along(axis: str, stream: Stream = Stream.DRAFT) -> Tensor:
-    """[NUM_ROWS, NUM_TOKENS] uniforms whose rows differ in one key."""
+    """Return uniforms [NUM_ROWS, NUM_TOKENS] of rows with different values of one key."""
     count = torch.arange(NUM_ROWS)
     keys = AXES[axis](count, torch.zeros_like(count))
     return uniforms(keys, stream, NO_OFFSET, torch.arange(NUM_TOKENS))
 
 
 def cells_p_value(cells: Tensor, num_cells: int) -> float:
-    """Chi-square p-value that integers `cells` are uniform."""
+    """Return the chi-square p-value of integers `cells` under a uniform distribution."""
     counts = torch.bincount(cells.flatten().long(), minlength=num_cells).double()
     expected = cells.numel() / num_cells
     return float(chi2.sf(float(((counts - expected) ** 2 / expected).sum()), num_cells - 1))
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_uniforms_and_pairs_of_neighbours_fill_their_range_evenly(axis: str) -> None:
+def test_uniforms_and_neighbour_pairs_are_uniform(axis: str) -> None:
     values = noise_along(axis)
     assert cells_p_value(values * NUM_CELLS, NUM_CELLS) > PASS_P_VALUE
     assert cells_p_value(values.double() * 2**20 % NUM_CELLS, NUM_CELLS) > PASS_P_VALUE
@@ -76,7 +76,10 @@ def signed(value: int, bits: int) -> int:
 
 
 def plain_word(seed: int, rounds: int, position: int, stream: Stream, token_id: int) -> int:
-    """The module docstring's two formulas in Python's integers; a change of a constant changes every seed's text."""
+    """Compute the module docstring's two formulas in Python's integers.
+
+    A changed constant would change the text of every seed.
+    """
     state = seed + position * 0xD1B54A32D192ED03 + int(stream) * 0x2545F4914F6CDD1D + 0x6A09E667F3BCC909
     state += 0 if stream is Stream.RACE else rounds * 0x9E3779B97F4A7C15
     state = fold64(signed(state, 64))
@@ -88,7 +91,7 @@ def plain_word(seed: int, rounds: int, position: int, stream: Stream, token_id: 
     return signed(word + (word >> 16), 32)
 
 
-def test_words_are_what_plain_integers_give() -> None:
+def test_words_equal_those_of_plain_integers() -> None:
     for seed, rounds, position in [(0, 0, 0), (1, 2, 3), (-5, 2**40, 131071), (2**63 - 1, 7, 2**31)]:
         keys = NoiseKeys(*(torch.tensor([key]) for key in (seed, rounds, position)))
         for stream in Stream:
@@ -100,7 +103,7 @@ def test_words_are_what_plain_integers_give() -> None:
 
 
 def token_of(word: int, state: int) -> int:
-    """The token id that has this word: the inverse of the last formula of `plain_word`."""
+    """Invert the last formula of `plain_word`: return the token id of a word."""
     last = word - (word >> 16)
     (word,) = (value for value in range(last - 1, last + 2) if signed(value + (value >> 16), 32) == word)
     word = (word * pow(0x846CA68B, -1, 2**32)) % 2**32
@@ -110,8 +113,8 @@ def token_of(word: int, state: int) -> int:
     return signed(word - state, 32)
 
 
-def test_no_word_gives_zero_or_one() -> None:
-    """Unsigned, -2 is the largest: no token has the word -1."""
+def test_extreme_words_give_neither_zero_nor_one() -> None:
+    """Use -2, the largest unsigned word of a token: no token has the word -1."""
     extremes, offset = [0, 1, 2**31 - 1, -(2**31), -2], torch.zeros(1, dtype=torch.int64)
     keys = NoiseKeys(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
     state = noise.states(keys, Stream.ACCEPT, offset)
@@ -120,7 +123,7 @@ def test_no_word_gives_zero_or_one() -> None:
     values = uniforms(keys, Stream.ACCEPT, offset, ids)
     assert (values > 0).all()
     assert (values < 1).all()
-    # 32 bits at the winning end: neighbouring words near 0 are 2**-32 apart.
+    # At the winning end, noise has 32 bits: neighbouring words near 0 are 2**-32 apart.
     assert float(values[1] - values[0]) == pytest.approx(2.0**-32, rel=1e-5)
     clocks = exponentials(keys, Stream.ACCEPT, offset, ids)
     assert (clocks > 0).all()

@@ -1,4 +1,4 @@
-"""Whatever comes in, what goes out is well formed."""
+"""Test verdicts of random rounds for their form."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SPOILERS = [torch.nan, torch.inf, -torch.inf, 0.0, 6e4, -6e4]
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_verifier_gives_a_well_formed_verdict(data: st.DataObject) -> None:
+def test_verdicts_are_well_formed(data: st.DataObject) -> None:
     num_rows, num_draft_tokens = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 5))
     vocab_size = data.draw(st.sampled_from([1, 2, 3, 17, 600, 4097]))
     target, ids, draft = make_round(num_rows, num_draft_tokens, vocab_size, seed=data.draw(st.integers(0, 99)))

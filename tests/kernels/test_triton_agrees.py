@@ -1,4 +1,4 @@
-"""The kernels decide as their twins do, whatever the shapes, dtypes, strides, tiles and memory that they get."""
+"""Compare kernels with the reference for all shapes, dtypes, strides, tiles and fresh memory."""
 
 from functools import partial
 from typing import Any
@@ -32,8 +32,8 @@ from tests.support.fake_cuda import FakeCuda
 pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels.kernels import launch
 
-# B, K, V and the dtypes of target and draft: one chunk with a remainder; two chunks; more positions than are tested at
-# once; nothing to do.
+# Sizes B, K, V and dtypes of target and draft: one chunk with a remainder, two chunks, more positions
+# than one step tests, and empty rounds.
 CASES = [
     ((3, 3, 40), torch.float32, torch.float32),
     ((2, 2, 5000), torch.bfloat16, torch.float32),
@@ -45,7 +45,7 @@ CASES = [
 
 
 def make_case(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[Any, ...]:
-    """A round, its keys, and lengths that differ."""
+    """Return a round, its keys and different draft lengths."""
     target, ids, draft = make_round(num_rows, num_draft_tokens, vocab_size, seed=vocab_size)
     lens = (num_draft_tokens - torch.arange(num_rows) % 2).clamp(min=0)
     return target, ids, draft, make_keys(num_rows, rounds=2**40, positions=2**33), lens
@@ -53,7 +53,7 @@ def make_case(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[An
 
 @pytest.mark.parametrize(("shape", "target_dtype", "draft_dtype"), CASES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_kernels_decide_as_the_twin_does(
+def test_kernels_decide_as_the_reference(
     name: str, shape: tuple[int, int, int], target_dtype: torch.dtype, draft_dtype: torch.dtype
 ) -> None:
     target, ids, draft, keys, lens = make_case(*shape)
@@ -67,13 +67,13 @@ def test_kernels_decide_as_the_twin_does(
 
 @pytest.mark.parametrize(("num_draft_tokens", "step"), [(2, 1), (8, 9)])  # 8 positions are tested at once
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_hostile_rows_and_bad_ids_are_named_as_by_the_twin(name: str, num_draft_tokens: int, step: int) -> None:
+def test_hostile_rows_and_bad_ids_get_the_reference_status(name: str, num_draft_tokens: int, step: int) -> None:
     faulty = make_faulty_round(name, 1, num_draft_tokens, 50)
-    for row in faulty.is_target.nonzero()[::2, 0]:  # both models' rows are hostile
+    for row in faulty.is_target.nonzero()[::2, 0]:  # rows of both models are hostile
         spoil(faulty.draft[row, faulty.positions[row]], torch.nan)
     rows = torch.arange(0, len(faulty.positions), step)  # the interpreter is slow
     lens = torch.full_like(rows, num_draft_tokens)
-    lens[5::7], lens[6::7] = 100, -5  # as the nearest in range
+    lens[5::7], lens[6::7] = 100, -5  # out of range: clamped
     case = (faulty.target[rows], faulty.ids[rows], faulty.draft[rows], make_keys(len(rows)), lens)
     verdict, twin = on_triton(OPERATIONS[name], *case), OPERATIONS[name](*case, backend="torch")
     assert_well_formed(verdict, 50, lens.clamp(0, num_draft_tokens))
@@ -88,10 +88,10 @@ def test_hostile_rows_and_bad_ids_are_named_as_by_the_twin(name: str, num_draft_
     ("name", "distance"),
     [("greedy", 2**32), ("rejection", 2**31), ("block", 2**32), ("coupled", 2**31), ("typical, sampled", 2**31)],
 )
-def test_rows_farther_apart_than_32_bits_are_found(name: str, distance: int) -> None:
+def test_rows_beyond_32_bit_offsets_are_read(name: str, distance: int) -> None:
     target, ids, draft = make_round(2, 2, 64)
     target, draft = target.bfloat16(), draft.bfloat16()
-    # Untouched memory is not committed: only the two rows at its ends are.
+    # Untouched memory is not committed, except the two rows at its ends.
     buffer = torch.empty(distance + 6 * 64, dtype=torch.bfloat16, device=DEVICE)
     far_target = buffer.as_strided((2, 3, 64), (distance, 64, 1))
     far_draft = buffer.as_strided((2, 2, 64), (distance, 64, 1), 3 * 64)
@@ -104,7 +104,7 @@ def test_rows_farther_apart_than_32_bits_are_found(name: str, distance: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [8193, 50_257, 262_144])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_large_vocabularies_are_decided_as_in_the_twin(name: str, vocab_size: int) -> None:
+def test_large_vocabularies_are_decided_as_in_the_reference(name: str, vocab_size: int) -> None:
     case = make_case(1, 1, vocab_size)
     assert_same(on_triton(OPERATIONS[name], *case), OPERATIONS[name](*case, backend="torch"))
 
@@ -113,7 +113,7 @@ def test_large_vocabularies_are_decided_as_in_the_twin(name: str, vocab_size: in
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_draft_tokens"), [("block", 40, 3), ("block", 8, 11), ("rejection", 24, 2)]
 )
-def test_rejections_at_every_position_are_drawn_as_in_the_twin(name: str, num_rows: int, num_draft_tokens: int) -> None:
+def test_rejections_at_every_position_equal_the_reference(name: str, num_rows: int, num_draft_tokens: int) -> None:
     case = (*make_contested_round(num_rows, num_draft_tokens, 6), make_keys(num_rows, rounds=4, positions=3))
     twin = OPERATIONS[name](*case, backend="torch")
     assert len(twin.num_accepted.unique()) >= 3
@@ -121,8 +121,8 @@ def test_rejections_at_every_position_are_drawn_as_in_the_twin(name: str, num_ro
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
-def test_entropies_are_those_of_whole_rows(epsilon: float) -> None:
-    """The chunks' maxima lie far apart, and whether a token stays hangs on the entropy alone."""
+def test_entropies_cover_whole_rows(epsilon: float) -> None:
+    """Spread the chunks' maxima, so acceptance depends on the entropy of the whole row."""
     generator = torch.Generator().manual_seed(2)
     target = torch.randn(10, 2, launch.CHUNK + 900, generator=generator)
     target[:5, :, : launch.CHUNK] -= 4.0
@@ -139,8 +139,8 @@ def test_entropies_are_those_of_whole_rows(epsilon: float) -> None:
 
 
 @pytest.mark.slow
-def test_more_chunks_than_are_merged_at_once() -> None:
-    """The second row's mass lies in the last chunk; the largest logits of the first are tied, one of them there."""
+def test_rows_of_more_chunks_than_one_merge_equal_the_reference() -> None:
+    """Put the second row's mass into the last chunk, and a tie of the first row's maximum."""
     vocab_size, keys = 64 * launch.CHUNK + 7, make_keys(2)
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(3))
     logits[0, [5, vocab_size - 3]], logits[1, -5:] = 9.0, logits[1, -5:] + 24.0
@@ -154,7 +154,7 @@ def test_more_chunks_than_are_merged_at_once() -> None:
 
 
 def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
-    """As `on_triton`, on a device with atomics, where the last program to finish writes the verdict."""
+    """Run as `on_triton`, but with atomics: the last program to finish writes the verdict."""
     with FakeCuda():
         options = {name: moved(value, "cuda:0") for name, value in options.items()}
         return moved(operation(*moved(args, "cuda:0"), backend="triton", **options), "cpu")
@@ -162,8 +162,8 @@ def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_tiles_methods_of_finishing_and_fresh_memory_change_no_bit(name: str, request: pytest.FixtureRequest) -> None:
-    """Programs of more rows read more chunks of a row each."""
+def test_tiles_and_finishing_methods_change_no_bit(name: str, request: pytest.FixtureRequest) -> None:
+    """Give programs of more rows more chunks of each row."""
     target, ids, draft, keys, lens = make_case(2, 2, 2 * launch.CHUNK + 5)
     rows = torch.arange(2)
     results = []
@@ -182,7 +182,7 @@ def test_tiles_methods_of_finishing_and_fresh_memory_change_no_bit(name: str, re
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, torch.tensor([0.0, 0.6, 1.0])])
 @pytest.mark.parametrize("vocab_size", [33, 5000])
-def test_sample_draws_as_the_twin_does(vocab_size: int, temperature: float | Tensor) -> None:
+def test_sample_draws_as_the_reference(vocab_size: int, temperature: float | Tensor) -> None:
     logits, keys = make_round(3, 0, vocab_size)[0][:, 0], make_keys(3)
     cutoffs = logits.topk(9).values[:, -1]
     for stream in (Stream.DRAFT, Stream.RACE):
@@ -192,9 +192,7 @@ def test_sample_draws_as_the_twin_does(vocab_size: int, temperature: float | Ten
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["rejection", "typical"])
-def test_one_float_temperature_serves_all_rows_and_a_draft_row_may_be_one_number_expanded(
-    name: str, temperature: float
-) -> None:
+def test_float_temperature_and_expanded_draft_row_are_served(name: str, temperature: float) -> None:
     target, ids, _, *rest = make_case(2, 2, 48)
     case = (target, ids, torch.arange(4.0).view(2, 2, 1).expand(2, 2, 48), *rest)
     twin = OPERATIONS[name](*case, temperature=temperature, backend="torch")
@@ -204,7 +202,7 @@ def test_one_float_temperature_serves_all_rows_and_a_draft_row_may_be_one_number
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [32_000, 151_936])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_captured_graph_replays_the_same_decision(name: str, vocab_size: int) -> None:
+def test_captured_graph_replays_the_same_decision(name: str, vocab_size: int) -> None:
     case = moved(make_case(16, 5, vocab_size))
     eager = OPERATIONS[name](*case, backend="triton")
     graph = torch.cuda.CUDAGraph()
@@ -231,7 +229,7 @@ def test_joint_distribution_of_a_round_is_exact_on_a_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EXACT)
-def test_first_token_has_the_targets_distribution_on_a_gpu(name: str) -> None:
+def test_first_token_has_the_target_distribution_on_a_gpu(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     target = 3 * torch.randn(3, 4096, generator=generator)
     draft = target[:2] + torch.randn(2, 4096, generator=generator)

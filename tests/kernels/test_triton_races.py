@@ -1,4 +1,4 @@
-"""Noise and races of the kernels: clocks, packed keys, bounds of keys, an empty residual of several pieces."""
+"""Test races of the kernels: clocks, packed keys, their bounds, residuals of several pieces."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from hf_speculate.kernels.kernels import noise as kernel_noise
 
 PIECE = launch.CHUNK // launch.PIECES_PER_CHUNK
 
-# Series and logarithm meet at 2**-5; both are good to a few units in the last place of float32.
+# Series and logarithm meet at 2**-5. Both are accurate to a few units in the last place of float32.
 CLOCK_TOLERANCE = 2e-6
 HERE = torch.zeros(1, 1, dtype=torch.int64)
 
@@ -30,15 +30,15 @@ def race_kernel(keys_ptr, ids_ptr, bits_ptr, winners_ptr, vocab_size, WIDTH: tl.
     tl.store(winners_ptr + tl.program_id(0), winner)
 
 
-def test_packed_keys_are_in_the_order_of_floats_and_ties_go_to_the_lowest_id() -> None:
+def test_packed_keys_sort_as_floats_then_by_lowest_id() -> None:
     least = torch.tensor(1, dtype=torch.int32).view(torch.float32).item()
-    races = {  # keys, the place of the winner
+    races = {  # keys and the index of the winner
         (1.0, 2.0, 2.0, 0.0): 1,
         (0.0, least, 0.0, least): 1,
         (3e38, torch.inf, torch.inf, 1.0): 1,
         (0.0, 0.0, 0.0, 0.0): 0,
-        (-5.0, -7.0, 0.0, -0.0): 2,  # a negated key is below every other, also below 0
-        (-5.0, -7.0, -0.0, -7.0): 1,  # and the largest before its negation wins
+        (-5.0, -7.0, 0.0, -0.0): 2,  # a negated key is below every other key, 0 included
+        (-5.0, -7.0, -0.0, -7.0): 1,  # the largest before negation wins
         (-torch.inf, -7.0, -0.0, -7.0): 0,
     }
     keys = torch.tensor(list(races), device=DEVICE)
@@ -50,8 +50,8 @@ def test_packed_keys_are_in_the_order_of_floats_and_ties_go_to_the_lowest_id() -
     assert bits.tolist() == keys.gather(1, wanted).flatten().tolist()
 
 
-def test_an_empty_residual_is_drawn_from_the_target_over_all_pieces() -> None:
-    """The last row has a residual, of one entry in the last piece: it wins though its key is tiny."""
+def test_empty_residual_is_drawn_from_all_pieces_of_the_target() -> None:
+    """Give the last row a residual of one entry in the last piece; it wins with a tiny key."""
     num_rows, vocab_size = 6, 2 * PIECE + 9
     target = torch.randn(num_rows, 2, vocab_size, generator=torch.Generator().manual_seed(1))
     ids = target[:, 0].argmin(-1, keepdim=True)
@@ -70,7 +70,7 @@ STREAM = noise.stream_offset(Stream.CORRECTION)
 
 
 def seeded(num_seeds: int) -> NoiseKeys:
-    """Keys that differ in their seed."""
+    """Return keys with different seeds."""
     seeds = torch.arange(num_seeds)
     return NoiseKeys(seeds, torch.zeros_like(seeds), torch.zeros_like(seeds))
 
@@ -85,11 +85,11 @@ def bounds_kernel(seeds_ptr, ids_ptr, weights_ptr, bounds_ptr, keys_ptr, STREAM:
     tl.store(keys_ptr + at, weights / kernel_noise.exponentials(state, ids))
 
 
-def test_keys_are_those_of_the_twin_and_bounds_are_further_from_zero() -> None:
+def test_keys_equal_the_reference_within_their_bounds() -> None:
     keys, width, many = seeded(8), 1024, torch.arange(1 << 18)
     coins, clocks = (make(keys, Stream.CORRECTION, HERE, many) for make in (uniforms, exponentials))
     order = coins.argsort(-1)
-    # The least and the greatest words, those where series and logarithm meet, and some of all others.
+    # Take the least and the greatest words, those between series and logarithm, and some others.
     parts = order[:, :256], order[:, : 1 << 14 : 64], order[:, ::1024], order[:, -256:]
     ids = torch.cat(parts, dim=-1).to(torch.int32)
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 0, width)
@@ -119,7 +119,7 @@ def row_kernel(
 
 
 @pytest.mark.parametrize("rule", ["target", "residual"])
-def test_entries_of_one_lane_whose_bounds_and_keys_are_in_different_order_win_by_their_keys(rule: str) -> None:
+def test_entries_of_one_lane_win_by_key_not_by_bound(rule: str) -> None:
     piece, many = 16, seeded(3000)
     probs = torch.zeros(3 * piece)
     probs[[5, 5 + piece, 5 + 2 * piece]] = torch.tensor([0.9, 0.06, 0.04])  # all in one lane
@@ -128,7 +128,7 @@ def test_entries_of_one_lane_whose_bounds_and_keys_are_in_different_order_win_by
     clocks = exponentials(many, Stream.CORRECTION, HERE, torch.arange(3 * piece))
     coins = uniforms(many, Stream.CORRECTION, HERE, torch.arange(3 * piece))
     winners = (weights / clocks).argmax(-1)
-    differ = (weights / coins).argmax(-1) != winners  # the bounds alone would be wrong
+    differ = (weights / coins).argmax(-1) != winners  # the bounds alone would choose wrongly
     keys = many.rows(torch.cat([differ.nonzero()[:6, 0], torch.arange(3)]))
     num_seeds = len(keys.seeds)
     assert num_seeds == 9

@@ -1,4 +1,4 @@
-"""Rows that start at any address are read by aligned vectors: the right entries, and none outside of the storage."""
+"""Test aligned vector loads of rows at any address, without reads outside of the storage."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ def rows_kernel(logits_ptr, out_ptr, stride, vocab_size, num_chunks, CHUNK: tl.c
 
 @contextmanager
 def only_reading(storage: torch.UntypedStorage) -> Iterator[list[int]]:
-    """Fails on a load of the interpreter outside of `storage`; yields the sizes of all loads in bytes."""
+    """Fail on the interpreter's loads outside of `storage`; yield all sizes in bytes."""
     load, sizes = interpreter.InterpreterBuilder.create_masked_load, []
 
     def checked_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
@@ -58,8 +58,8 @@ def only_reading(storage: torch.UntypedStorage) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 9, CHUNK - 1, CHUNK, CHUNK + 9, 2 * CHUNK + 1, 2 * CHUNK + 12])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_row_of_a_storage_is_read_and_nothing_outside_of_it(dtype: torch.dtype, vocab_size: int) -> None:
-    """Nine rows of odd length start at every distance from an aligned address; NaN and infinities are kept."""
+def test_rows_are_read_without_leaving_their_storage(dtype: torch.dtype, vocab_size: int) -> None:
+    """Start nine rows of odd length at every alignment, with NaN and infinities."""
     logits = 50 * torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits[2::3, ::4], logits[1::3, 2::4], logits[::3, 1::4] = torch.nan, torch.inf, -torch.inf
     logits = logits.to(dtype).to(DEVICE)
@@ -70,7 +70,7 @@ def test_every_row_of_a_storage_is_read_and_nothing_outside_of_it(dtype: torch.d
     if DEVICE == "cpu":
         with only_reading(logits.untyped_storage()) as sizes:
             rows_kernel[(9,)](*arguments)
-        assert sizes.count(dtype.itemsize) < 9 * 16 // dtype.itemsize * num_chunks  # the rest is read by eight bytes
+        assert sizes.count(dtype.itemsize) < 9 * 16 // dtype.itemsize * num_chunks  # others load eight bytes
     else:
         rows_kernel[(9,)](*arguments)
     torch.testing.assert_close(out[:, :vocab_size], logits.float(), rtol=0.0, atol=0.0, equal_nan=True)
@@ -78,7 +78,7 @@ def test_every_row_of_a_storage_is_read_and_nothing_outside_of_it(dtype: torch.d
 
 
 def between_nans(logits: Tensor, start: int) -> Tensor:
-    """The same values in rows that start at any address, with NaN before, between and after them."""
+    """Copy the values to rows at any address, with NaN before, between and after them."""
     *sizes, vocab_size = logits.shape
     storage = logits.new_full((start + sizes[0] * sizes[1] * (vocab_size + 3),), torch.nan)
     strides = (sizes[1] * (vocab_size + 3), vocab_size + 3, 1)
@@ -87,7 +87,7 @@ def between_nans(logits: Tensor, start: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["greedy", "rejection, warped", "block", "coupled", "typical, sampled"])
-def test_rows_between_nans_are_decided_as_by_the_twin_and_as_aligned_rows(name: str, dtype: torch.dtype) -> None:
+def test_rows_between_nans_are_decided_as_aligned_rows(name: str, dtype: torch.dtype) -> None:
     target, ids, draft = make_round(2, 2, launch.CHUNK + 1136)
     target, draft, keys = target.to(dtype), draft.to(dtype), make_keys(2)
     shifted = on_triton(OPERATIONS[name], between_nans(target, 5), ids, between_nans(draft, 2), keys)
@@ -99,7 +99,7 @@ def test_rows_between_nans_are_decided_as_by_the_twin_and_as_aligned_rows(name: 
     assert torch.equal(*cut)
 
 
-def test_how_rows_are_read_follows_from_their_addresses() -> None:
+def test_row_layout_follows_from_addresses() -> None:
     def read(target: Tensor, draft: Tensor | None = None) -> int:
         round_ = Round(target, torch.zeros(2, 2, dtype=torch.int64), None)
         proposal = None if draft is None else Proposal(draft, None)

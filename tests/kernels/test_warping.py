@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p in one operation cut where transformers' warpers do, but for the border's bin."""
+"""Compare temperature and cutoffs in one operation with transformers' warpers, up to one bin."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def by_transformers(logits: Tensor, rule: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.float32), (5000, torch.float16), (700, torch.float64)])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_kernel_cuts_logits_of_every_dtype_and_stride_as_its_twin_does(
+def test_kernel_cuts_every_dtype_and_stride_as_the_reference(
     rule: dict[str, Any], vocab_size: int, dtype: torch.dtype
 ) -> None:
     logits = make_logits(3, vocab_size).to(dtype)
@@ -53,7 +53,7 @@ def test_the_kernel_cuts_logits_of_every_dtype_and_stride_as_its_twin_does(
 
 
 @pytest.mark.parametrize("rule", RULES[1:])
-def test_what_is_kept_is_what_transformers_keeps_and_the_rest_of_a_bin(rule: dict[str, Any]) -> None:
+def test_cutoffs_keep_transformers_tokens_up_to_one_bin(rule: dict[str, Any]) -> None:
     logits = make_logits(8, 3000)
     ours, theirs = warp_logits(logits, **rule, backend="torch"), by_transformers(logits, rule)
     kept, wanted = ours > -torch.inf, theirs > -torch.inf
@@ -62,11 +62,11 @@ def test_what_is_kept_is_what_transformers_keeps_and_the_rest_of_a_bin(rule: dic
     lowest = theirs.masked_fill(~wanted, torch.inf).amin(-1, keepdim=True)
     assert (ours[kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[kept & ~wanted]).all()
     if "top_k" in rule and rule["top_k"] < 3000:
-        assert kept.sum() < 3000  # the control: something is cut
+        assert kept.sum() < 3000  # control: some tokens are cut
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_a_distribution_are_left_as_they_are_and_one_token_may_outweigh_all(backend: str) -> None:
+def test_rows_without_a_distribution_stay_unchanged(backend: str) -> None:
     logits = torch.full((4, 4096), -40.0)
     logits[:3, 7] = torch.tensor([torch.nan, torch.inf, 0.0])
     logits[3] = -torch.inf

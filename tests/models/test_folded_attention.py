@@ -1,4 +1,4 @@
-"""Folded attention equals transformers' own, calls fold and give plain ids, and configs hold its name meanwhile."""
+"""Test folded attention against transformers', in whole calls and for restored configs."""
 
 import copy
 from types import SimpleNamespace
@@ -18,17 +18,17 @@ from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pai
 from tests.support.tiny import make_config, make_model, ragged_prompts
 from tests.support.tiny_encoders import make_llava
 
-TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row under its neighbour's mask is off by 0.1
+TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a wrong row's mask gives 0.1
 H, D, D_VALUE, T = 2, 8, 6, 11
 
 
 def layer_of(groups: int) -> SimpleNamespace:
-    """What an attention function reads of its layer."""
+    """Return the fields of a layer for attention functions."""
     return SimpleNamespace(num_key_value_groups=groups, is_causal=True)
 
 
 def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
-    """Query as models make it, and keys and values that are views of longer buffers."""
+    """Return a query as models make it, and keys and values as views of longer buffers."""
     generator = torch.Generator().manual_seed(groups * 100 + num_query * 10 + batch_size)
 
     def draw(*shape):
@@ -41,7 +41,7 @@ def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
 
 
 def make_mask(mask_type: str, batch_size: int, num_query: int):
-    """Rows that are padded by different amounts, causal at the end."""
+    """Make a causal mask of rows with different padding."""
     if mask_type == "none":
         return None
     seen = torch.ones(1 if mask_type == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
@@ -54,7 +54,7 @@ def make_mask(mask_type: str, batch_size: int, num_query: int):
 
 
 def both(layer, query, key, value, mask, **kwargs):
-    """Our result inside `folding()`, checked for its form, transformers', and the shapes of our queries."""
+    """Return our checked result, that of transformers and the shapes of our queries."""
     expected, _ = sdpa_attention_forward(layer, query, key, value, mask, **kwargs)
     with folding(), AttentionCalls() as calls:
         ours, weights = folded_attention(layer, query, key, value, mask, **kwargs)
@@ -67,7 +67,7 @@ def both(layer, query, key, value, mask, **kwargs):
 @pytest.mark.parametrize("num_query", [1, 6])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("mask", ["bool", "float", "shared", "none"])
-def test_the_result_is_that_of_transformers(mask, groups, num_query):
+def test_folded_attention_equals_transformers(mask, groups, num_query):
     batch_size, scaling = 3, 0.7 if groups == 1 else None
     mask_values = make_mask(mask, batch_size, num_query)
     layer, (query, key, value) = layer_of(groups), states(groups, num_query, batch_size)
@@ -90,7 +90,7 @@ PASSED_ON = {
 
 
 @pytest.mark.parametrize("name", PASSED_ON)
-def test_what_it_cannot_fold_is_passed_on(name):
+def test_unsupported_arguments_are_passed_on(name):
     mask, options = PASSED_ON[name]
     query, key, value = states(2, mask.shape[2], 2, num_states=mask.shape[3])
     results = []
@@ -102,7 +102,7 @@ def test_what_it_cannot_fold_is_passed_on(name):
     assert all(seen.shape == query.shape for seen in calls.queries)
 
 
-def test_another_function_under_the_name_is_called_in_place_of_folding(monkeypatch):
+def test_replaced_sdpa_function_is_called_instead_of_folding(monkeypatch):
     calls = []
 
     def foreign(*args, **kwargs):
@@ -121,7 +121,7 @@ def name_in(model) -> str:
     return model.config._attn_implementation
 
 
-def test_the_name_is_held_inside_and_restored_after_an_error_but_not_over_what_the_user_set():
+def test_attention_name_is_restored_after_an_error():
     model = make_model("llama")
     before = dict(vars(model.config))
     with pytest.raises(KeyboardInterrupt), folded_attention_for([model]):
@@ -133,7 +133,7 @@ def test_the_name_is_held_inside_and_restored_after_an_error_but_not_over_what_t
     assert name_in(model) == "eager"
 
 
-def test_the_last_of_several_calls_restores_the_name():
+def test_attention_name_is_restored_by_the_last_of_several_calls():
     llama, qwen = make_model("llama"), make_model("qwen2")
     first, second, third = (folded_attention_for(models) for models in ([llama, llama], [llama, qwen], [qwen]))
     first.__enter__()
@@ -147,7 +147,7 @@ def test_the_last_of_several_calls_restores_the_name():
     assert (name_in(llama), name_in(qwen)) == (STANDS_FOR, STANDS_FOR)
 
 
-def test_an_interrupt_while_names_are_written_leaves_none():
+def test_interrupted_setup_leaves_no_attention_name():
     models = [make_model("llama"), make_model("llama")]
     written = []
 
@@ -165,20 +165,20 @@ def test_an_interrupt_while_names_are_written_leaves_none():
 
 
 class ComparesName(LlamaForCausalLM):
-    """As Gemma 4 and models with sparse indexers do."""
+    """Model code that compares attention names, as in Gemma 4."""
 
     def forward(self, *args, **kwargs):
         self.is_known = self.config._attn_implementation in ("eager", "sdpa")
         return super().forward(*args, **kwargs)
 
 
-def test_a_model_whose_code_compares_the_name_is_left_alone():
+def test_model_comparing_attention_names_is_not_folded():
     model = ComparesName(make_config("llama"))
     with folded_attention_for([model]):
         assert name_in(model) == STANDS_FOR
 
 
-def test_a_frozen_config_is_left_alone():
+def test_frozen_config_is_not_changed():
     def refuse(config, name, value):
         raise AttributeError(f"cannot assign to field {name!r}")
 
@@ -188,7 +188,7 @@ def test_a_frozen_config_is_left_alone():
         assert name_in(model) == STANDS_FOR
 
 
-def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
+def test_nested_config_changes_for_grouped_layers_only():
     model = make_llava()
     with folded_attention_for([model]):
         assert model.config.text_config._attn_implementation == FOLDED
@@ -196,7 +196,7 @@ def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
     assert model.config.text_config._attn_implementation == STANDS_FOR
 
 
-def test_copies_are_models_of_their_own():
+def test_model_copies_are_independent():
     model = make_model("llama")
     with folded_attention_for([model]):
         copied = copy.deepcopy(model)
@@ -207,7 +207,10 @@ def test_copies_are_models_of_their_own():
 
 
 def folds_in(calls, target):
-    """Numbers of query rows in the calls that fold several query tokens; transformers itself packs a single one."""
+    """Return the numbers of query rows of calls that fold several query tokens.
+
+    transformers packs single tokens itself.
+    """
     num_heads, num_kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
     folded = [query.shape[2] for query in calls.queries if query.shape[1] == num_kv_heads]
     return [num_rows for num_rows in folded if num_rows > num_heads // num_kv_heads]
@@ -216,8 +219,8 @@ def folds_in(calls, target):
 OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
-@each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # the second has full layers and a window
-def test_a_speculative_call_folds_and_gives_the_ids_of_plain(family, batch_size):
+@each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # Cohere 2 has full layers and layers with a window
+def test_speculative_call_folds_and_gives_plain_ids(family, batch_size):
     target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=2)
     with AttentionCalls() as plain:
@@ -230,7 +233,7 @@ def test_a_speculative_call_folds_and_gives_the_ids_of_plain(family, batch_size)
     assert target.config._attn_implementation == draft.config._attn_implementation == STANDS_FOR
 
 
-def test_a_plain_call_meanwhile_gives_exactly_its_usual_result():
+def test_concurrent_plain_call_is_bit_identical():
     target, draft = pair("llama")
     others, logits, nested = ragged_prompts(3, seed=5), [], []
 
@@ -249,12 +252,12 @@ def test_a_plain_call_meanwhile_gives_exactly_its_usual_result():
 
 
 def own_attention(module, query, key, value, attention_mask, **kwargs):
-    """A user's attention: as sdpa, which takes rows without a mask to be the first ones of the text."""
+    """Attend as sdpa does; without a mask, take the rows to start at the first position."""
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 @pytest.mark.fallback("its attention is own_to_be_masked")
-def test_an_attention_that_is_handed_no_mask_is_refused_with_the_line_to_add():
+def test_attention_without_masks_is_refused_with_the_line_to_add():
     AttentionInterface.register("own_to_be_masked", own_attention)
     target = hf_speculate.enable(make_model("llama", attn_implementation="own_to_be_masked"))
     options = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}

@@ -1,4 +1,4 @@
-"""A model behind a cache: logits, positions and states, and tokens decoded one by one against `generate`."""
+"""Test a model with its cache: logits, positions, states, and decoding against `generate`."""
 
 import copy
 
@@ -15,7 +15,7 @@ from hf_speculate.types import SampleStrategy
 from tests.cases import each_value
 from tests.support.tiny import SLIDING_WINDOW, make_model, ragged_prompts
 
-LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by 1e-2 and more
+LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by at least 1e-2
 FLOAT32_TOLERANCE = 1e-4
 BATCH_SIZE = 3
 GREEDY = SampleStrategy.GREEDY
@@ -33,7 +33,7 @@ def llama() -> PreTrainedModel:
 
 
 @each_value(num=[1, 3, 6], family=["llama", "gemma4"])
-def test_logits_to_keep_are_the_last_ones_of_compact_states(family, num):
+def test_logits_to_keep_are_the_last_of_compact_states(family, num):
     model, strides = make_model(family, **({"num_kv_shared_layers": 0} if family == "gemma4" else {})), []
     model.lm_head.register_forward_pre_hook(lambda _, args: strides.append((args[0].shape, args[0].stride())))
     ids = torch.full((BATCH_SIZE, 6), 5)
@@ -51,12 +51,12 @@ def only_counts(self, input_ids=None, logits_to_keep: int = 0, **options):
 
 def keeps_all(self, input_ids=None, position_ids=None, past_key_values=None, **options):
     assert "logits_to_keep" not in options
-    options = {CACHE_NAME: past_key_values, **options}  # older versions look for the cache's name
+    options = {CACHE_NAME: past_key_values, **options}  # older versions require the cache's name
     return LlamaForCausalLM.forward(self, input_ids, position_ids=position_ids, **options)
 
 
 @pytest.mark.parametrize("forward", [only_counts, keeps_all])
-def test_a_model_that_knows_no_index_of_logits_is_given_a_count_or_has_them_cut(llama, forward):
+def test_model_without_logit_indices_gets_a_count_or_a_cut(llama, forward):
     model = copy.deepcopy(llama)
     model.__class__ = type("Other", (LlamaForCausalLM,), {"forward": forward})
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -65,7 +65,7 @@ def test_a_model_that_knows_no_index_of_logits_is_given_a_count_or_has_them_cut(
 
 
 @pytest.mark.parametrize("keeps_states", [False, True])
-def test_states_that_do_not_outlive_the_call_are_inference_tensors(keeps_states):
+def test_states_within_a_call_are_inference_tensors(keeps_states):
     model = make_model("llama").requires_grad_(True)
     ids, cache = torch.tensor([[5, 6, 7]]), make_cache(model, 1)
     language_model = LanguageModel(model, keeps_states=keeps_states)
@@ -78,8 +78,8 @@ def test_states_that_do_not_outlive_the_call_are_inference_tensors(keeps_states)
     assert torch.allclose(logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
 
 
-def test_positions_past_the_bound_are_the_bound_counted_by_row():
-    """Tokens past a table of eight positions are scored instead of failing; those before it are as ever."""
+def test_positions_past_the_bound_are_clamped_by_row():
+    """Score tokens past a table of eight positions without an error; earlier ones stay the same."""
     model = make_model("gpt2", n_positions=8)
     ids, mask = torch.arange(1, 25).view(2, 12), torch.ones(2, 12, dtype=torch.int64)
     mask[1, :6] = 0
@@ -90,7 +90,7 @@ def test_positions_past_the_bound_are_the_bound_counted_by_row():
     assert torch.allclose(logits[0], expected[0], atol=LOGIT_TOLERANCE, rtol=0)
 
 
-def test_a_row_counts_its_tokens_up_to_and_with_its_eos(llama):
+def test_row_length_includes_its_eos(llama):
     prompts = ragged_prompts(3, seed=5, max_len=2 * SLIDING_WINDOW)
     whole = llama.generate(**prompts, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     eos = [int(whole[0, 3]), int(whole[1, 7])]

@@ -1,4 +1,4 @@
-"""The table of model types: every type in it is shown by tests, and what a type cannot do is heeded or refused."""
+"""Test the table of model types: all are tested, and their limits are applied or refused."""
 
 import re
 from pathlib import Path
@@ -24,9 +24,9 @@ from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READI
 from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 20
-QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own
+QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # at least one type per limit, and one with a special mask
 
-# Of types that are refused, one class each: models of its default config, without weights.
+# One class per refused type: models of its default config, without weights.
 REFUSED = (
     *("BltForCausalLM", "CpmAntForCausalLM", "FSMTForConditionalGeneration", "GitForCausalLM"),
     *("GlmImageForConditionalGeneration", "IdeficsForVisionText2Text", "Kosmos2ForConditionalGeneration"),
@@ -42,13 +42,13 @@ def pair_of(name, **options):
 
 
 def without_weights(class_name):
-    """A model of the class's default config on the meta device."""
+    """Make a model of the class's default config on the meta device."""
     model_class = getattr(transformers, class_name)
     with torch.device("meta"):
         return model_class(model_class.config_class())
 
 
-def test_every_type_in_the_table_is_shown_by_a_test():
+def test_table_equals_the_tested_types():
     makers = (make_t5, make_bart, make_whisper, make_llava, make_qwen2_vl, make_qwen3_5_vl)
     readers = [make().target for make in (READINGS | READERS | ENCODERS).values()]
     readers += [wrapper.make().target for wrapper in WRAPPERS.values()]
@@ -65,11 +65,11 @@ def test_every_type_in_the_table_is_shown_by_a_test():
 @pytest.mark.parametrize(
     "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_a_family_decodes_as_plain(model_type):
+def test_family_decodes_as_plain(model_type):
     assert run_case(Case(model_type, batch_size=3, padding="left", noise=0.03)).outcome == "equal"
 
 
-def test_rows_without_padding_get_a_mask_each():
+def test_rows_without_padding_get_their_masks():
     inputs = {"input_ids": ragged_prompts(2, seed=2, min_len=6, max_len=6)["input_ids"]}
     stats = assert_decodes_as_plain(*pair_of("xglm"), inputs, max_new_tokens=NUM_NEW)
     assert stats.cache == "preallocated"
@@ -77,10 +77,10 @@ def test_rows_without_padding_get_a_mask_each():
 
 
 @pytest.mark.fallback("lock step")
-def test_tokens_behind_a_padding_token_are_read_at_their_places():
+def test_tokens_behind_a_padding_token_keep_their_positions():
     target, draft = pair_of("m2m_100", seed=5)
     for model in (target, draft):
-        model.get_output_embeddings().weight[0] *= 3  # the id of padding turns up in the text
+        model.get_output_embeddings().weight[0] *= 3  # makes the padding id likely in the text
         model.generation_config.pad_token_id = 63
     inputs = ragged_prompts(3, seed=2)
     assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW)
@@ -92,7 +92,7 @@ COUNTED += [Case("exaone4_5", padding="holes"), Case("t5gemma", batch_size=3, pa
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=str)
-def test_positions_that_a_class_leaves_out_count_columns(case):
+def test_default_positions_count_columns(case):
     assert run_case(case).outcome == "equal"
 
 
@@ -108,22 +108,22 @@ TABLES_BY_COLUMNS = {
 @pytest.mark.parametrize("family", TABLES_BY_COLUMNS)
 @pytest.mark.parametrize("keeps_rows", [False, True])
 @pytest.mark.parametrize("num_columns", [NUM_COLUMNS, NUM_COLUMNS + 1])
-def test_rows_of_different_lengths_reach_the_last_column_of_a_table(family, keeps_rows, num_columns):
+def test_ragged_rows_reach_the_last_column_of_a_table(family, keeps_rows, num_columns):
     target = hf_speculate.enable(TABLES_BY_COLUMNS[family]())
     inputs = ragged_prompts(3, seed=5, min_len=2, max_len=8)
     options = {"max_new_tokens": num_columns - inputs["input_ids"].shape[1], "return_dict_in_generate": keeps_rows}
     stats = assert_decodes_as_plain(target, noisy_copy(target), inputs, **options, num_assistant_tokens=3)
     assert stats.num_drafted > stats.num_accepted > 0
-    assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)  # a row that is full leaves no room
+    assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)  # a full row leaves no room
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "imagegpt"])
-def test_padding_after_a_row_ends_before_the_last_column_of_a_table(family):
+def test_padding_of_ended_rows_stays_within_the_table(family):
     target = hf_speculate.enable(TABLES_BY_COLUMNS[family]())
     prompt = torch.randint(1, 48, (2, 7), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": NUM_COLUMNS - 7, "return_dict_in_generate": True}  # a token and four full rounds
     text = target.generate(prompt, **options).sequences[:, 7:]
-    options["eos_token_id"] = end = int(text[0, 13])  # the first of the last round
+    options["eos_token_id"] = end = int(text[0, 13])  # the first token of the last round
     assert int((text == end).sum()) == 1
     drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
     plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
@@ -132,7 +132,7 @@ def test_padding_after_a_row_ends_before_the_last_column_of_a_table(family):
 
 
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
-def test_padded_decoder_prompts_that_plain_reads_otherwise_are_refused(model_type):
+def test_ambiguous_padded_decoder_prompts_are_refused(model_type):
     prompts = ragged_prompts(3, seed=2, min_len=3, max_len=6)
     decoder = {f"decoder_{name}": value for name, value in prompts.items()}
     inputs = ragged_prompts(3, seed=1) | decoder
@@ -142,7 +142,7 @@ def test_padded_decoder_prompts_that_plain_reads_otherwise_are_refused(model_typ
         hf_speculate.generate(make_family(model_type), **inputs, prompt_lookup_num_tokens=3, max_new_tokens=NUM_NEW)
 
 
-def test_attentions_of_falcon_need_the_eager_implementation():
+def test_falcon_attentions_need_the_eager_implementation():
     options = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_attentions": True}
     inputs = ragged_prompts(1, seed=1)
     with pytest.raises(UnsupportedModelError, match=r"must come with eager attention, because .* got 'sdpa'; load"):
@@ -152,7 +152,7 @@ def test_attentions_of_falcon_need_the_eager_implementation():
 
 
 @pytest.mark.parametrize("class_name", [*REFUSED, *OWN_LOOPS])
-def test_a_type_that_cannot_take_part_or_has_its_own_loop_is_refused_by_name(class_name):
+def test_unsupported_type_is_refused_by_name(class_name):
     types = {getattr(transformers, name).config_class.model_type for name in REFUSED}
     assert types == {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.NOT_SUPPORTED}
     with pytest.raises(UnsupportedModelError, match=f"got {class_name}"):
@@ -161,7 +161,7 @@ def test_a_type_that_cannot_take_part_or_has_its_own_loop_is_refused_by_name(cla
         )
 
 
-def test_another_version_of_transformers_and_a_class_outside_have_shown_nothing(monkeypatch):
+def test_other_versions_and_outside_classes_count_as_untested(monkeypatch):
     model, own = make_model("llama"), make_model("llama")
     own.__class__ = type("Mine", (transformers.LlamaForCausalLM,), {})
     assert is_tested_type(model) and not is_tested_type(own)
@@ -171,7 +171,7 @@ def test_another_version_of_transformers_and_a_class_outside_have_shown_nothing(
 
 
 def packages_with(pattern):
-    """The packages of `transformers.models` with code that matches."""
+    """Return the packages of `transformers.models` with matching code, and all packages."""
     root = Path(transformers.__file__).parent / "models"
     packages = {
         path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))
@@ -183,18 +183,18 @@ COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
 TABLES = [(quirks._MASK_BY_TYPE, "causal_mask_mapping := attention_mask", set())]
 BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.CONTEXT_BY_COLUMNS}
 READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
-TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a loop of its own
-TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # not yet in the oldest version
+TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a separate loop
+TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # missing in the oldest version
 
 
 @pytest.mark.parametrize(
     ("table", "pattern", "later"), TABLES, ids=["masks by type", "tables by columns", "compares the attention"]
 )
-def test_a_table_names_the_packages_of_this_version(table, pattern, later):
+def test_tables_name_the_packages_of_this_version(table, pattern, later):
     packages, installed = packages_with(pattern)
     assert packages | (later & installed) == table & installed
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", False), ("gemma2", False), ("gemma4", True)])
-def test_code_that_compares_the_attention_is_known_by_its_package(family, expected):
+def test_models_comparing_the_attention_name_are_recognised(family, expected):
     assert any(may_compare_attention(type(module)) for module in make_model(family).modules()) == expected

@@ -1,4 +1,4 @@
-"""What a class around a text decoder hands on is found on a copy without weights, and decides how it decodes."""
+"""Test the probe of wrapped text decoders, run on a copy without weights."""
 
 import logging
 
@@ -47,7 +47,7 @@ def flat_mask(self, input_ids=None, attention_mask=None, position_ids=None, past
 
 
 def own_class(forward, made=None):
-    """A class outside transformers, which appends to `made` whenever one of it is made."""
+    """Make a class outside transformers; it appends to `made` when an instance is made."""
 
     def init(self, config):
         LlavaForConditionalGeneration.__init__(self, config)
@@ -87,7 +87,7 @@ def test_wrapper_of_tested_type_is_probed():
 
 @pytest.mark.fallback("lock step", "cache: dynamic")
 @pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
-def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
+def test_unknown_wrapper_decodes_by_its_forwarded_arguments(forward, caplog):
     caplog.set_level(logging.INFO, "hf_speculate")
     expected, fallbacks = CASES[forward]
     models = []
@@ -103,11 +103,11 @@ def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
         assert stats.lock_step == (not expected.positions)
     assert len(models) == 2 * num_models  # probed once by the two calls
     assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(fallbacks)
-    assert models[0] == 1  # of the two layers
+    assert models[0] == 1  # the copy has one of two layers
 
 
-def test_a_wrapper_that_takes_one_mask_for_layers_of_two_types_has_no_failure():
-    """PaliGemma 2, whose text decoder takes one for each type."""
+def test_wrapper_with_one_mask_for_two_layer_types_passes():
+    """Use PaliGemma 2, because its text decoder takes one mask per layer type."""
     vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 4, "vision_use_head": False}
     text = {"model_type": "gemma2", **TEXT, "head_dim": 8, "query_pre_attn_scalar": 8}
     own = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID, "projection_dim": 32}
@@ -115,7 +115,7 @@ def test_a_wrapper_that_takes_one_mask_for_layers_of_two_types_has_no_failure():
     assert find_handed_on(target) == HandedOn(mask=False)
 
 
-def test_the_probe_leaves_the_model_and_the_random_state_alone():
+def test_probe_changes_neither_model_nor_random_state():
     target = own_target(whole)
 
     def fail(*_):
@@ -130,7 +130,7 @@ def test_the_probe_leaves_the_model_and_the_random_state_alone():
     assert not any(weight.is_meta for weight in target.parameters())
 
 
-def test_a_wrapper_that_cannot_be_made_from_its_config_has_the_reason():
+def test_wrapper_not_built_from_its_config_reports_the_reason():
     target = own_target(whole)
 
     def init(self, config, tokenizer):
@@ -143,7 +143,7 @@ def test_a_wrapper_that_cannot_be_made_from_its_config_has_the_reason():
     assert "tokenizer" in handed_on.failure
 
 
-def test_models_without_a_wrapper_are_not_probed():
+def test_models_without_wrapper_are_not_probed():
     def init(*_):
         raise AssertionError("a copy was made")
 
@@ -153,7 +153,7 @@ def test_models_without_a_wrapper_are_not_probed():
         assert find_handed_on(model) == HandedOn()
 
 
-def test_the_text_decoder_is_the_innermost_model_and_a_subclass_of_it_makes_its_masks():
+def test_text_decoder_is_the_innermost_model():
     llava, llama = make_llava(), make_model("llama")
     assert text_decoder(llava) is llava.model.language_model
     assert text_decoder(llama) is llama.model

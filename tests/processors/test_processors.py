@@ -1,4 +1,4 @@
-"""Blocks against transformers' own list, run position by position."""
+"""Compare blocks with transformers' own list, run position by position."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ RAGGED_LENS = [9, 3, 6, 9]
 TAKES_EMPTY_PREFIXES = ("MinLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor")
 IGNORES_BY_ROW = "Tensor" in str(inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__))
 
-# Lengths are chosen to change what happens within 3..13, the prefix lengths of the blocks below.
+# The settings change results within prefix lengths of 3 to 13, those of the blocks below.
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "EpsilonLogitsWarper": lambda: transformers.EpsilonLogitsWarper(3e-3),
     "EtaLogitsWarper": lambda: transformers.EtaLogitsWarper(3e-3),
@@ -59,7 +59,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
 
 class Block(SimpleNamespace):
     def __init__(self, lens: list[int], *, vocab_size: int = VOCAB_SIZE, num_draft_tokens: int = 4):
-        """Ids from a small alphabet, so that n-grams repeat; scores with infinities, as earlier processors leave."""
+        """Draw ids from a small alphabet, so n-grams repeat, and scores with infinities."""
         generator = torch.Generator().manual_seed(0)
         scores = torch.randn(len(lens), num_draft_tokens + 1, vocab_size, generator=generator) * 3  # [B, K+1, V]
         self.input_ids = torch.randint(0, 7, (len(lens), LONGEST_LEN), generator=generator)  # [B, T]
@@ -69,7 +69,7 @@ class Block(SimpleNamespace):
 
 
 def run_by_position(make: Callable[[], list[Any]], block: Block) -> Tensor:
-    """What plain `generate` computes: whole batches of one length, of which the rows of that length count."""
+    """Run whole batches of equal length as plain `generate` does; keep the rows of this length."""
     processors = LogitsProcessorList(make())
     processed = torch.empty_like(block.scores, dtype=torch.float32)
     for position in range(block.scores.shape[1]):
@@ -90,13 +90,13 @@ def run_block(processors: list[Any], block: Block) -> Tensor:
 
 
 def assert_same_bits(ours: Tensor, twin: Tensor) -> None:
-    """Stricter than torch.equal: also tells -0.0 from 0.0, and a NaN equals itself."""
+    """Compare bits: -0.0 differs from 0.0, and a NaN equals itself."""
     assert ours.dtype == twin.dtype == torch.float32
     assert ours.shape == twin.shape
     assert torch.equal(ours.contiguous().view(torch.int32), twin.contiguous().view(torch.int32))
 
 
-def test_every_class_of_transformers_is_placed_and_every_row_wise_one_has_an_example() -> None:
+def test_transformers_processors_are_all_classified() -> None:
     classes = inspect.getmembers(logits_process, inspect.isclass)
     known = {cls for _, cls in classes if issubclass(cls, LogitsProcessor) and cls is not LogitsProcessor}
     assert {cls for cls in known if (cls in READS) == (cls in NOT_ROW_WISE)} == set()
@@ -105,7 +105,10 @@ def test_every_class_of_transformers_is_placed_and_every_row_wise_one_has_an_exa
 
 @register_row_wise
 class FavoursFrequent(LogitsProcessor):
-    """Writes into its argument, as users' processors do, and remembers the shapes it was called with."""
+    """Custom processor for frequent tokens.
+
+    It writes into its argument and records the shapes of its calls.
+    """
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -133,9 +136,9 @@ def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_scores_are_nan_where_logits_are_unless_the_class_loses_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tells a round with NaN from others reads the scores, unless a processor hides it, or fails for it."""
-    # some fail for it only as long as the process has compiled nothing
+def test_scores_keep_nan_of_logits_unless_the_class_hides_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find rounds with NaN by their scores, unless a processor hides NaN or fails on it."""
+    # Some fail on it only until the process has compiled something.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     are_nan = []
     for block in (Block([1, 4]), Block(RAGGED_LENS)):
@@ -147,7 +150,7 @@ def test_scores_are_nan_where_logits_are_unless_the_class_loses_it(name: str, mo
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_a_hostile_draft_id_leaves_the_positions_before_it_alone(name: str) -> None:
+def test_hostile_draft_id_changes_no_earlier_position(name: str) -> None:
     block, faults = Block(RAGGED_LENS), [(0, -1), (1, VOCAB_SIZE), (2, -(2**40)), (4, 2**40)]
     twin = run_block([EXAMPLES[name]()], block)
     for row, (draft_len, hostile_id) in enumerate(faults):
@@ -175,7 +178,7 @@ CUTS = [
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 4099])
 @pytest.mark.parametrize("cuts", CUTS)
-def test_cutoffs_of_hostile_rows_are_those_of_transformers(cuts: list[Any], vocab_size: int) -> None:
+def test_cutoffs_of_hostile_rows_equal_transformers(cuts: list[Any], vocab_size: int) -> None:
     block = Block([LONGEST_LEN] * 5, vocab_size=vocab_size, num_draft_tokens=1)
     block.scores[0, 0] = block.scores[0, 0].round()  # ties
     block.scores[0, 1] = 0.0
@@ -208,7 +211,7 @@ BY_PROMPT = {
 
 @pytest.mark.parametrize("num_prompts", [4, 2, 1])
 @pytest.mark.parametrize("name", BY_PROMPT)
-def test_what_transformers_holds_by_prompt_is_held_by_row(name: str, num_prompts: int) -> None:
+def test_prompt_state_of_processors_is_held_by_row(name: str, num_prompts: int) -> None:
     prompts = torch.randint(0, 7, (num_prompts, 4000), generator=torch.Generator().manual_seed(3))
     block, kept = Block(RAGGED_LENS), [3, 1]
     twin = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
@@ -226,7 +229,7 @@ def test_what_transformers_holds_by_prompt_is_held_by_row(name: str, num_prompts
     assert_same_bits(processors.rows(kept).for_draft()(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5])
 
 
-def test_prompts_that_do_not_go_up_in_rows_leave_transformers_processors_as_they_are() -> None:
+def test_uneven_prompt_counts_keep_transformers_processors() -> None:
     prompts = torch.ones(2, 3, dtype=torch.int64)
     processors = [BY_PROMPT[name](prompts) for name in ("n-grams of 2", "penalty")]
     assert BlockLogitsProcessorList(processors).by_row(3).foreign == processors
@@ -236,7 +239,7 @@ def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def test_foreign_processors_run_at_one_position_and_are_refused_in_a_block_and_left_out_of_the_row_wise_part() -> None:
+def test_unknown_processors_are_refused_in_a_block() -> None:
     block, parts = Block([LONGEST_LEN] * 3), [SUBCLASSED, TOP_K, add_nothing, PENALTY]
     processors = BlockLogitsProcessorList(parts)
     assert list(processors.row_wise_part()) == [TOP_K, PENALTY]
@@ -247,7 +250,7 @@ def test_foreign_processors_run_at_one_position_and_are_refused_in_a_block_and_l
 
 
 @pytest.mark.parametrize("name", ["NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor"])
-def test_a_draft_model_may_have_another_vocabulary_size(name: str) -> None:
+def test_draft_model_may_have_another_vocabulary_size(name: str) -> None:
     target = BlockLogitsProcessorList([EXAMPLES[name]()])
     block, wider = Block(RAGGED_LENS), Block(RAGGED_LENS, vocab_size=VOCAB_SIZE + 3)
     for _ in range(2):
@@ -255,14 +258,14 @@ def test_a_draft_model_may_have_another_vocabulary_size(name: str) -> None:
         assert_same_bits(run_block(target.row_wise_part(), wider), run_by_position(lambda: [EXAMPLES[name]()], wider))
 
 
-def test_a_registered_class_joins_the_block_row_by_length() -> None:
+def test_registered_class_runs_in_blocks_by_length() -> None:
     processor = FavoursFrequent()
     run_block([processor], Block([6, 8]))
     assert sorted(processor.shapes) == [(1, 6), (1, 7), (1, 11), (1, 12), (2, 8), (2, 9), (2, 10)]
 
 
 @pytest.mark.parametrize("wrong", [int, add_nothing, transformers.SynthIDTextWatermarkLogitsProcessor])
-def test_what_is_no_class_of_theirs_or_known_to_mix_rows_cannot_be_registered(wrong: Any) -> None:
+def test_invalid_and_row_mixing_classes_cannot_be_registered(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"LogitsProcessor or StoppingCriteria|history of contexts"):
         register_row_wise(wrong)
 
@@ -271,9 +274,9 @@ def test_what_is_no_class_of_theirs_or_known_to_mix_rows_cannot_be_registered(wr
 @pytest.mark.parametrize(
     "name", ["NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopKLogitsWarper"]
 )
-def test_a_block_on_the_gpu_equals_plain_processors_there(name: str) -> None:
+def test_block_on_a_gpu_equals_plain_processors_there(name: str) -> None:
     block = Block(RAGGED_LENS)
     block.input_ids, block.scores = block.input_ids.cuda(), block.scores.cuda()
     block.draft_token_ids = block.draft_token_ids.cuda()
-    # Not the CPU's bits: a GPU divides by a number by multiplying with its reciprocal.
+    # GPUs divide by a number with its reciprocal, so their bits differ from the CPU's.
     assert_same_bits(run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block))

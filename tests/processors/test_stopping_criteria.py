@@ -1,4 +1,4 @@
-"""Blocks against transformers' own criteria, asked after every token."""
+"""Compare blocks with transformers' own criteria, called after every token."""
 
 import inspect
 import time
@@ -37,7 +37,10 @@ def stops(strings: list[str], decoder: Any = decoders.Fuse) -> StopStringCriteri
 
 
 def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[int]]:
-    """The arguments of a call, from each row's tokens before and in the block; what is past a block is hostile."""
+    """Build the arguments of a call from each row's tokens before and in the block.
+
+    The ids past a block are hostile.
+    """
     lines = [[IDS[token] for token in before + new] for before, new in rows]
     width = max(map(len, lines)) + 2
     token_ids = torch.tensor([line + [-1] * (width - len(line)) for line in lines])
@@ -45,7 +48,7 @@ def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[i
 
 
 def ask(criterion: BlockStoppingCriteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]) -> StopVerdict:
-    """Of the rows without their blocks, and the blocks; writes to neither."""
+    """Call the criterion with rows without their blocks; assert unchanged inputs."""
     tokens = TokenBuffer(token_ids)
     tokens.row_lens.set(prefix_lens)
     before, rows = tokens.token_ids.clone(), zip(token_ids.tolist(), prefix_lens, num_new, strict=True)
@@ -56,7 +59,7 @@ def ask(criterion: BlockStoppingCriteria, token_ids: Tensor, prefix_lens: list[i
 
 
 def run_token_by_token(criteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]) -> StopVerdict:
-    """What plain `generate` does to a row: append a token, ask the whole list."""
+    """Append a token and call the whole list, as plain `generate` does."""
     plain = StoppingCriteriaList(criteria)
     num_emitted, is_done = list(num_new), [False] * len(num_new)
     for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_new, strict=True)):
@@ -69,7 +72,10 @@ def run_token_by_token(criteria, token_ids: Tensor, prefix_lens: list[int], num_
 
 @register_row_wise
 class EndsOnSum(StoppingCriteria):
-    """Needs the whole prefix, and remembers the shapes it was asked with."""
+    """Custom criterion over the whole prefix.
+
+    It records the shapes of its calls.
+    """
 
     def __init__(self, modulus: int = 7) -> None:
         self.modulus = modulus
@@ -83,7 +89,7 @@ class EndsOnSum(StoppingCriteria):
 
 @register_row_wise
 class EndsAtLengthAsOneBool(StoppingCriteria):
-    """Answers with one bool for all its rows, as older criteria do."""
+    """Custom criterion with one bool for all rows, as in older versions."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
         return input_ids.shape[1] >= 9
@@ -115,7 +121,7 @@ def test_verdicts_equal_token_by_token(name: str) -> None:
     assert criterion.is_row_wise
     for _ in range(12):
         prefix_lens, num_new = draw(0, 9, (4,)).tolist(), draw(0, 7, (4,)).tolist()
-        token_ids = draw(6, len(TOKENS), (4, 16))  # "o" and after: stop strings are likely
+        token_ids = draw(6, len(TOKENS), (4, 16))  # "o" and later tokens make stop strings likely
         token_ids = torch.where(draw(0, 4, (4, 16)) == 0, draw(0, 6, (4, 16)), token_ids)
         for row, end in enumerate(p + n for p, n in zip(prefix_lens, num_new, strict=True)):
             token_ids[row, end:] = -1
@@ -123,7 +129,7 @@ def test_verdicts_equal_token_by_token(name: str) -> None:
         assert ours == run_token_by_token(criteria, token_ids, prefix_lens, num_new)
 
 
-def test_when_the_time_is_up_every_row_keeps_its_block() -> None:
+def test_rows_keep_their_block_when_time_is_up() -> None:
     blocks = write((["a"], ["b", "c"]), (["a"], ["e", "c"]), (["a"], []))
     late = MaxTimeCriteria(10.0, initial_timestamp=time.time() - 100)
     assert ask(BlockStoppingCriteria([late]), *blocks) == StopVerdict([2, 2, 0], [True, True, False])
@@ -131,7 +137,7 @@ def test_when_the_time_is_up_every_row_keeps_its_block() -> None:
     assert ask(with_eos, *blocks) == StopVerdict([2, 1, 0], [True, True, False])
 
 
-def test_registered_criteria_are_asked_about_rows_of_one_length_together_and_not_past_a_stop() -> None:
+def test_registered_criteria_are_called_by_length_until_a_stop() -> None:
     criterion = EndsOnSum(10_000)
     ask(BlockStoppingCriteria([criterion]), torch.ones(3, 9, dtype=torch.int64), [4, 4, 5], [2, 3, 1])
     assert sorted(criterion.shapes) == [(1, 7), (2, 5), (3, 6)]
@@ -144,7 +150,7 @@ def end_never(input_ids: Tensor, scores: Any) -> bool:
     return False
 
 
-def test_foreign_criteria_are_named_and_refused() -> None:
+def test_unknown_criteria_are_refused_by_name() -> None:
     subclassed = type("SubclassedEos", (EosTokenCriteria,), {})(2)
     criterion = BlockStoppingCriteria([EosTokenCriteria(1), subclassed, ConfidenceCriteria(0.4), end_never])
     assert not criterion.is_row_wise
@@ -157,14 +163,14 @@ def test_foreign_criteria_are_named_and_refused() -> None:
         ask(criterion, *write((["a"], ["b"])))
 
 
-def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
+def test_transformers_criteria_are_all_classified() -> None:
     own = {StoppingCriteria, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
     classes = inspect.getmembers(stopping_criteria, inspect.isclass)
     criteria = {cls for _, cls in classes if issubclass(cls, StoppingCriteria)}
     assert criteria == own | (criteria & set(NOT_ROW_WISE))
 
 
-def test_what_the_decoder_needs_to_know_is_a_property() -> None:
+def test_decoder_reads_properties_of_criteria() -> None:
     criterion = BlockStoppingCriteria(CRITERIA["everything"]())
     assert (criterion.max_length, criterion.eos_token_ids) == (12, {IDS["e"]})
     nothing = BlockStoppingCriteria(StoppingCriteriaList())

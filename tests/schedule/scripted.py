@@ -1,4 +1,4 @@
-"""A schedule that drafts given numbers of tokens, and records what it is told."""
+"""Draft given numbers of tokens and record the outcomes."""
 
 from itertools import cycle
 
@@ -8,7 +8,7 @@ LENS = (0, 3, 0, 0, 5, 1, 0, 2, 0, 0, 0, 4)
 
 
 class ScriptedSchedule(Schedule):
-    """Drafts the given numbers, over and over."""
+    """Schedule of given draft lengths, repeated in a cycle."""
 
     is_trial = False
 

@@ -1,4 +1,4 @@
-"""The bound of the adaptive schedule: what drafting may lose over all calls of a type."""
+"""Test the adaptive schedule's bound on drafting losses over all calls of a type."""
 
 import random
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from hf_speculate.schedule import (
     ScheduleMemory,
 )
 
-SHARE = 0.02  # of the counted seconds that drafting may lose
-ALLOWANCE = 24.0  # plain steps that it may lose besides
-MAX_FACTOR = 2.0  # of the expected seconds, as which a round counts at most besides reading
+SHARE = 0.02  # maximum loss per counted second
+ALLOWANCE = 24.0  # additional plain steps of loss
+MAX_FACTOR = 2.0  # maximum cost of a round as a multiple of the expected seconds, besides reading
 ROUNDING = 1e-6
 MAX_DRAFT_TOKENS = 10
 
-# whether a round is accepted, by its number: drafts that mislead a schedule
+# Acceptance of a round by its number, chosen to mislead a schedule.
 ADVERSARIES: dict[str, Callable[[int], bool]] = {
     "useless": lambda number: False,
     "good, then useless": lambda number: number < 40,
@@ -35,22 +35,22 @@ ADVERSARIES: dict[str, Callable[[int], bool]] = {
 
 
 class Machine(NamedTuple):
-    """Seconds of a round, where a plain step takes 1 for any number of rows."""
+    """Seconds of a round; a plain step takes 1."""
 
-    slope: float = 0.1  # of a verification, per token
-    step_s: float = 0.2  # of a draft step
-    read_s: float = 0.01  # of a prompt's token
+    slope: float = 0.1  # per verified token
+    step_s: float = 0.2  # per draft step
+    read_s: float = 0.01  # per prompt token
     jitter: float = 0.0
-    pause_rate: float = 0.0  # of rounds that take 30 times as long
-    compile_s: float = 0.0  # of the first forward of a length
+    pause_rate: float = 0.0  # share of rounds with 30 times their seconds
+    compile_s: float = 0.0  # first forward of a length
 
 
 class Ledger:
-    """Counts the calls of a process as the bound does."""
+    """Bound on the calls of a process."""
 
     def __init__(self, memory: ScheduleMemory) -> None:
         self.memory = memory
-        self.counted = self.replaced = 0.0  # in plain steps
+        self.counted = self.replaced = 0.0  # plain steps
 
     def add(self, outcome: RoundOutcome, num_unread: int, num_steps: int) -> None:
         """Add a round before the schedule learns from it."""
@@ -68,7 +68,7 @@ class Ledger:
 
     @property
     def excess(self) -> float:
-        """Plain steps beyond the bound; negative within it."""
+        """Return the plain steps beyond the bound, negative within it."""
         return self.counted - self.replaced - SHARE * self.counted - ALLOWANCE
 
 
@@ -84,7 +84,7 @@ def play(
     step_ratio: float = 0.2,
     sizes: tuple[int, ...] | None = None,
 ) -> tuple[Ledger, int]:
-    """Decode calls; assert the bound after every round, and return the ledger and the drafted rounds."""
+    """Decode calls; assert the bound after every round; return the ledger and drafted rounds."""
     generator, compiled = random.Random(seed), set()
     memory = ScheduleMemory(DraftPrior(step_ratio), MAX_DRAFT_TOKENS, sizes)
     ledger, number, num_drafted = Ledger(memory), 0, 0
@@ -128,7 +128,7 @@ def outcome_of(
     compiled: set[int],
     sizes: tuple[int, ...] | None,
 ) -> RoundOutcome:
-    """Return the round, with the seconds that a noisy clock gives it."""
+    """Return the round with seconds of a noisy clock."""
     width = max(row.num_drafted for row in rows)
     size = next((size for size in sizes or () if size >= width), width) if width else 0
     factor = generator.lognormvariate(0, machine.jitter) * (30 if generator.random() < machine.pause_rate else 1)
@@ -166,13 +166,13 @@ def test_losses_of_all_calls_stay_within_the_bound(data):
 
 
 def test_lying_proposals_use_up_the_account():
-    """The bound is what ends them: the probabilities never fall."""
+    """End by the bound alone, because the probabilities never fall."""
     ledger, num_drafted = play(Machine(), ADVERSARIES["useless"], False, True, num_calls=12)
     assert num_drafted > 0
     assert ledger.counted - ledger.replaced > 0.8 * ALLOWANCE
 
 
-def test_a_pause_counts_as_twice_the_expected_round():
+def test_pause_counts_as_twice_the_expected_round():
     steady, paused = (
         play(Machine(pause_rate=rate), ADVERSARIES["always good"], True, False)[1] for rate in (0.0, 0.05)
     )

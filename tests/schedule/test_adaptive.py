@@ -1,4 +1,4 @@
-"""What the adaptive schedule chooses, round by round."""
+"""Test choices of the adaptive schedule, round by round."""
 
 from itertools import pairwise
 
@@ -130,7 +130,7 @@ def test_worths_of_equal_rows_share_a_step():
     assert worths == pytest.approx([0.25] * 4)
 
 
-def test_best_width_ends_where_tokens_are_not_worth_their_seconds():
+def test_best_width_ends_where_tokens_cost_more_than_they_gain():
     row = RowAhead(0, 50, (0.9, 0.8, 0.3, 0.05, 0.04))
     steep = [1 + 0.2 * num for num in range(11)]
     width, saved_s = best_width([row], [1.0], 1.0, steep, range(1, 11))
@@ -164,7 +164,7 @@ def test_new_size_is_compiled_once_its_lack_has_cost_as_much():
 
 
 def test_outcome_of_an_unusable_round_changes_no_choice_range():
-    """A clock that stands still is a clock too."""
+    """Accept a clock without progress."""
     memory = new_memory()
     schedule = AdaptiveSchedule(memory, 2)
     for number in range(100):

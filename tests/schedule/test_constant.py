@@ -1,4 +1,4 @@
-"""Schedules of transformers."""
+"""Test the schedules of transformers."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_constant_of_free_proposals_asks_no_model():
     [
         ([5], [5], 7),
         ([5], [4], 4),
-        ([2], [2], 7),  # a draft that ended early and was accepted
+        ([2], [2], 7),  # accepted draft, ended early
         ([5, 5], [5, 0], 7),  # half of the rows
         ([5, 5, 5], [5, 0, 4], 4),  # fewer than half
     ],

@@ -1,4 +1,4 @@
-"""Seconds of rounds and acceptance of drafts, as the adaptive schedule estimates them."""
+"""Test the adaptive schedule's estimates of round seconds and draft acceptance."""
 
 import pytest
 
@@ -90,7 +90,7 @@ def test_plain_steps_are_due_until_a_compiled_one_was_measured():
     assert costs.start_s == pytest.approx(49.0)
 
 
-def test_first_forward_of_a_compiled_size_says_nothing_of_later_ones():
+def test_first_forward_of_a_compiled_size_is_not_measured():
     costs = costs_of((0, 50.0), (0, 1.0), (0, 1.0), sizes=(2, 4, 8))
     before = costs.verifications_s(1)[4]
     costs.add_verification(1, 4, 50.0)

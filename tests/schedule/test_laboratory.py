@@ -1,4 +1,7 @@
-"""The adaptive schedule on recorded texts; margins are wide, the whole laboratory is run by hand."""
+"""Test the adaptive schedule on recorded texts.
+
+The margins are wide. The whole laboratory runs by hand.
+"""
 
 import pytest
 
@@ -8,7 +11,7 @@ from tests.schedule.laboratory.texts import Match, num_equal, rival_matches, run
 
 TRACES = read_traces()
 CELLS = {cell.name: cell for cell in [*main_cells(TRACES, 64), *scenes(TRACES)]}
-# the least of the best constant's speed, which the schedule reaches in the worst of many runs with 0.04 to spare
+# Minimum share of the best constant's speed. The worst of many runs exceeds it by 0.04.
 FLOORS = {
     "lookup: texts, smollm2-cpu, B=1, N=64": 1.0,
     "lookup: copying, h200, B=1, N=64": 0.95,
@@ -53,7 +56,7 @@ def test_tasks_in_turn_gain_more_than_any_constant():
 def test_matches_are_those_of_the_drafter():
     prompt, tokens = [1, 2, 3, 4, 1, 2], [3, 4, 9, 3, 4]
     first, *_, last = suffix_matches(prompt, tokens)
-    assert first == Match(2, 32, 2)  # what followed "1 2", over and over
+    assert first == Match(2, 32, 2)  # the repeated continuation of "1 2"
     assert last.match_len == 1
     assert [match.num_right for match in rival_matches(prompt, tokens)][:2] == [2, 1]
 

@@ -1,4 +1,4 @@
-"""What calls of one type leave for later ones."""
+"""Test the memory shared by calls of one type."""
 
 import gc
 import threading
@@ -12,7 +12,7 @@ from hf_speculate.schedule import AdaptiveSchedule, MemoryStore, RoundOutcome, R
 DRAFT = Identity()
 
 
-def test_types_and_drafts_have_memories_of_their_own():
+def test_types_and_drafts_have_separate_memories():
     store = MemoryStore()
     memory = store.get(DRAFT, "a", ScheduleMemory)
     assert store.get(DRAFT, "a", ScheduleMemory) is memory
@@ -38,7 +38,7 @@ def test_memory_goes_with_its_draft():
 def test_store_keeps_the_64_types_used_last():
     store = MemoryStore()
     memories = [store.get(DRAFT, call_type, ScheduleMemory) for call_type in range(64)]
-    assert store.get(DRAFT, 0, ScheduleMemory) is memories[0]  # the newest now
+    assert store.get(DRAFT, 0, ScheduleMemory) is memories[0]  # now the newest
     store.get(DRAFT, 64, ScheduleMemory)
     assert store.get(DRAFT, 0, ScheduleMemory) is memories[0]
     assert store.get(DRAFT, 2, ScheduleMemory) is memories[2]

@@ -1,4 +1,4 @@
-"""The Verifier contract, the names under which verifiers are chosen, and `keep_prefix`, which writes verdicts."""
+"""Test verifiers, their registry and `keep_prefix`."""
 
 import re
 from functools import partial
@@ -29,13 +29,13 @@ from tests.support.tiny import ragged_prompts
 
 VOCAB_SIZE = 11
 make_keys = partial(distributions.make_keys, seed=5, rounds=2, positions=9)
-CERTAIN = 60.0  # a logit this far above the others leaves them less than float32 can tell from nothing
+CERTAIN = 60.0  # this far above the others, a logit leaves them a probability of 0 in float32
 
 
 def make_round(
     batch_size: int, num_drafted: int, *, has_logits: bool, lens: list[int] | None = None
 ) -> tuple[Tensor, DraftOut]:
-    """Random target logits [B, K+1, V] and a draft that agrees with them about half of the time."""
+    """Return random target logits [B, K+1, V] and a draft with about half of their argmaxes."""
     make = torch.Generator().manual_seed(batch_size + 10 * num_drafted)
     target = 3 * torch.randn(batch_size, num_drafted + 1, VOCAB_SIZE, generator=make)
     drafted = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
@@ -45,7 +45,7 @@ def make_round(
 
 
 def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
-    """What holds for every verdict on a round without bad input."""
+    """Assert the form of a verdict on a round without bad input."""
     batch_size, num_drafted = draft.token_ids.shape
     assert verdict.token_ids.shape == (batch_size, num_drafted + 1)
     assert verdict.token_ids.dtype == torch.int64
@@ -61,7 +61,10 @@ def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
 
 
 class VerifierContract:
-    """What every implementation keeps; a subclass makes the verifier, and says which parts of the keys it reads."""
+    """Contract of every verifier.
+
+    A subclass makes the verifier and names the fields of the keys in its draws.
+    """
 
     reads_keys: tuple[str, ...] = ()
 
@@ -69,14 +72,14 @@ class VerifierContract:
         raise AssertionError("a subclass makes the verifier")
 
     @each_value(has_logits=[True, False], num_drafted=[1, 4], batch_size=[1, 64])
-    def test_a_verdict_is_accepted_ids_one_more_then_padding(self, has_logits, num_drafted, batch_size):
+    def test_verdict_is_accepted_ids_then_one_more_then_padding(self, has_logits, num_drafted, batch_size):
         target, draft = make_round(batch_size, num_drafted, has_logits=has_logits)
         verdict = self.make().verify(target, draft, make_keys(batch_size))
         assert_whole(verdict, draft)
         if batch_size > 1:
             assert len(verdict.num_accepted.unique()) == num_drafted + 1
 
-    def test_certain_tokens_are_kept_up_to_the_draft_length_and_nothing_past_it_is_read(self):
+    def test_certain_tokens_are_accepted_up_to_the_draft_length(self):
         target, draft = make_round(5, 4, has_logits=True, lens=[0, 1, 2, 3, 4])
         ids, past = target[:, :-1].argmax(-1), torch.arange(4) >= draft.lens[:, None]
         target.scatter_(2, target.argmax(-1, keepdim=True), CERTAIN)
@@ -91,7 +94,7 @@ class VerifierContract:
         for part, same in zip(verdict, self.make().verify(target, unread, make_keys(5)), strict=True):
             assert torch.equal(part, same)
 
-    def test_a_token_that_the_target_forbids_is_never_kept_or_emitted(self):
+    def test_forbidden_token_is_never_accepted_or_emitted(self):
         target, draft = make_round(64, 3, has_logits=True)
         target[:, :-1].scatter_(2, draft.token_ids[..., None], -torch.inf)
         verdict = self.make().verify(target, draft, make_keys(64))
@@ -99,7 +102,7 @@ class VerifierContract:
         assert (verdict.num_accepted == 0).all()
         assert (verdict.token_ids[:, 0] != draft.token_ids[:, 0]).all()
 
-    def test_a_row_is_verified_as_if_it_were_alone_and_nothing_is_written_to(self):
+    def test_row_is_verified_as_if_alone(self):
         target, draft = make_round(8, 3, has_logits=True)
         keys = make_keys(8)
         read = [part for part in (target, *draft, *keys) if part is not None]
@@ -113,7 +116,7 @@ class VerifierContract:
             for one, same in zip(whole, alone, strict=True):
                 assert torch.equal(one[only], same)
 
-    def test_its_draws_follow_the_parts_of_the_keys_that_it_reads(self):
+    def test_draws_depend_on_the_declared_key_fields_only(self):
         target, draft = make_round(64, 3, has_logits=True)
         keys = make_keys(64)
         first, again = (self.make().verify(target, draft, keys) for _ in range(2))
@@ -148,19 +151,19 @@ def typical(**settings) -> Verifier:
 
 
 def keeps(verifier: Verifier, probs: list[float]) -> bool:
-    """Whether the verifier keeps token 0 of a distribution [V]."""
+    """Return True if the verifier accepts token 0 of a distribution [V]."""
     draft = DraftOut(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), None, None)
     return bool(verifier.verify(torch.tensor(probs).log().expand(1, 2, -1), draft, make_keys(1)).num_accepted)
 
 
-def test_typical_defaults_are_the_papers_and_the_threshold_itself_is_refused():
-    even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}  # four equal probabilities are exp(-H) themselves
+def test_typical_thresholds_follow_the_paper():
+    even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}  # four equal probabilities are exp(-H), the threshold
     assert keeps(typical(**even, entropy_epsilon=0.0), [0.25] * 4)
-    assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)  # inside the logarithm that makes it 1/2
+    assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)  # inside the logarithm: the threshold is 1/2
     assert not keeps(typical(posterior_threshold=0.5, posterior_alpha=9.0), [0.5, 0.5])
     assert keeps(typical(), [0.091, 0.909])
     assert not keeps(typical(), [0.089, 0.911])
-    flat = [1 / 64] * 64  # kept for its own uncertainty: 0.3 * exp(-H) is below 1/64
+    flat = [1 / 64] * 64  # accepted for its entropy: 0.3 * exp(-H) is below 1/64
     assert keeps(typical(), flat)
     assert not keeps(typical(posterior_alpha=1.1), flat)
 
@@ -174,7 +177,10 @@ def test_typical_correction_is_the_argmax_or_a_draw():
 
 
 class KeepNothing:
-    """A user's verifier: refuses every draft, emits the target's argmax, keeps what it was shown."""
+    """Custom verifier without acceptance.
+
+    It emits the target's argmax and records its drafts.
+    """
 
     def __init__(self):
         self.drafts: list[DraftOut] = []
@@ -184,13 +190,13 @@ class KeepNothing:
         return keep_prefix(target_logits, draft, torch.zeros_like(draft.token_ids).bool(), target_logits.argmax(-1))
 
 
-def test_an_unknown_name_lists_the_choices_those_of_the_user_too(registry):
+def test_unknown_verifier_error_lists_registered_names(registry):
     register_verifier("mine", lambda config: KeepNothing(), lossless=False)
     with pytest.raises(ConfigError, match=r"verifier must be one of block, coupled, greedy, mine, .* got 'magic'"):
         make_verifier(SpeculationConfig(verifier="magic"))
 
 
-def test_a_taken_name_is_refused_unless_it_is_to_be_replaced(registry):
+def test_taken_verifier_name_needs_replace(registry):
     with pytest.raises(ConfigError, match="verifier name 'typical' is taken; pass replace=True"):
         register_verifier("typical", lambda config: KeepNothing(), lossless=True)
     assert not is_lossless(SpeculationConfig(verifier="typical"))
@@ -200,8 +206,8 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced(registry):
 
 
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
-def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
-    """A draft that equals the target proposes what the target draws, if it draws with the same noise."""
+def test_custom_verifier_chooses_the_draft_stream(registry, stream):
+    """Draft with the target's noise, so an equal draft proposes the target's tokens."""
     register_verifier("winners", lambda config: CoupledVerifier(), lossless=True, draft_stream=stream)
     target, draft = pair("llama", ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
@@ -212,7 +218,7 @@ def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_users_verifier_decides_and_is_shown_distributions_if_it_reads_them(registry, reads):
+def test_custom_verifier_decides_the_output(registry, reads):
     verifier, configs = KeepNothing(), []
     make = lambda config: configs.append(config) or verifier  # noqa: E731
     register_verifier("nothing", make, lossless=False, reads_draft_logits=reads)
@@ -229,7 +235,7 @@ def test_a_users_verifier_decides_and_is_shown_distributions_if_it_reads_them(re
 
 
 class GreedyByHand:
-    """Greedy verification as a user would write it."""
+    """Custom verifier for greedy decoding."""
 
     def verify(self, target_logits, draft, keys):
         best = target_logits.argmax(-1)  # [B, K+1]
@@ -237,7 +243,7 @@ class GreedyByHand:
 
 
 def hostile_round(fault: str) -> tuple[torch.Tensor, DraftOut]:
-    """Rows that agree with the target for 0..3 tokens, then meet what `kind` says, with lengths of 0..4."""
+    """Return rows with 0 to 3 correct tokens before the fault, and draft lengths of 0 to 4."""
     target = 3 * torch.randn(64, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     ids, rows = target[:, :-1].argmax(-1), torch.arange(64)
     faults = rows % 4
@@ -255,7 +261,7 @@ def hostile_round(fault: str) -> tuple[torch.Tensor, DraftOut]:
 @each_value(
     dtype=[torch.bfloat16, torch.float32, torch.float64], fault=["none", "bad ids", "nan", "masked", "infinite"]
 )
-def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(fault, dtype):
+def test_keep_prefix_handles_hostile_rows_like_the_kernels(fault, dtype):
     target, draft = hostile_round(fault)
     target = target.to(dtype)
     keys = make_keys(64)
@@ -269,7 +275,7 @@ def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(fault, dtype):
     assert ((last >= 0) & (last < VOCAB_SIZE)).all()
 
 
-def test_a_token_that_the_target_forbids_is_refused_and_one_to_follow_is_moved_into_the_vocabulary():
+def test_keep_prefix_rejects_forbidden_and_clamps_next_ids():
     target, draft = make_round(2, 2, has_logits=False)
     target[0, 1, draft.token_ids[0, 1]] = -torch.inf
     following = torch.tensor([[0, -5, 0], [0, 0, VOCAB_SIZE]])
@@ -279,7 +285,7 @@ def test_a_token_that_the_target_forbids_is_refused_and_one_to_follow_is_moved_i
     assert verdict.status.tolist() == [0, 0]
 
 
-def test_the_rule_in_the_guide_is_a_whole_one(registry):
+def test_verifier_of_the_guide_keeps_the_contract(registry):
     text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
     exec(code, {})
