@@ -21,17 +21,18 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def download(rows: Tensor, *counts: Tensor) -> list[Any]:
-    """Copies integers [B, N] and further ones [B] of one device to the host in one transfer, as lists."""
+    """Copy ids [B, N] int64 and counts [B] int32 of one device to the host in one transfer; return them as lists."""
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]
-    packed = torch.cat([rows, torch.stack(counts, dim=1).to(rows.dtype)], dim=1)  # [B, N + C]
+    num_rows, num_ids = rows.shape
+    width = 2 * num_ids  # of the ids as int32, which one operator joins with the counts
+    ids = rows.to(torch.int64).reshape(-1).view(torch.int32).view(num_rows, width)
+    packed = torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)  # [B, 2 N + C]
     if packed.device.type == "cuda":  # to pinned memory; the host waits for an event that follows
         packed, stream = packed.to("cpu", non_blocking=True), torch.cuda.current_stream(packed.device)
         copied = torch.cuda.Event()
         copied.record(stream)
         copied.synchronize()
-    values, width = packed.tolist(), rows.shape[1]
-    return [
-        [row[:width] for row in values],
-        *([row[column] for row in values] for column in range(width, packed.shape[1])),
-    ]
+    packed = packed.cpu()
+    ids = packed[:, :width].reshape(-1).view(torch.int64).view(num_rows, num_ids)
+    return [ids.tolist(), *packed[:, width:].T.tolist()]

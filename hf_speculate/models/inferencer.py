@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +31,14 @@ class Chosen(NamedTuple):
 
 def joined(chosen: Sequence[Chosen]) -> Chosen:
     """Tokens that follow one another."""
-    columns: Any = zip(*chosen, strict=True)
-    parts: list[Any] = [None if column[0] is None else torch.cat(column, dim=1) for column in columns]
-    return Chosen(*parts)
+    token_ids, logits, sums = zip(*chosen, strict=True)
+    return Chosen(torch.cat(token_ids, dim=1), _concatenated(logits), _concatenated(sums))
+
+
+def _concatenated(columns: Sequence[Tensor | None]) -> Tensor | None:
+    """[B, N, ...] from columns [B, n, ...] of one kind; None if there are none."""
+    parts = [column for column in columns if column is not None]
+    return torch.cat(parts, dim=1) if parts else None
 
 
 class ChosenTokens:
@@ -43,18 +48,46 @@ class ChosenTokens:
         self,
         stop_ids: Tensor | None,  # [E] int64, ids after which a row needs no further token; None for none
         counts: ArangeCache,  # int32, on the device of the tokens
+        num_columns: int = 0,  # tokens of each row that `column` has memory for
     ):
         self.chosen: list[Chosen] = []
+        self._num_columns, self._num_in_place = num_columns, 0
+        self._columns: Tensor | None = None  # [N, B] int64, the tokens in place
         self._stop_ids = stop_ids
         self._counts = counts
         self._are_last: list[Tensor] = []  # by token, [B] bool: rows that need no other; empty if only ids end rows
         self._is_ended: Tensor | None = None  # [B] bool, of the tokens that `are_enough` has looked at
 
-    def add(self, chosen: Chosen, are_last: Tensor | None = None) -> None:
-        """Add tokens; `are_last` [B] bool are rows that need none after a single one, whatever its id."""
+    def column(self, num_rows: int) -> Tensor | None:
+        """[B] int64, memory for the next token of each row, see `add`; None if there is no more."""
+        step = len(self.chosen)
+        if step >= self._num_columns:
+            return None
+        if self._columns is None:
+            shape = (self._num_columns, num_rows)
+            self._columns = torch.empty(shape, dtype=torch.int64, device=self._counts.device)
+        return self._columns[step]
+
+    def add(self, chosen: Chosen, are_last: Tensor | None = None, *, is_in_place: bool = False) -> None:
+        """Add tokens.
+
+        Args:
+            chosen: tokens of every row.
+            are_last: [B] bool, rows that need none after a single token, whatever its id; None for no other rows.
+            is_in_place: whether the token ids are in `column`.
+        """
         self.chosen.append(chosen)
+        self._num_in_place += is_in_place
         if are_last is not None:
             self._are_last.append(are_last)
+
+    def joined(self) -> Chosen:
+        """Return all tokens."""
+        if self._columns is None or self._num_in_place < len(self.chosen):
+            return joined(self.chosen)
+        token_ids = self._columns[: self._num_in_place].T.contiguous()  # a copy if B > 1
+        _, logits, sums = zip(*self.chosen, strict=True)
+        return Chosen(token_ids, _concatenated(logits), _concatenated(sums))
 
     def are_enough(self) -> bool:
         """Whether no row needs another token, asked after each; False where the answer would have to be waited for."""

@@ -22,6 +22,8 @@ class TokenBuffer(PerRow):
         self.token_ids = token_ids.new_zeros(batch_size, max(capacity, length))  # [B, C] int64
         self.token_ids[:, :length] = token_ids
         self.row_lens = RowLens([length] * batch_size, ArangeCache(token_ids.device))
+        # [B, N] int64, the last tokens of each row, gathered at these lengths: each change makes a new list
+        self._gathered: tuple[list[int], Tensor] | None = None
 
     @property
     def lens(self) -> list[int]:
@@ -34,13 +36,12 @@ class TokenBuffer(PerRow):
     def append(self, token_ids: Tensor, counts: RowCounts | Sequence[int] | None = None) -> None:
         """Write tokens [B, N] int64 at the end of each row: the first `counts` [B] of each, or all N."""
         num = token_ids.shape[1]
-        token_ids = token_ids.clamp_min(0)
         self._reserve(max(self.lens, default=0) + num)
         if self.is_even:
             start = self.lens[0] if self.lens else 0
-            self.token_ids[:, start : start + num] = token_ids
+            torch.clamp_min(token_ids, 0, out=self.token_ids[:, start : start + num])
         else:
-            self.token_ids.scatter_(1, self.row_lens.columns(num), token_ids)
+            self.token_ids.scatter_(1, self.row_lens.columns(num), token_ids.clamp_min(0))
         if counts is None:
             self.row_lens.add(num)
         else:
@@ -50,8 +51,12 @@ class TokenBuffer(PerRow):
         """[B, num] int64, the last `num` tokens of each row; a shorter row repeats its first one before them."""
         if self.is_even and num <= self.lens[0]:
             return self.token_ids[:, self.lens[0] - num : self.lens[0]]
-        columns = self.row_lens.columns(num, offset=-num).expand(len(self.lens), -1)
-        return self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
+        if self._gathered is None or self._gathered[0] is not self.lens or self._gathered[1].shape[1] < num:
+            columns = self.row_lens.columns(num, offset=-num).expand(len(self.lens), -1)
+            ids = self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
+            self._gathered = self.lens, ids
+        ids = self._gathered[1]
+        return ids[:, ids.shape[1] - num :]
 
     def copy(self) -> "TokenBuffer":
         """Return the same rows; what either drops of them stays in the other, and neither is appended to."""
