@@ -1,6 +1,7 @@
 """Token buffers against rows kept as plain lists, and row lengths on the device against the same ones on the host."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -57,12 +58,20 @@ def test_it_stays_in_place_within_its_capacity_and_then_doubles():
     assert len(sizes) <= 9  # 10, 20, ... 1280
 
 
+@cache
+def padding(num_rows: int) -> torch.Tensor:
+    """[B, 1], one column more in each row; the same object in every call, as of a layout."""
+    return torch.arange(num_rows)[:, None]
+
+
 def check_lens(lens: RowLens) -> None:
     """What the device says is what the host says."""
     assert lens.on_device().tolist() == lens.on_host
     for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
         wanted = [[length + offset + step for step in range(num)] for length in lens.on_host]
         assert lens.columns(num, offset).expand(len(wanted), -1).tolist() == wanted
+        less = [[column - row for column in columns] for row, columns in enumerate(wanted)]
+        assert lens.positions(num, offset, padding(len(wanted))).tolist() == less
 
 
 @pytest.mark.parametrize("seed", range(20))
