@@ -19,7 +19,7 @@ from hf_speculate.stats import SpeculationStats
 # Tolerance of numbers up to 20, summed in another order.
 TOLERANCE = 1e-4
 SAMPLE, WARP, WARPED_DRAW = "sample", "warp_logits", "warped draw"
-RULE = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
+RULE: dict[str, Any] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 NUM_ROWS, NUM_DRAFT_TOKENS = 2, 3
 # Verifier -> the operations that its calls may launch. Rejection may take the place of block.
 _REJECTION = ("point mass", "rejection with draft sums")
