@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import ROOT, markdown, write_between, write_results
 from hf_speculate.kernels import NoiseKeys, Stream
-from hf_speculate.kernels._inputs import Attention, Cut, Proposal, Round, TypicalRule, Warp
+from hf_speculate.kernels._inputs import (
+    Attention,
+    Cut,
+    Proposal,
+    Round,
+    TypicalRule,
+    Warp,
+    WarpedDraw,
+)
 from hf_speculate.kernels.kernels import attention_launch, launch, operations
 
 
@@ -161,6 +170,12 @@ def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Bui
         "cut": lambda: operations.cut(target[:, 0], 1.0, Cut(50, 0.9, 3.0)),
         "cut, temperature": lambda: operations.cut(target[:, 0], 0.7, Cut(50, 0.9, 3.0)),
     }
+    if has_atomics:
+        memory = WarpedDraw(torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size), target[:, 0].float())
+        for name, temperature in ("warped draw", 1.0), ("warped draw, temperature", 0.7):
+            cases[name] = partial(
+                operations.cut_and_draw, target[:, 0], temperature, Cut(50, 0.9, 3.0), keys, Stream.DRAFT, 0, memory
+            )
     run, operations_has_atomics = launch.Launch.run, operations.has_atomics
     try:
         launch.Launch.run = record  # type: ignore[method-assign]

@@ -27,22 +27,23 @@ def download(rows: Tensor, *counts: Tensor) -> list[Any]:
     """Copy integers to the host in one transfer.
 
     Args:
-        rows: [B, N] integers.
-        counts: [B] integers each, on the same device.
+        rows: [B, N] int64 ids.
+        counts: [B] int32 each, on the same device.
 
     Returns:
         `rows` and each of `counts` as lists.
     """
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]
-    packed = torch.cat([rows, torch.stack(counts, dim=1).to(rows.dtype)], dim=1)  # [B, N + C]
+    num_rows, num_ids = rows.shape
+    width = 2 * num_ids  # the ids as int32, which one operator joins with the counts
+    ids = rows.to(torch.int64).reshape(-1).view(torch.int32).view(num_rows, width)
+    packed = torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)  # [B, 2 N + C]
     if packed.device.type == "cuda":  # copy to pinned memory, then wait for the event after it
         packed, stream = packed.to("cpu", non_blocking=True), torch.cuda.current_stream(packed.device)
         copied = torch.cuda.Event()
         copied.record(stream)
         copied.synchronize()
-    values, width = packed.tolist(), rows.shape[1]
-    return [
-        [row[:width] for row in values],
-        *([row[column] for row in values] for column in range(width, packed.shape[1])),
-    ]
+    packed = packed.cpu()
+    ids = packed[:, :width].reshape(-1).view(torch.int64).view(num_rows, num_ids)
+    return [ids.tolist(), *packed[:, width:].T.tolist()]

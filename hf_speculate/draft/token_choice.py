@@ -1,13 +1,14 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.kernels import Draws, sample
-from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
+from hf_speculate.kernels.warped_draws import WarpedDraws
+from hf_speculate.models.inferencer import Chosen, ChosenTokens
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache
@@ -79,9 +80,7 @@ class TokenChooser(PerRow):
         """Return the draft of one round, of K tokens at most."""
         if sample_strategy is SampleStrategy.GREEDY or keys is None:
             return RoundDraft(self, None, num_tokens)
-        on_device = NoiseKeys(*(part.to(self._device) for part in keys))
-        draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
-        return RoundDraft(self, draws, num_tokens)
+        return RoundDraft(self, NoiseKeys(*(part.to(self._device) for part in keys)), num_tokens)
 
     def forget(self) -> None:
         self.last_logits = None
@@ -94,14 +93,23 @@ class TokenChooser(PerRow):
 class RoundDraft:
     """The draft of one round: chooses its tokens, with new forks of processors that have state; a `TokenChoice`."""
 
-    def __init__(self, chooser: TokenChooser, draws: Draws | None, num_tokens: int):
-        self.tokens = ChosenTokens(chooser.settings.eos_token_ids, chooser.counts)
+    def __init__(self, chooser: TokenChooser, keys: NoiseKeys | None, num_tokens: int):
+        self.tokens = ChosenTokens(chooser.settings.eos_token_ids, chooser.counts, num_tokens)
         self.are_enough = self.tokens.are_enough
+        self.keys = keys  # keys of the noise; None to take the argmax
         self._chooser = chooser
-        self._draws = draws  # None to take the argmax
-        self.keys = None if draws is None else draws.keys  # keys of the noise
-        self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
         self._processors = chooser.processors.forked()
+        self._draws: Draws | None = None
+        self._warped: WarpedDraws | None = None  # takes the place of the draws and of a last warper
+        if keys is not None:
+            settings, warp = chooser.settings, dict[str, Any]()
+            if chooser.vocabulary.size is None and WarpedDraws.can_run(settings.backend, keys.seeds.device):
+                self._processors, warp = self._processors.split_warp()
+            if warp:
+                self._warped = WarpedDraws(keys, settings.stream, num_tokens, settings.keeps_logits, warp)
+            else:
+                self._draws = Draws(keys, settings.stream, num_tokens, backend=settings.backend)
+        self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
         self._num_recorded = 0  # tokens of the round in the history
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -109,7 +117,7 @@ class RoundDraft:
         chooser = self._chooser
         settings, vocabulary, history = chooser.settings, chooser.vocabulary, chooser.history
         chooser.last_logits = logits
-        is_mapped = self._draws is not None or len(self._processors) > 0
+        is_mapped = self.keys is not None or len(self._processors) > 0
         scores = vocabulary.scattered(logits) if is_mapped else vocabulary.cut(logits)
         if len(self._processors):
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
@@ -122,7 +130,13 @@ class RoundDraft:
             if vocabulary.size is not None:  # all that a head with fewer ids proposes may be banned
                 processed = torch.where((processed == -torch.inf).all(-1, True), scores.to(processed), processed)
             scores = processed
-        best = scores.argmax(dim=-1) if self._draws is None else self._draws.draw(scores)
+        column = self.tokens.column(len(scores))
+        if self._warped is not None:
+            best, scores = self._warped.draw(scores, column)
+        elif self._draws is not None:
+            best = self._draws.draw(scores)
+        else:
+            best = torch.argmax(scores, dim=-1, out=column)
         token_ids = best if is_mapped else vocabulary.ids(best)
         if history is not None:
             history.append(token_ids[:, None])
@@ -132,12 +146,13 @@ class RoundDraft:
             log_probs = scores.float().log_softmax(dim=-1).gather(1, best[:, None])[:, 0]
             are_last = log_probs.exp() < settings.confidence_threshold
         is_kept = self._draws is not None and settings.keeps_logits
-        self.tokens.add(Chosen(token_ids[:, None], scores[:, None] if is_kept else None), are_last)
+        chosen = Chosen(token_ids[:, None], scores[:, None] if is_kept else None)
+        self.tokens.add(chosen, are_last, is_in_place=token_ids is column)
         return token_ids
 
     def choose_all(self, logits: Tensor) -> None:
         """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
-        if self._draws is None and self._chooser.is_plain:
+        if self.keys is None and self._chooser.is_plain:
             self._chooser.last_logits = logits[:, -1]
             vocabulary = self._chooser.vocabulary
             self.tokens.add(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
@@ -147,7 +162,9 @@ class RoundDraft:
 
     def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
         """Return the draft on a device; `most` [B] int32 bounds the tokens that count. The history forgets them."""
-        token_ids, logits, logsumexp = joined(self.tokens.chosen)
+        token_ids, logits, logsumexp = self.tokens.joined()
+        if self._warped is not None and self._chooser.settings.keeps_logits:
+            logits, logsumexp = self._warped.logits(), self._warped.logsumexps()
         token_ids = token_ids[:, : self._num_tokens]
         lens, num = self.tokens.lens(token_ids), token_ids.shape[1]
         if most is not None:
@@ -157,7 +174,8 @@ class RoundDraft:
         if self._chooser.history is not None:
             self._chooser.history.drop(self._num_recorded)
         token_ids, lens = token_ids[:, :num].to(device), lens.to(device)
-        if logits is None or self._draws is None:
+        if self._draws is not None and logits is not None and logsumexp is None:
+            logsumexp = self._draws.logsumexps()
+        if logits is None or logsumexp is None:
             return DraftOut(token_ids, lens, None, None)
-        logsumexp = self._draws.logsumexps() if logsumexp is None else logsumexp
         return DraftOut(token_ids, lens, logits[:, :num].to(device), logsumexp[:, :num].to(device))

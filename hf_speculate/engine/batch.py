@@ -50,7 +50,7 @@ class Batch(PerRow):
         self._rounds_before = [0] * num_rows  # rounds of the batch before each row joined it
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
-        self._key_offsets: Tensor | None = None  # [B] int64, from columns to the positions in keys
+        self._key_pads: Tensor | None = None  # [B, 1] int64, columns less the positions in keys
         self._gains: tuple[list[bool], Tensor] | None = None  # rows with new tokens, and the same as [B] int64
 
     @classmethod
@@ -75,12 +75,11 @@ class Batch(PerRow):
         return self.keys()
 
     def keys(self) -> NoiseKeys:
-        if self._key_offsets is None:
-            self._key_offsets = upload(self.num_hidden, self.seeds.device)
+        if self._key_pads is None:
+            self._key_pads = upload([-num for num in self.num_hidden], self.seeds.device)[:, None]
         if not self._reads_keys:
-            return NoiseKeys(self.seeds, self._key_offsets, self._key_offsets)
-        lens = self.tokens.row_lens
-        positions = self._key_offsets + (lens.on_host[0] if lens.is_even else lens.on_device())
+            return NoiseKeys(self.seeds, self._key_pads[:, 0], self._key_pads[:, 0])
+        positions = self.tokens.row_lens.positions(1, pads=self._key_pads)[:, 0]
         if self._rounds is None or self.num_rounds >= len(self._rounds):
             numbers = torch.arange(self.num_rounds + _NUM_ROUNDS, device=self.seeds.device)
             self._rounds = numbers[:, None] - upload(self._rounds_before, self.seeds.device)
@@ -122,7 +121,7 @@ class Batch(PerRow):
         super().join(other)
 
     def forget(self) -> None:
-        self._rounds = self._key_offsets = self._gains = None
+        self._rounds = self._key_pads = self._gains = None
 
     def _counts(self, verified: Verified, trimmed: Trimmed) -> RowCounts:
         counts, on_device = trimmed.num_emitted, verified.device_num_accepted

@@ -82,13 +82,19 @@ def check_warp(logits: Tensor, legend: str, warp: Warp) -> Warp:
         check_shape("temperature", temperature, "B", shape[:1])
         check_dtype("temperature", temperature, FLOAT_DTYPES)
         check_device("temperature", temperature, logits)
-    elif not (math.isfinite(temperature) and temperature >= 0.0):
-        raise ConfigError(f"temperature must be finite and >= 0, got {temperature}; 0 means argmax")
+    else:
+        check_temperature(temperature)
     if row_cutoffs is not None:
         check_shape("row_cutoffs", row_cutoffs, legend, shape)
         check_dtype("row_cutoffs", row_cutoffs, FLOAT_DTYPES)
         check_device("row_cutoffs", row_cutoffs, logits)
     return warp
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise unless a temperature is finite and >= 0."""
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise ConfigError(f"temperature must be finite and >= 0, got {temperature}; 0 means argmax")
 
 
 def check_keys(keys: NoiseKeys, logits: Tensor) -> None:

@@ -41,6 +41,14 @@ class Cut(NamedTuple):
     most_below: float  # nats below the largest entry; infinity: any
 
 
+class WarpedDraw(NamedTuple):
+    """Memory for one draw of a round."""
+
+    token_ids: Tensor  # [B] int64, contiguous
+    logsumexp: Tensor  # [B] float32, any stride
+    logits: Tensor  # [B, V] float32 after the cut, contiguous rows
+
+
 class Proposal(NamedTuple):
     """The draft distribution that the drafted tokens were sampled from."""
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import check_logits, check_warp
-from ._inputs import Cut, Warp
+from ._checks import check_logits, check_temperature
+from ._inputs import Cut
 from .backends import operations
 from .errors import ConfigError
 
@@ -45,16 +45,27 @@ def warp_logits(
         ShapeError: a shape or dtype that does not fit.
     """
     check_logits("logits", logits, "B, V")
-    check_warp(logits, "B", Warp(temperature))
+    rule = cut_of(logits.shape[-1], temperature, top_k, top_p, min_p)
+    return operations(backend, logits.device).cut(logits, float(temperature), rule)
+
+
+def cut_of(
+    vocab_size: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Cut:
+    """Check the arguments of `warp_logits` and return its cut."""
+    check_temperature(temperature)
     if temperature == 0.0:
         raise ConfigError("temperature must be > 0, got 0.0; take the argmax instead")
     ranges = {"top_k": (top_k, 1, math.inf), "top_p": (top_p, 0.0, 1.0), "min_p": (min_p, 0.0, 1.0)}
     for name, (value, least, most) in ranges.items():
         if value is not None and not (least <= value <= most and (value > 0 or name == "min_p")):
             raise ConfigError(f"{name} must be in {least}..{most}, got {value}; leave it out to keep every entry")
-    rule = Cut(
-        logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1]),
+    return Cut(
+        vocab_size if top_k is None else min(top_k, vocab_size),
         2.0 if top_p is None or top_p == 1.0 else top_p,
         -math.log(min_p) if min_p else math.inf,
     )
-    return operations(backend, logits.device).cut(logits, float(temperature), rule)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +31,14 @@ class Chosen(NamedTuple):
 
 def joined(chosen: Sequence[Chosen]) -> Chosen:
     """Concatenate consecutive tokens."""
-    columns: Any = zip(*chosen, strict=True)
-    parts: list[Any] = [None if column[0] is None else torch.cat(column, dim=1) for column in columns]
-    return Chosen(*parts)
+    token_ids, logits, sums = zip(*chosen, strict=True)
+    return Chosen(torch.cat(token_ids, dim=1), _concatenated(logits), _concatenated(sums))
+
+
+def _concatenated(columns: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate columns [B, n, ...] of one kind to [B, N, ...]; None if there are none."""
+    present = [column for column in columns if column is not None]
+    return torch.cat(present, dim=1) if present else None
 
 
 class ChosenTokens:
@@ -46,23 +51,46 @@ class ChosenTokens:
         self,
         stop_ids: Tensor | None,  # [E] int64, ids that end a row; None for none
         counts: ArangeCache,  # int32, on the device of the tokens
+        num_columns: int = 0,  # tokens of each row that `column` has memory for
     ):
         self.chosen: list[Chosen] = []
+        self._num_columns, self._num_in_place = num_columns, 0
+        self._columns: Tensor | None = None  # [N, B] int64, the tokens in place
         self._stop_ids = stop_ids
         self._counts = counts
         self._are_last: list[Tensor] = []  # by token, [B] bool: rows that end there; empty if only ids end rows
         self._is_ended: Tensor | None = None  # [B] bool, up to the last call of `are_enough`
 
-    def add(self, chosen: Chosen, are_last: Tensor | None = None) -> None:
+    def column(self, num_rows: int) -> Tensor | None:
+        """Return memory [B] int64 for the next token of each row, see `add`; None if there is no more."""
+        step = len(self.chosen)
+        if step >= self._num_columns:
+            return None
+        if self._columns is None:
+            shape = (self._num_columns, num_rows)
+            self._columns = torch.empty(shape, dtype=torch.int64, device=self._counts.device)
+        return self._columns[step]
+
+    def add(self, chosen: Chosen, are_last: Tensor | None = None, *, is_in_place: bool = False) -> None:
         """Append tokens.
 
         Args:
             chosen: The tokens.
             are_last: [B] bool, rows that end with this single token, regardless of its id.
+            is_in_place: Whether the token ids are in `column`.
         """
         self.chosen.append(chosen)
+        self._num_in_place += is_in_place
         if are_last is not None:
             self._are_last.append(are_last)
+
+    def joined(self) -> Chosen:
+        """Return all tokens."""
+        if self._columns is None or self._num_in_place < len(self.chosen):
+            return joined(self.chosen)
+        token_ids = self._columns[: self._num_in_place].T.contiguous()  # a copy if B > 1
+        _, logits, sums = zip(*self.chosen, strict=True)
+        return Chosen(token_ids, _concatenated(logits), _concatenated(sums))
 
     def are_enough(self) -> bool:
         """Return whether every row has ended; call it after each token.

@@ -53,6 +53,7 @@ _NO_TOKEN = -1
 _FAST_PATHS: dict[tuple[str, type], str] = {
     ("cpu", TopKLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
     ("cpu", TopPLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
+    ("cuda", TopPLogitsWarper): "hf_speculate.options.cuda.top_p",
 }
 
 
@@ -166,6 +167,12 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         if not any(map(_has_state, self)):
             return self
         return BlockLogitsProcessorList(p.fork() if _has_state(p) else p for p in self)
+
+    def split_warp(self) -> tuple["BlockLogitsProcessorList", dict[str, Any]]:
+        """See `RowProcessors.split_warp`."""
+        if self and getattr(self[-1], "joins_draw", False):
+            return BlockLogitsProcessorList(self[:-1]), self[-1].arguments
+        return self, {}
 
     def rollback(self, num_calls: Sequence[int]) -> None:
         """Take back the last `num_calls` [B] calls of each row in processors with state."""

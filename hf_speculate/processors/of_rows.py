@@ -38,6 +38,12 @@ class RowProcessors(Protocol):
     def forked(self) -> "RowProcessors":
         """Return the processors of one draft, with a fork in place of each one with state."""
 
+    def split_warp(self) -> tuple["RowProcessors", dict[str, Any]]:
+        """Return the processors before a last fused warper, and the arguments of its `warp_logits`.
+
+        Without such a warper, return all processors and no arguments.
+        """
+
     def rollback(self, num_calls: Sequence[int]) -> None:
         """Take back the last `num_calls` [B] calls of each row."""
 

@@ -12,6 +12,17 @@ from hf_speculate.transfers import upload
 _FIRST_VALUES = 512  # initial size of a cache, doubled when it is exceeded
 
 
+class SpanLess(NamedTuple):
+    """Consecutive integers less the padding of each row."""
+
+    pads: Tensor  # [B, 1]
+    first: int  # of the integers
+    values: Tensor  # [B, N]
+
+    def holds(self, start: int, num: int) -> bool:
+        return self.first <= start <= self.first + self.values.shape[1] - num
+
+
 class ArangeCache:
     """Consecutive integers on a device, shared as views."""
 
@@ -20,6 +31,7 @@ class ArangeCache:
         self.dtype = dtype
         self._first = self._end = 0
         self._values: Tensor | None = None  # [N], the integers from `_first` to before `_end`
+        self._less: SpanLess | None = None  # the newest result of `span_less`
 
     def span(self, start: int, num_values: int) -> Tensor:
         """Return a read-only view of `num_values` integers from `start` on."""
@@ -29,6 +41,15 @@ class ArangeCache:
             self._end = self._end if end <= self._end else max(end, 2 * self._end, _FIRST_VALUES)
             self._values = torch.arange(self._first, self._end, dtype=self.dtype, device=self.device)
         return self._values[start - self._first : end - self._first]
+
+    def span_less(self, start: int, num: int, pads: Tensor) -> Tensor:
+        """[B, num], the numbers of `span` less pads [B, 1], made for several spans at once; not to be written to."""
+        self.span(start, num)  # extends the numbers if it must
+        if self._less is None or self._less.pads is not pads or not self._less.holds(start, num):
+            width = min(max(num, _FIRST_VALUES), self._end - start)
+            self._less = SpanLess(pads, start, self.span(start, width) - pads)
+        first = start - self._less.first
+        return self._less.values[:, first : first + num]
 
 
 class RowCounts(NamedTuple):
@@ -98,6 +119,9 @@ class RowLens(PerRow):
         Returns:
             [B or 1, num_tokens] int64.
         """
+        if pads is not None and not self.is_even:
+            per_row = self._tensor()[:, None]  # may change `_common`
+            return per_row + self.aranges.span_less(self._common + offset, num_tokens, pads)
         if pads is not None:
             return self.columns(num_tokens, offset) - pads
         if self.is_even:

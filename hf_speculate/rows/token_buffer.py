@@ -25,6 +25,8 @@ class TokenBuffer(PerRow):
         self.token_ids = token_ids.new_zeros(batch_size, max(capacity, length))  # [B, C] int64
         self.token_ids[:, :length] = token_ids
         self.row_lens = RowLens([length] * batch_size, ArangeCache(token_ids.device))
+        # [B, N] int64, the last tokens of each row, gathered at these lengths: each change makes a new list
+        self._gathered: tuple[list[int], Tensor] | None = None
 
     @property
     def lens(self) -> list[int]:
@@ -42,13 +44,12 @@ class TokenBuffer(PerRow):
             counts: [B] tokens of each row to append. None for all N.
         """
         num_tokens = token_ids.shape[1]
-        token_ids = token_ids.clamp_min(0)
         self._reserve(max(self.lens, default=0) + num_tokens)
         if self.is_even:
             start = self.lens[0] if self.lens else 0
-            self.token_ids[:, start : start + num_tokens] = token_ids
+            torch.clamp_min(token_ids, 0, out=self.token_ids[:, start : start + num_tokens])
         else:
-            self.token_ids.scatter_(1, self.row_lens.columns(num_tokens), token_ids)
+            self.token_ids.scatter_(1, self.row_lens.columns(num_tokens), token_ids.clamp_min(0))
         if counts is None:
             self.row_lens.add(num_tokens)
         else:
@@ -61,8 +62,12 @@ class TokenBuffer(PerRow):
         """
         if self.is_even and num_tokens <= self.lens[0]:
             return self.token_ids[:, self.lens[0] - num_tokens : self.lens[0]]
-        columns = self.row_lens.columns(num_tokens, offset=-num_tokens).expand(len(self.lens), -1)
-        return self.token_ids.gather(1, columns if num_tokens <= min(self.lens) else columns.clamp_min(0))
+        gathered = self._gathered
+        if gathered is None or gathered[0] is not self.lens or gathered[1].shape[1] < num_tokens:
+            columns = self.row_lens.columns(num_tokens, offset=-num_tokens).expand(len(self.lens), -1)
+            ids = self.token_ids.gather(1, columns if num_tokens <= min(self.lens) else columns.clamp_min(0))
+            gathered = self._gathered = self.lens, ids
+        return gathered[1][:, gathered[1].shape[1] - num_tokens :]
 
     def copy(self) -> "TokenBuffer":
         """Return a copy with separate lengths and shared tokens; do not append to either."""

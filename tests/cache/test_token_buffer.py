@@ -1,6 +1,7 @@
 """Compare token buffers with plain lists, and row lengths on the device with those on the host."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -57,12 +58,20 @@ def test_buffer_stays_in_place_then_doubles():
     assert len(sizes) <= 9  # 10, 20, ... 1280
 
 
+@cache
+def padding(num_rows: int) -> torch.Tensor:
+    """[B, 1], one column more in each row; the same object in every call, as of a layout."""
+    return torch.arange(num_rows)[:, None]
+
+
 def check_lens(lens: RowLens) -> None:
     """Assert equal lengths on device and host."""
     assert lens.on_device().tolist() == lens.on_host
     for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
         wanted = [[length + offset + step for step in range(num)] for length in lens.on_host]
         assert lens.columns(num, offset).expand(len(wanted), -1).tolist() == wanted
+        less = [[column - row for column in columns] for row, columns in enumerate(wanted)]
+        assert lens.positions(num, offset, padding(len(wanted))).tolist() == less
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,5 +1,6 @@
 """Compare temperature and cutoffs in one operation with transformers' warpers, up to one bin."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_speculate.kernels import warp_logits
+from hf_speculate.kernels import Stream, sample, warp_logits
 from hf_speculate.kernels._inputs import BINS_PER_NAT
-from tests.kernels.on_triton import BACKENDS, on, on_triton
+from hf_speculate.kernels.warped_draws import WarpedDraws
+from tests.kernels.distributions import make_keys
+from tests.kernels.on_triton import BACKENDS, DEVICE, moved, on, on_triton
+from tests.support.fake_cuda import FakeCuda
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -74,3 +78,25 @@ def test_rows_without_a_distribution_stay_unchanged(backend: str) -> None:
     left = [0, 1, 3]
     assert torch.equal(warped[left].nan_to_num(5.0), logits[left].nan_to_num(5.0))
     assert (warped[2] > -torch.inf).nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize(("stream", "keeps_logits"), [(Stream.DRAFT, True), (Stream.RACE, False)])
+def test_warped_draws_are_those_of_sample_from_warped_logits(stream: Stream, keeps_logits: bool) -> None:
+    keys, rule = make_keys(3, rounds=2, positions=11), {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+    logits = torch.stack([make_logits(3, 5001), make_logits(3, 5000)[:, [0, *range(5000)]]], dim=1).bfloat16()
+    logits[1, 1, 7] = torch.nan
+    there = "cuda:0"
+    with nullcontext() if DEVICE == "cuda" else FakeCuda():  # which has atomics, unlike a CPU
+        assert WarpedDraws.can_run("auto", torch.device(there))
+        draws = WarpedDraws(moved(keys, there), stream, 2, keeps_logits, rule)
+        drawn = [moved(draws.draw(step), "cpu") for step in logits.to(there).unbind(1)]
+        kept, sums = draws.logits().cpu(), draws.logsumexps().cpu()
+    for step, (token_ids, warped) in enumerate(drawn):
+        wanted = on_triton(warp_logits, logits[:, step], **rule)
+        here = keys._replace(positions=keys.positions + step)
+        sampled = on_triton(sample, wanted, keys=here, stream=stream)
+        assert torch.equal(token_ids, sampled.token_ids)
+        assert torch.equal(warped.nan_to_num(5.0), wanted.nan_to_num(5.0))
+        assert torch.equal(sums[:, step].nan_to_num(5.0), sampled.logsumexp.nan_to_num(5.0))
+    expected = torch.stack([warped for _, warped in drawn[0 if keeps_logits else 1 :]], dim=1)
+    assert torch.equal(kept.nan_to_num(5.0), expected.nan_to_num(5.0))

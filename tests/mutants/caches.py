@@ -67,6 +67,7 @@ MUTANTS = mutants_of(
                 "start = self.lens[0] if self.lens else 0", "start = self.lens[0] - 1 if self.lens else 0"
             ),
             "all tokens count": Fault("self.row_lens.add_counts(counts)", "self.row_lens.add(num_tokens)"),
+            "tokens gathered before an append stay": Fault("gathered[0] is not self.lens or ", ""),
         },
         ("hf_speculate/processors/stopping_criteria.py", "processors/test_stopping_criteria.py"): {
             "one token after the maximal length": Fault(

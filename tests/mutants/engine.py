@@ -22,7 +22,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/engine/batch.py", "engine/test_batch.py"): {
             "keys count the padding": Fault(
-                "positions = self._key_offsets + (", "positions = 0 * self._key_offsets + ("
+                "positions(1, pads=self._key_pads)", "positions(1, pads=0 * self._key_pads)"
             ),
             "the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
             "one token of room too many": Fault("[max_len - length for", "[max_len - length + 1 for"),

@@ -143,5 +143,8 @@ MUTANTS = mutants_of(
             ),
             "shared noise of the first draw": Fault("noise = self._noise[:, step]", "noise = self._noise[:, 0]"),
         },
+        ("hf_speculate/kernels/warped_draws.py", "kernels/test_warping.py"): {
+            "every draw with warping at the first position": Fault("self.stream, step, drawn", "self.stream, 0, drawn"),
+        },
     }
 )

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._inputs import NUM_BINS, Cut, Proposal, Round, TypicalRule, Warp
+from .._inputs import NUM_BINS, Cut, Proposal, Round, TypicalRule, Warp, WarpedDraw
 from ..noise import stream_offset
 from ..types import NoiseKeys, Sampled, Stream, Verdict
 from . import acceptance
-from .cut import cut_counts_kernel, cut_kernel, cut_tops_kernel
+from .cut import cut_counts_kernel, cut_draw_kernel, cut_kernel, cut_tops_kernel
 from .decide import decide_kernel, finish_kernel
 from .draw import draw_kernel
 from .launch import Launch, has_atomics
@@ -193,13 +193,43 @@ def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
     num_rows = logits.shape[0]
     if num_rows == 0:
         return reference.cut(logits, temperature, rule)
-    no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
-    round_ = Round(logits.unsqueeze(1), no_ids, None)
-    launch = Launch(round_, Warp(temperature), None, None, num_float_planes=1, num_int_planes=0)
-    grid = num_rows, launch.layout.num_chunks
-    counts, out = launch.scratch(num_rows, NUM_BINS, dtype=torch.int32), launch.scratch(*logits.shape)
-    launch.run(cut_tops_kernel, grid, counts_ptr=counts)
-    launch.run(cut_counts_kernel, grid, counts_ptr=counts)
-    own = {"top_k": rule.top_k, "top_p": rule.top_p, "most_below": rule.most_below}
-    launch.run(cut_kernel, grid, counts_ptr=counts, out_ptr=out, **own)
+    launch, counts = _begin_cut(logits, temperature, None, None, num_float_planes=1, num_int_planes=0)
+    out = launch.scratch(*logits.shape)
+    launch.run(cut_kernel, (num_rows, launch.layout.num_chunks), counts_ptr=counts, out_ptr=out, **rule._asdict())
     return out
+
+
+def cut_and_draw(
+    logits: Tensor, temperature: float, rule: Cut, keys: NoiseKeys, stream: Stream, draw: int, out: WarpedDraw
+) -> None:
+    """Draw number `draw` of a round from what `cut` leaves of logits [B, V]; needs `has_atomics`."""
+    num_rows = logits.shape[0]
+    arrivals = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    launch, counts = _begin_cut(logits, temperature, keys, arrivals, num_float_planes=4, num_int_planes=2)
+    launch.run(
+        cut_draw_kernel,
+        (num_rows, launch.layout.num_chunks),
+        counts_ptr=counts,
+        arrivals_ptr=arrivals,
+        draw=draw,
+        out_ptr=out.logits,
+        out_stride_b=out.logits.stride(0),
+        out_ids_ptr=out.token_ids,
+        out_lse_ptr=out.logsumexp,
+        out_lse_stride_b=out.logsumexp.stride(0),
+        STREAM=stream_offset(stream),
+        **rule._asdict(),
+    )
+
+
+def _begin_cut(
+    logits: Tensor, temperature: float, keys: NoiseKeys | None, arrivals: Tensor | None, **planes: int
+) -> tuple[Launch, Tensor]:
+    """The first two launches of `cut`, which also set `arrivals` [B] to 0; the counts of bins, int32 [B, NUM_BINS]."""
+    num_rows = logits.shape[0]
+    no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
+    launch = Launch(Round(logits.unsqueeze(1), no_ids, None), Warp(temperature), keys, None, **planes)
+    grid, counts = (num_rows, launch.layout.num_chunks), launch.scratch(num_rows, NUM_BINS, dtype=torch.int32)
+    launch.run(cut_tops_kernel, grid, counts_ptr=counts, arrivals_ptr=arrivals)
+    launch.run(cut_counts_kernel, grid, counts_ptr=counts)
+    return launch, counts

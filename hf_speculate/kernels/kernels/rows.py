@@ -179,10 +179,13 @@ def chunk_race(weights, noise, token_ids, vocab_size):
 
 
 @triton.jit
-def merge_rows(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, SUMS: tl.constexpr):
+def merge_rows(
+    floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, SUMS: tl.constexpr, CACHE: tl.constexpr = "",
+):  # fmt: skip
     """Maximum, its lowest token id and, with SUMS, the sum of exp(x - maximum), each [P], of rows `first_row` + lanes.
 
     The chunk sums are relative to the chunk maxima. If a chunk has a NaN, so has the sum, or without SUMS the maximum.
+    CACHE ".cg" reads what other programs of the same launch have written.
     """
     start = first_row.to(tl.int64) * num_chunks
     top = tl.where(mask, float("-inf"), 0.0)
@@ -193,16 +196,17 @@ def merge_rows(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, 
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
         at = lanes[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"))  # [P, C]
+        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"), cache_modifier=CACHE)  # [P, C]
         if SUMS:
-            sums = tl.load(floats_ptr + plane + start + at, mask=inside, other=0.0)
+            sums = tl.load(floats_ptr + plane + start + at, mask=inside, other=0.0, cache_modifier=CACHE)
         else:
             has_nan = has_nan | (tl.max((tops != tops).to(tl.int32), axis=1) > 0)
             tops = tl.where(tops != tops, float("-inf"), tops)
         here = tl.max(tops, axis=1)
         chunk = tl.min(tl.where(tops == here[:, None], chunks[None, :], NO_ID), axis=1)
         at = lanes * num_chunks + chunk
-        chunk_id = tl.load(ints_ptr + start + at, mask=mask & (chunk < num_chunks), other=0)
+        is_there = mask & (chunk < num_chunks)
+        chunk_id = tl.load(ints_ptr + start + at, mask=is_there, other=0, cache_modifier=CACHE)
         best_id = tl.where((here > top) | (first == 0), chunk_id, best_id)
         if SUMS:
             base = tl.maximum(top, here)
@@ -244,7 +248,9 @@ def merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, top):
 
 
 @triton.jit
-def merge_races(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, top):
+def merge_races(
+    floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, top, CACHE: tl.constexpr = "",
+):  # fmt: skip
     """Token id [P] with the largest key of each row; the keys of a chunk are rescaled from its maximum to `top` [P]."""
     start = first_row.to(tl.int64) * num_chunks
     base = tl.where(is_finite(top), top, 0.0)
@@ -254,12 +260,14 @@ def merge_races(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks,
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
         at = lanes[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"))  # [P, C]
-        keys = tl.load(floats_ptr + 2 * plane + start + at, mask=inside, other=-1.0) * exp(tops - base[:, None])
+        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"), cache_modifier=CACHE)  # [P, C]
+        keys = tl.load(floats_ptr + 2 * plane + start + at, mask=inside, other=-1.0, cache_modifier=CACHE)
+        keys = keys * exp(tops - base[:, None])
         here = tl.max(keys, axis=1)
         chunk = tl.min(tl.where(keys == here[:, None], chunks[None, :], NO_ID), axis=1)
         at = lanes * num_chunks + chunk
-        chunk_id = tl.load(ints_ptr + plane + start + at, mask=mask & (chunk < num_chunks), other=0)
+        is_there = mask & (chunk < num_chunks)
+        chunk_id = tl.load(ints_ptr + plane + start + at, mask=is_there, other=0, cache_modifier=CACHE)
         best_id = tl.where(here > best, chunk_id, best_id)
         best = tl.maximum(best, here)
     return best_id

@@ -23,6 +23,7 @@ class FusedWarpers(LogitsProcessor, OwnProcessor):
 
     reads = Reads.NOTHING
     takes_half = True  # scores may come in half precision
+    joins_draw = True  # a draw may apply `arguments` itself
 
     def __init__(self, arguments: dict[str, Any], backend: str = "auto"):
         self.arguments = arguments

@@ -12,12 +12,14 @@ from torch import Tensor
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.kernels import NoiseKeys, Stream, row_seeds, sample, warp_logits
 from hf_speculate.kernels.backends import runs_kernels
+from hf_speculate.kernels.warped_draws import WarpedDraws
 from hf_speculate.options.cuda.kernel_operations import OPERATIONS, FaultyRound, make_faulty_round, make_round
 from hf_speculate.stats import SpeculationStats
 
 # Tolerance of numbers up to 20, summed in another order.
 TOLERANCE = 1e-4
-SAMPLE, WARP = "sample", "warp_logits"
+SAMPLE, WARP, WARPED_DRAW = "sample", "warp_logits", "warped draw"
+RULE: dict[str, Any] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 NUM_ROWS, NUM_DRAFT_TOKENS = 2, 3
 # Verifier -> the operations that its calls may launch. Rejection may take the place of block.
 _REJECTION = ("point mass", "rejection with draft sums")
@@ -60,7 +62,7 @@ def with_working_kernels(
         verifiers.append("rejection" if samples else "greedy")
     scored = torch.float32 if is_processed else dtype
     checks = [(name, scored) for verifier in verifiers for name in _OF_VERIFIER.get(verifier, ())]
-    checks += [(SAMPLE, scored)] * samples + [(WARP, dtype)] * (samples and is_processed)
+    checks += [(SAMPLE, scored)] * samples + [(WARP, dtype), (WARPED_DRAW, dtype)] * (samples and is_processed)
     for device in dict.fromkeys(device for device in devices if runs_kernels("auto", device)):
         for name, of_rows in checks:
             try:
@@ -100,12 +102,12 @@ def num_different(
     """Count the numbers that an operation gives otherwise than its reference.
 
     Args:
-        name: key of `OPERATIONS`, `SAMPLE` or `WARP`.
+        name: key of `OPERATIONS`, or one of the three names above.
         device: a CUDA device.
         dtype: of the logits.
         vocab_size: V.
         num_draft_tokens: K.
-        is_hostile: whether rows hold NaN, infinities and ids outside of the vocabulary. Not for `SAMPLE` and `WARP`.
+        is_hostile: whether rows hold NaN, infinities and ids outside of the vocabulary. For keys of `OPERATIONS` alone.
     """
     sizes = {"num_draft_tokens": num_draft_tokens, "vocab_size": vocab_size}
     faulty = make_faulty_round(name, 1, **sizes) if is_hostile else None
@@ -120,16 +122,28 @@ def num_different(
 
 
 def results_of(name: str, target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, backend: str) -> list[Tensor]:
-    """Run an operation on a round and return its tensors; `name` is a key of `OPERATIONS`, `SAMPLE` or `WARP`."""
+    """Run an operation on a round and return its tensors; `name` as in `num_different`."""
     run: Callable[..., Any]
     if name == SAMPLE:
         run = partial(sample, target[:, 0], keys=keys, stream=Stream.DRAFT)
     elif name == WARP:
-        run = partial(warp_logits, target[:, 0], temperature=0.7, top_k=50, top_p=0.9)
+        run = partial(warp_logits, target[:, 0], **RULE)
+    elif name == WARPED_DRAW:
+        run = partial(_draw_warped, target[:, 0], keys)
     else:
         run = partial(OPERATIONS[name], target, ids, draft, keys)
     result = run(backend=backend)
     return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _draw_warped(logits: Tensor, keys: NoiseKeys, *, backend: str) -> list[Tensor]:
+    """The warped logits, and the token and the log-sum-exp that they give."""
+    if WarpedDraws.can_run(backend, logits.device):
+        draws = WarpedDraws(keys, Stream.DRAFT, 1, True, RULE)
+        token_ids, warped = draws.draw(logits)
+        return [warped, token_ids, draws.logsumexps()[:, 0]]
+    warped = warp_logits(logits, **RULE, backend=backend)
+    return [warped, *sample(warped, keys=keys, stream=Stream.DRAFT, backend=backend)]
 
 
 def num_unequal(mine: Tensor, reference: Tensor) -> int:

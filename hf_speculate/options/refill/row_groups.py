@@ -93,6 +93,10 @@ class ProcessorGroups:
         """Return the groups themselves, because their processors have no state."""
         return self
 
+    def split_warp(self) -> tuple[RowProcessors, dict[str, Any]]:
+        """See `RowProcessors.split_warp`; rows of several groups are warped group by group."""
+        return self._groups[0][0].split_warp() if len(self._groups) == 1 else (self, {})
+
     def rollback(self, num_calls: Sequence[int]) -> None:
         for processors, rows in self._groups:
             processors.rollback([num_calls[row] for row in rows])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_speculate.options.cuda.kernel_trial import SAMPLE, WARP, num_different
+from hf_speculate.options.cuda.kernel_trial import SAMPLE, WARP, WARPED_DRAW, num_different
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.parity import check_parity
 
@@ -39,7 +39,8 @@ class WrongResultError(Exception):
 
 def check_kernels(device: torch.device, sizes: Sizes) -> str:
     """Compare the Triton kernels with their torch references, on ordinary and hostile rows."""
-    rounds = [(name, False) for name in (*_OPERATIONS, SAMPLE, WARP)] + [(name, True) for name in _OPERATIONS]
+    names = *_OPERATIONS, SAMPLE, WARP, WARPED_DRAW
+    rounds = [(name, False) for name in names] + [(name, True) for name in _OPERATIONS]
     for name, is_hostile in rounds:
         shape = sizes.vocab_size, sizes.num_draft_tokens
         num_wrong = num_different(name, device, sizes.kernel_dtype, *shape, is_hostile=is_hostile)

@@ -90,7 +90,7 @@ def test_an_operation_is_compared_once_in_a_process(monkeypatch: pytest.MonkeyPa
         kernel_trial, "num_different", lambda name, *rest: compared.append(name) or num_different(name, *rest)
     )
     decoded(2, **SAMPLED)
-    assert compared == ["point mass", "rejection with draft sums", "sample", "warp_logits"]
+    assert compared == ["point mass", "rejection with draft sums", "sample", "warp_logits", "warped draw"]
     decoded(1, verifier_backend="torch")
     decoded(1)
-    assert compared[4:] == ["greedy"]
+    assert compared[5:] == ["greedy"]
