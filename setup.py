@@ -1,7 +1,7 @@
 """Complete the metadata of setup.cfg for a package index.
 
-An index shows README.md away from its repository. With `REPOSITORY_URL` set, its links lead to the files of the
-released tag there, and the index lists the repository. Without it nothing changes.
+An index shows README.md away from its repository. With `REPOSITORY_URL` set, its links lead to the
+files of the released tag there, and the index lists the repository. Without it nothing changes.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Costs of a pair's forwards, timed directly, and the speed-up of a loop without any work of its own.
 
-c is a draft's step and v a target's forward of K+1 rows, both over plain decoding's time per token. At T tokens a round
-the speed-up of such a loop is T / (K c + v); the largest over K is the pair's bound.
+c is a draft's step and v a target's forward of K+1 rows, both over plain decoding's time per token.
+At T tokens a round the speed-up of such a loop is T / (K c + v); the largest over K is the pair's
+bound.
 """
 
 from collections.abc import Sequence
@@ -54,17 +55,23 @@ class Costs:
 
     def bound(self, rows: int, tokens_per_round: dict[int, float]) -> tuple[float, int]:
         """The largest speed-up that the pair allows, and its K."""
-        speeds = {num: tokens / self.round_cost(rows, num) for num, tokens in tokens_per_round.items()}
+        speeds = {
+            num: tokens / self.round_cost(rows, num) for num, tokens in tokens_per_round.items()
+        }
         best = max(speeds, key=speeds.__getitem__)
         return speeds[best], best
 
     def report(self, counts: dict[str, float], rows: int) -> dict[str, float]:
         """Realised K and tokens a round of a method, c, v, and the speed-up that is expected from them.
 
-        Tokens a round are those of a round of the whole batch over its rows, so that rounds in which only the slowest
-        rows are left count as they were; c and v are those of the mean number of rows that were left.
+        Tokens a round are those of a round of the whole batch over its rows, so that rounds in
+        which only the slowest rows are left count as they were; c and v are those of the mean
+        number of rows that were left.
         """
-        num_rounds, num_batch_rounds = max(counts["num_rounds"], 1), max(counts["num_batch_rounds"], 1)
+        num_rounds, num_batch_rounds = (
+            max(counts["num_rounds"], 1),
+            max(counts["num_batch_rounds"], 1),
+        )
         live = num_rounds / num_batch_rounds
         num_draft_tokens = counts["num_drafted"] / num_rounds
         tokens = counts["num_emitted"] / num_batch_rounds / rows
@@ -90,19 +97,31 @@ def _between(values: dict[int, float], size: float) -> float:
 
 
 @torch.inference_mode()  # as the forwards, which the cache's buffers come from
-def filled_cache(model: PreTrainedModel, batch_size: int, length: int, mask: Tensor | None) -> tuple[Any, Any]:
+def filled_cache(
+    model: PreTrainedModel, batch_size: int, length: int, mask: Tensor | None
+) -> tuple[Any, Any]:
     """The library's forward with a cache of `length` random states per row: what they hold costs nothing."""
     language_model, cache = make_forward(model, batch_size, mask)
-    language_model.forward(torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device), cache, logits_to_keep=1)
+    language_model.forward(
+        torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device), cache, logits_to_keep=1
+    )
     if length > 1:
-        shapes = [(*state.keys.shape[:2], length - 1, state.keys.shape[3]) for state in cache.get_kv_states()]
+        shapes = [
+            (*state.keys.shape[:2], length - 1, state.keys.shape[3])
+            for state in cache.get_kv_states()
+        ]
         states = [torch.randn(shape, dtype=model.dtype, device=model.device) for shape in shapes]
         cache.update([KVState(state, state.clone()) for state in states])
     return language_model, cache
 
 
 def forward_calls(
-    model: PreTrainedModel, batch_size: int, length: int, mask: Tensor | None, queries: Sequence[int], name: str
+    model: PreTrainedModel,
+    batch_size: int,
+    length: int,
+    mask: Tensor | None,
+    queries: Sequence[int],
+    name: str,
 ) -> tuple[dict[str, Any], Any]:
     """Calls that feed so many tokens each, by name, and what rolls back the last one."""
     language_model, cache = filled_cache(model, batch_size, length, mask)
@@ -145,10 +164,14 @@ def measure_costs(
     verify_s: dict[int, dict[int, float]] = {}
     for rows in sorted({batch_size, -(-batch_size // 2)}):
         mask = batch.attention_mask[:rows]
-        mask = torch.cat([mask, mask.new_ones(rows, length - prompt_len)], dim=1) if rows > 1 else None
+        mask = (
+            torch.cat([mask, mask.new_ones(rows, length - prompt_len)], dim=1) if rows > 1 else None
+        )
         calls, undo_draft = forward_calls(subject.draft, rows, length, mask, [1], "draft")
         queries = [num + 1 for num in nums]
-        target_calls, undo_target = forward_calls(subject.target, rows, length, mask, queries, "target")
+        target_calls, undo_target = forward_calls(
+            subject.target, rows, length, mask, queries, "target"
+        )
 
         def undo(undo_draft: Any = undo_draft, undo_target: Any = undo_target) -> None:
             undo_draft()
@@ -156,7 +179,9 @@ def measure_costs(
 
         with as_in_a_call(subject.target), as_in_a_call(subject.draft):
             alternate({**calls, **target_calls}, 1, prepare=undo)
-            seconds = alternate({**calls, **target_calls}, repeats, f"forwards of {rows} rows", undo)
+            seconds = alternate(
+                {**calls, **target_calls}, repeats, f"forwards of {rows} rows", undo
+            )
         draft_s[rows] = median(seconds["draft 1"])
         verify_s[rows] = {num: median(seconds[f"target {num + 1}"]) for num in nums}
     return Costs(draft_s, verify_s, plain_s)
@@ -165,7 +190,9 @@ def measure_costs(
 def tokens_per_round(runner: Runner, batches: list[Batch], max_k: int = MAX_K) -> dict[int, float]:
     """Tokens a row's round gives at each constant K, counted by decoding; nothing is timed."""
     costs = {}
-    for num in tqdm(range(1, max_k + 1), desc="tokens a round of each K", leave=False, disable=None):
+    for num in tqdm(
+        range(1, max_k + 1), desc="tokens a round of each K", leave=False, disable=None
+    ):
         totals = dict.fromkeys(COUNTS, 0)
         for batch in batches:
             stats = runner(ours(num), batch).stats

@@ -19,7 +19,8 @@ from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread
 
-# transformers' own default of 50 for top_k is turned off: it would be a warper that nobody asked for.
+# transformers' own default of 50 for top_k is turned off: it would be a warper that nobody asked
+# for.
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"temperature": 1.0, "top_k": 0},
@@ -28,7 +29,14 @@ SAMPLING: dict[str, dict[str, Any]] = {
 MODES = tuple(SAMPLING)
 LOOKUP_TOKENS = 10
 ASSISTS_COMPILED = Version(transformers.__version__) >= Version("5.24")
-COUNTS = ("num_rounds", "num_batch_rounds", "num_drafted", "num_verified", "num_accepted", "num_emitted")
+COUNTS = (
+    "num_rounds",
+    "num_batch_rounds",
+    "num_drafted",
+    "num_verified",
+    "num_accepted",
+    "num_emitted",
+)
 MAX_PASSES = 6  # over all batches, to compile the shapes that a method meets
 STAGES = ("prefill_s", "draft_s", "score_s", "verify_s", "bookkeeping_s")
 
@@ -47,17 +55,25 @@ def ours(num: int | None = None, verifier: str | None = None, is_compiled: bool 
 def assisted(num: int | None = None, is_compiled: bool = False) -> Method:
     """Assisted generation of transformers, with its defaults or a constant draft length.
 
-    Compiled, its target runs over a static cache, which transformers takes for one row from 5.24 on; its draft runs
-    eagerly.
+    Compiled, its target runs over a static cache, which transformers takes for one row from 5.24
+    on; its draft runs eagerly.
     """
-    fields = {} if num is None else {"num_assistant_tokens": num, "num_assistant_tokens_schedule": "constant"}
-    method = Method(f"transformers, {'defaults' if num is None else f'K = {num}'}", TRANSFORMERS, fields)
+    fields = (
+        {}
+        if num is None
+        else {"num_assistant_tokens": num, "num_assistant_tokens_schedule": "constant"}
+    )
+    method = Method(
+        f"transformers, {'defaults' if num is None else f'K = {num}'}", TRANSFORMERS, fields
+    )
     return compiled(method) if is_compiled else method
 
 
 def compiled(method: Method) -> Method:
     """The method over a static cache; the runner adds the compile config of its device."""
-    return replace(method, name=f"{method.name}, compiled", options={"cache_implementation": "static"})
+    return replace(
+        method, name=f"{method.name}, compiled", options={"cache_implementation": "static"}
+    )
 
 
 def is_compiled(method: Method) -> bool:
@@ -67,7 +83,9 @@ def is_compiled(method: Method) -> bool:
 PLAIN_METHOD = Method("plain", PLAIN)
 DEFAULT = ours()
 PLAIN_COMPILED = compiled(PLAIN_METHOD)
-LOOKUP = Method(f"prompt lookup {LOOKUP_TOKENS}", TRANSFORMERS, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})
+LOOKUP = Method(
+    f"prompt lookup {LOOKUP_TOKENS}", TRANSFORMERS, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+)
 
 
 class Runner:
@@ -81,14 +99,25 @@ class Runner:
     """
 
     def __init__(self, subject: Subject, mode: str, max_new_tokens: int, cache: str = "auto"):
-        self.subject, self.mode, self.max_new_tokens, self.cache = subject, mode, max_new_tokens, cache
+        self.subject, self.mode, self.max_new_tokens, self.cache = (
+            subject,
+            mode,
+            max_new_tokens,
+            cache,
+        )
         self.do_sample = mode != "greedy"
         arguments = {"max_new_tokens": max_new_tokens, **SAMPLING[mode]}
         self.decoder = Decoder(subject.target, {"assistant_model": subject.draft}, arguments)
 
-    def __call__(self, method: Method, batch: Batch, seed: int = 0, max_new_tokens: int | None = None) -> Run:
+    def __call__(
+        self, method: Method, batch: Batch, seed: int = 0, max_new_tokens: int | None = None
+    ) -> Run:
         """Decode a batch and wait for the device."""
-        fields = {"speculation_cache": self.cache, **method.fields} if method.engine == OURS else method.fields
+        fields = (
+            {"speculation_cache": self.cache, **method.fields}
+            if method.engine == OURS
+            else method.fields
+        )
         options = dict(method.options)
         if is_compiled(method):
             options["compile_config"] = compile_config(self.subject.device)
@@ -100,7 +129,8 @@ class Runner:
         """Whether all rounds of a compiled method's call ran compiled."""
         if run.stats is not None:
             return set(run.stats.compiled) == {"target", "draft"} and not run.stats.fallbacks
-        return getattr(self.decoder.target, "_compiled_call", None) is not None  # set by transformers
+        # set by transformers
+        return getattr(self.decoder.target, "_compiled_call", None) is not None
 
 
 def compile_config(device: torch.device) -> CompileConfig:
@@ -114,8 +144,8 @@ def compile_config(device: torch.device) -> CompileConfig:
 class Timings:
     """Seconds and counts of all methods, by name, over as many batches as were added.
 
-    A batch counts if all exact greedy methods wrote the same text: at a near-tie one may follow another text, which has
-    other drafts, and then its speed says nothing of the others.
+    A batch counts if all exact greedy methods wrote the same text: at a near-tie one may follow
+    another text, which has other drafts, and then its speed says nothing of the others.
 
     `decode_s` leaves the target's first forward out, and `rounds_s` also all before it.
     """
@@ -123,16 +153,20 @@ class Timings:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     decode_s: dict[str, list[float]] = field(default_factory=dict)
     rounds_s: dict[str, list[float]] = field(default_factory=dict)
-    forward_s: dict[str, list[float]] = field(default_factory=dict)  # within rounds_s; only if profiled
+    # within rounds_s; only if profiled
+    forward_s: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    decode_sum_s: Counter[str] = field(default_factory=Counter)  # of each batch's median, because counts are sums too
+    # of each batch's median, because counts are sums too
+    decode_sum_s: Counter[str] = field(default_factory=Counter)
     num_batches: int = 0  # that count
     num_unequal: int = 0  # batches that do not
-    fell_back: set[str] = field(default_factory=set)  # compiled methods of which some call ran eagerly
+    # compiled methods of which some call ran eagerly
+    fell_back: set[str] = field(default_factory=set)
 
     def add(self, runner: Runner, methods: list[Method], batch: Batch, repeats: int) -> None:
         """Run every method `repeats` times, in turn."""
-        steps: list[tuple[Method, Run, float, float]] = []  # with the seconds of the prefill and of all forwards
+        # with the seconds of the prefill and of all forwards
+        steps: list[tuple[Method, Run, float, float]] = []
 
         def on_step(method: Method, run: Run) -> None:
             clock = runner.subject.clock
@@ -169,7 +203,8 @@ class Timings:
         """
         if not self.num_batches:
             raise SystemExit(
-                f"texts must be equal in all exact methods, got {self.num_unequal} batches where they differ; measure "
+                f"texts must be equal in all exact methods, got {self.num_unequal} batches where "
+                "they differ; measure "
                 "in float32"
             )
 
@@ -209,12 +244,13 @@ def warm_up(runner: Runner, methods: list[Method], batch: Batch, num_tokens: int
 def compile_all(runner: Runner, methods: list[Method], batches: list[Batch]) -> dict[str, float]:
     """Compile every shape that compiled methods will meet; returns the seconds of each, with disk caches.
 
-    Each method decodes all batches until a pass is no faster than half the one before, because adaptive lengths vary.
-    The fastest pass counts as decoding, not as compilation.
+    Each method decodes all batches until a pass is no faster than half the one before, because
+    adaptive lengths vary. The fastest pass counts as decoding, not as compilation.
     """
     compile_s = {}
     if any(map(is_compiled, methods)):
-        torch.compiler.reset()  # shapes compiled for other batch sizes would make this one's dynamic
+        # shapes compiled for other batch sizes would make this one's dynamic
+        torch.compiler.reset()
     for method in filter(is_compiled, methods):
         seconds: list[float] = []
         while len(seconds) < 2 or (seconds[-1] < seconds[-2] / 2 and len(seconds) < MAX_PASSES):
@@ -226,12 +262,15 @@ def compile_all(runner: Runner, methods: list[Method], batches: list[Batch]) -> 
     return compile_s
 
 
-def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: int | None = None) -> str:
+def check(
+    runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: int | None = None
+) -> str:
     """Compare our methods, and compiled plain decoding, with plain decoding before they are timed.
 
-    Greedy ids must be equal, up to near-ties; see `TextCheck`. Sampled ids of `coupled` must be those without a draft,
-    in float32: in half precision noise and logits have ties that cannot be told from errors. Of the other verifiers,
-    whose distributions are tested elsewhere, ids must be in range.
+    Greedy ids must be equal, up to near-ties; see `TextCheck`. Sampled ids of `coupled` must be
+    those without a draft, in float32: in half precision noise and logits have ties that cannot be
+    told from errors. Of the other verifiers, whose distributions are tested elsewhere, ids must be
+    in range.
 
     Returns:
         The result in words.
@@ -254,11 +293,17 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
             continue
         result = checked(method)
         if runner.do_sample and method.verifier == "coupled":
-            plain = checked(Method("coupled, no draft", OURS, {"assistant_model": None, "verifier": "coupled"})).texts
-            equal = sum(token_ids == result_ids for token_ids, result_ids in zip(plain, result.texts, strict=True))
+            plain = checked(
+                Method("coupled, no draft", OURS, {"assistant_model": None, "verifier": "coupled"})
+            ).texts
+            equal = sum(
+                token_ids == result_ids
+                for token_ids, result_ids in zip(plain, result.texts, strict=True)
+            )
             if equal < len(plain) and runner.subject.dtype == "float32":
                 raise SystemExit(
-                    f"{method.name}: {len(plain) - equal} rows differ from coupled sampling without a draft"
+                    f"{method.name}: {len(plain) - equal} rows differ from coupled sampling "
+                    "without a draft"
                 )
         elif runner.do_sample or method.is_lossy:
             continue

@@ -41,7 +41,9 @@ def padded(emitted: Emitted, num_columns: int) -> Tensor:
     """Ids [B, K+1] int64 padded with -1, on the CPU."""
     if isinstance(emitted, Tensor):
         return emitted.long().cpu()
-    columns = [torch.nn.functional.pad(ids, (0, num_columns - ids.shape[-1]), value=-1) for ids in emitted]
+    columns = [
+        torch.nn.functional.pad(ids, (0, num_columns - ids.shape[-1]), value=-1) for ids in emitted
+    ]
     return torch.cat(columns).cpu()
 
 
@@ -69,7 +71,9 @@ def check_counts(ids: Tensor, round_: Round, rule: str) -> None:
     target = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()
     draft = round_.draft_scores[0].double().softmax(-1).cpu()
     accepted = (ids >= 0).sum(-1).double() - 1.0
-    sigmas = (accepted.mean() - expected_accepted(target, draft, rule)) / (accepted.std() / len(accepted) ** 0.5)
+    sigmas = (accepted.mean() - expected_accepted(target, draft, rule)) / (
+        accepted.std() / len(accepted) ** 0.5
+    )
     if sigmas < -MAX_SIGMAS or (rule != "block" and sigmas > MAX_SIGMAS):
         raise DistributionError(
             f"accepts {accepted.mean():.4f} tokens a round, {sigmas:.1f} sigmas from what it should"
@@ -80,7 +84,10 @@ def check_lossless(ids: Tensor, round_: Round) -> None:
     """Raise unless the emitted ids, completed by draws from the target, follow the target's distribution."""
     probs = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()[: ids.shape[1]]
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.multinomial(row_probs, len(ids), replacement=True, generator=generator) for row_probs in probs]
+    drawn = [
+        torch.multinomial(row_probs, len(ids), replacement=True, generator=generator)
+        for row_probs in probs
+    ]
     ids = torch.where(ids < 0, torch.stack(drawn, dim=-1), ids)
     joint = probs[0]
     for position_probs in probs[1:]:
@@ -89,17 +96,24 @@ def check_lossless(ids: Tensor, round_: Round) -> None:
     counts = torch.bincount((ids * powers).sum(-1), minlength=joint.numel())
     if (p := p_value(counts, joint)) < PASS_P_VALUE:
         raise DistributionError(
-            f"chi-square p-value {p:.1e} of {len(ids)} joint draws against the target's distribution"
+            f"chi-square p-value {p:.1e} of {len(ids)} joint draws against the target's "
+            "distribution"
         )
 
 
 def check_greedy(ids: Tensor, round_: Round) -> None:
     """Raise unless the drafted ids stay exactly while they are the target's argmax."""
     best = round_.target_logits.argmax(-1).tolist()
-    for row, drafted, chosen in zip(ids.tolist(), round_.draft_token_ids.tolist(), best, strict=True):
-        kept = next((i for i, token_id in enumerate(drafted) if token_id != chosen[i]), len(drafted))
+    for row, drafted, chosen in zip(
+        ids.tolist(), round_.draft_token_ids.tolist(), best, strict=True
+    ):
+        kept = next(
+            (i for i, token_id in enumerate(drafted) if token_id != chosen[i]), len(drafted)
+        )
         if row != chosen[: kept + 1] + [-1] * (len(drafted) - kept):
-            raise DistributionError(f"emits {row} where greedy decoding gives {chosen} of the drafted {drafted}")
+            raise DistributionError(
+                f"emits {row} where greedy decoding gives {chosen} of the drafted {drafted}"
+            )
 
 
 def check_typical(ids: Tensor, round_: Round) -> None:
@@ -137,11 +151,15 @@ def check(verifier: Verifier, method: str, run: Run, warp: Warp, device: torch.d
     if method == "transformers" and rule in ("typical", "block"):
         rule = "rejection"
     is_by_row = method == "transformers" and rule != "sample"
-    check_rule(run, rule, verifier.drafts, warp, NUM_TRIALS_ROW_BY_ROW if is_by_row else NUM_TRIALS, device)
+    check_rule(
+        run, rule, verifier.drafts, warp, NUM_TRIALS_ROW_BY_ROW if is_by_row else NUM_TRIALS, device
+    )
 
 
 @functools.cache
-def check_rule(run: Run, rule: str, how: str, warp: Warp, num_rows: int, device: torch.device) -> None:
+def check_rule(
+    run: Run, rule: str, how: str, warp: Warp, num_rows: int, device: torch.device
+) -> None:
     """Raise DistributionError unless `run` follows `rule` on drafts made as `how` says; the same check is made once."""
     torch.manual_seed(0)
     if rule in ("greedy", "typical"):
@@ -149,7 +167,9 @@ def check_rule(run: Run, rule: str, how: str, warp: Warp, num_rows: int, device:
     else:
         round_ = small_round(warp, how, num_rows, device)
     # A copy: transformers processes float32 logits in place.
-    ids = padded(run(round_._replace(target_logits=round_.target_logits.clone())), NUM_DRAFT_TOKENS + 1)
+    ids = padded(
+        run(round_._replace(target_logits=round_.target_logits.clone())), NUM_DRAFT_TOKENS + 1
+    )
     if rule == "greedy":
         check_greedy(ids, round_)
     elif rule == "typical":

@@ -14,14 +14,30 @@ Cell = dict[str, Any]
 def section(results: Path) -> list[str]:
     """Lines of markdown: the tables of each run, the first one first."""
     lines = ["", "## On a GPU"]
-    runs = [path for folder in (FORMER, FOLDER) for path in sorted((results / folder).glob("*")) if path.is_dir()]
+    runs = [
+        path
+        for folder in (FORMER, FOLDER)
+        for path in sorted((results / folder).glob("*"))
+        if path.is_dir()
+    ]
     if not runs:
         return [*lines, "", "Not measured yet: `python benchmarks/gpu.py`."]
     for run in runs:
-        contents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(run.glob("*.json"))}
+        contents = {
+            path.stem: json.loads(path.read_text(encoding="utf-8"))
+            for path in sorted(run.glob("*.json"))
+        }
         environment = next(iter(contents.values()))["environment"]
-        versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items() if value)
-        lines += ["", f"`{run.parent.name}/{run.name}`: {environment['device']}, {environment['date']}, commit"]
+        versions = ", ".join(
+            f"{name} {value}" for name, value in environment["versions"].items() if value
+        )
+        lines += [
+            "",
+            (
+                f"`{run.parent.name}/{run.name}`: {environment['device']}, {environment['date']}, "
+                "commit"
+            ),
+        ]
         lines[-1] += f" {environment['commit']}, {versions}."
         if run.parent.name == FOLDER:
             lines += tables(contents)
@@ -30,11 +46,21 @@ def section(results: Path) -> list[str]:
         decoded = [cell for cell in cells.get("end_to_end", ()) if cell["what"] == "end to end"]
         kernels = [cell for cell in cells.get("kernel_times", ()) if cell["what"] == "kernel"]
         if decoded:
-            lines += ["", "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 64 new tokens; an oracle"]
+            lines += [
+                "",
+                (
+                    "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 64 new tokens; an "
+                    "oracle"
+                ),
+            ]
             lines[-1] += " accepts 0.8 of the drafted tokens."
             lines += ["", markdown(DECODED, decoded)]
         if kernels:
-            lines += ["", "The kernels and their references in torch, microseconds, V = 151,936, K = 5.", ""]
+            lines += [
+                "",
+                "The kernels and their references in torch, microseconds, V = 151,936, K = 5.",
+                "",
+            ]
             lines += [markdown(KERNELS, kernels)]
     return lines
 
@@ -42,7 +68,13 @@ def section(results: Path) -> list[str]:
 def tables(contents: dict[str, dict[str, Any]]) -> list[str]:
     """Lines of markdown that show a run of `gpu.py`, whose parts are given by name."""
     cells = [cell for content in contents.values() for cell in content["cells"]]
-    lines = ["", "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 256 new tokens; an oracle accepts"]
+    lines = [
+        "",
+        (
+            "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 256 new tokens; an oracle "
+            "accepts"
+        ),
+    ]
     lines[-1] += " 0.8 of the drafted tokens. The bound: weights are read at the rate of a copy."
     for what, columns in TABLES.items():
         shown = [cell for cell in cells if cell["what"] == what]

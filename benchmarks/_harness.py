@@ -25,17 +25,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 Call = Callable[[], Any]
 # Far larger than any cache.
 COPY_BYTES = 1 << 28
-# The largest block after whose release glibc keeps freed memory at hand, instead of mapping every tensor afresh.
+# The largest block after whose release glibc keeps freed memory at hand, instead of mapping every
+# tensor afresh.
 SETTLING_BYTES = 31 << 20
-# A run whose threads waited longer than this share of it for a processor says more of the others than of itself.
+# A run whose threads waited longer than this share of it for a processor says more of the others
+# than of itself.
 MAX_QUEUED_SHARE = 0.02
 
 
 def settle_allocator() -> None:
     """Bring a CPU's allocator to the state in which any forward with large activations leaves it.
 
-    A process that never freed a large tensor maps and clears the memory of every new one, which costs more than the
-    arithmetic on it and depends on what ran before.
+    A process that never freed a large tensor maps and clears the memory of every new one, which
+    costs more than the arithmetic on it and depends on what ran before.
     """
     torch.empty(SETTLING_BYTES, dtype=torch.uint8)  # freed at once
 
@@ -79,7 +81,11 @@ def timed_run(call: Call, prepare: Call | None, patience: int) -> tuple[float, b
 
 
 def alternate_patiently(
-    calls: dict[str, Call], repeats: int, description: str = "", prepare: Call | None = None, patience: int = 10
+    calls: dict[str, Call],
+    repeats: int,
+    description: str = "",
+    prepare: Call | None = None,
+    patience: int = 10,
 ) -> tuple[dict[str, list[float]], int]:
     """As `alternate`, but takes a run again when other processes held it up; also how many kept runs they did."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -119,7 +125,9 @@ def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:
 def without_docstrings(tree: ast.Module) -> ast.Module:
     """Take the docstrings out of `tree`, which is changed."""
     for node in ast.walk(tree):
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        has_docstring = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
         if has_docstring and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
     return tree
@@ -137,7 +145,11 @@ def digest_of(paths: Iterable[Path], root: Path = ROOT) -> str:
 def part_of(path: Path) -> str:
     """The part of the library that `path`, relative to the root, belongs to: an option, a tool, or the core."""
     parts = path.with_suffix("").parts
-    return "/".join(parts[1:3]) if parts[0] == "hf_speculate" and parts[1] in ("options", "tools") else "core"
+    return (
+        "/".join(parts[1:3])
+        if parts[0] == "hf_speculate" and parts[1] in ("options", "tools")
+        else "core"
+    )
 
 
 def library_files(root: Path = ROOT) -> list[Path]:
@@ -148,41 +160,63 @@ def loaded_parts() -> list[str]:
     """The parts of which this process has loaded a module."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     paths = {Path(file).resolve() for file in files if file}
-    return sorted({part_of(path.relative_to(ROOT)) for path in library_files() if path.resolve() in paths})
+    return sorted(
+        {part_of(path.relative_to(ROOT)) for path in library_files() if path.resolve() in paths}
+    )
 
 
 def source_hash(parts: Collection[str], root: Path = ROOT) -> str:
     """The digest of the library's files that belong to `parts`."""
-    return digest_of((path for path in library_files(root) if part_of(path.relative_to(root)) in parts), root)
+    return digest_of(
+        (path for path in library_files(root) if part_of(path.relative_to(root)) in parts), root
+    )
 
 
 def provenance() -> dict[str, Any]:
     """Versions, device, date, commit, the parts of the library that were loaded, and the hash of their code."""
     try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        )
         commit = done.stdout.strip()
     except FileNotFoundError:  # a machine without git
         commit = ""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parts = loaded_parts()
-    return environment(device) | {"commit": commit or "unknown", "parts": parts, "sources": source_hash(parts)}
+    return environment(device) | {
+        "commit": commit or "unknown",
+        "parts": parts,
+        "sources": source_hash(parts),
+    }
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
     """Options of every benchmark of `generate()`."""
     has_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if has_gpu else "cpu"))
-    parser.add_argument("--repeats", type=int, default=repeats, help="runs of each method on each input")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cuda" if has_gpu else "cpu")
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="runs of each method on each input"
+    )
     parser.add_argument("--limit-s", type=float, default=limit_s, help="begin no cell after this")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and the picture")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder for the JSON and the picture"
+    )
 
 
 def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
     """For benchmarks whose cells take long enough to be measured one by one; see `Results`."""
-    parser.add_argument("--add", action="store_true", help="keep the cells of the results that this run leaves alone")
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="keep the cells of the results that this run leaves alone",
+    )
 
 
-def parse_common(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_common(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
     """Parse, and keep transformers quiet: its warnings would tear the progress bars."""
     args = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
@@ -209,7 +243,9 @@ class Cells:
             print(f"left out after {self.limit_s:.0f} s: {'; '.join(self.left_out)}")
 
 
-def markdown(columns: dict[str, Callable[[dict[str, Any]], Any]], rows: Iterable[dict[str, Any]]) -> str:
+def markdown(
+    columns: dict[str, Callable[[dict[str, Any]], Any]], rows: Iterable[dict[str, Any]]
+) -> str:
     """A table with one column per head; floats have two decimals, None is a dash."""
 
     def shown(value: Any) -> str:
@@ -225,7 +261,9 @@ def result_name(name: str, device: torch.device) -> str:
     return name if device.type == "cpu" else f"{name}_{device.type}"
 
 
-def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
+def write_results(
+    name: str, args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path = RESULTS
+) -> Path:
     """Write `<folder>/<name>.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
@@ -244,12 +282,16 @@ class Results:
 
     Args:
         name: of the file; the device is added unless it is a CPU.
-        args: of the command line; with `--add`, cells of the file that this run does not measure stay in it.
+        args: of the command line; with `--add`, cells of the file that this run does not measure
+            stay in it.
         cell_of: which cell a row belongs to; required for `--add`.
     """
 
     def __init__(
-        self, name: str, args: argparse.Namespace, cell_of: Callable[[dict[str, Any]], Any] | None = None
+        self,
+        name: str,
+        args: argparse.Namespace,
+        cell_of: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self.name = result_name(name, args.device)
         self.new: list[dict[str, Any]] = []
@@ -299,6 +341,11 @@ def write_between(path: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     content = path.read_text(encoding="utf-8")
     if content.count(begin) != 1 or content.count(end) != 1:
-        raise SystemExit(f"{path} must hold one line {begin.strip()} and, after it, one line {end}; add them first")
+        raise SystemExit(
+            f"{path} must hold one line {begin.strip()} and, after it, one line {end}; add them "
+            "first"
+        )
     before, rest = content.split(begin)
-    path.write_text(before + begin + text.strip() + "\n" + end + rest.split(end)[1], encoding="utf-8")
+    path.write_text(
+        before + begin + text.strip() + "\n" + end + rest.split(end)[1], encoding="utf-8"
+    )

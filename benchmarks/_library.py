@@ -20,7 +20,9 @@ def as_in_a_call(model: PreTrainedModel) -> AbstractContextManager[Any]:
     return folded_attention_for([model])
 
 
-def make_forward(model: PreTrainedModel, batch_size: int, mask: Tensor | None) -> tuple[LanguageModel, KVCache]:
+def make_forward(
+    model: PreTrainedModel, batch_size: int, mask: Tensor | None
+) -> tuple[LanguageModel, KVCache]:
     """This library's forward, and an empty cache of the kind that it selects.
 
     Args:

@@ -21,7 +21,11 @@ class Panel(NamedTuple):
 def draw(path: Path, panels: list[Panel]) -> None:
     """Write a picture, or say why there is none."""
     if importlib.util.find_spec("matplotlib") is None or not panels:
-        print("no picture: matplotlib is not installed" if panels else "no picture: nothing was measured")
+        print(
+            "no picture: matplotlib is not installed"
+            if panels
+            else "no picture: nothing was measured"
+        )
         return
     import matplotlib as mpl
 
@@ -31,7 +35,9 @@ def draw(path: Path, panels: list[Panel]) -> None:
     num_columns = min(len(panels), 2)
     num_lines = -(-len(panels) // num_columns)
     size = (7 * num_columns, 4.6 * num_lines)
-    figure, axes = plt.subplots(num_lines, num_columns, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        num_lines, num_columns, figsize=size, squeeze=False, layout="constrained"
+    )
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, panel in zip(axes.flat, panels, strict=False):
@@ -50,14 +56,17 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         are_names = are_names or isinstance(points[0][0], str)
         xs = [x for x, _ in points]
         spreads = [
-            value if isinstance(value, dict) else dict.fromkeys(("min", "median", "max"), value) for _, value in points
+            value if isinstance(value, dict) else dict.fromkeys(("min", "median", "max"), value)
+            for _, value in points
         ]
         middle = [entry["median"] for entry in spreads]
         error = (
             [entry["median"] - entry["min"] for entry in spreads],
             [entry["max"] - entry["median"] for entry in spreads],
         )
-        axis.errorbar(xs, middle, error, fmt="o" if isinstance(xs[0], str) else "o-", capsize=2, label=name)
+        axis.errorbar(
+            xs, middle, error, fmt="o" if isinstance(xs[0], str) else "o-", capsize=2, label=name
+        )
     if panel.reference is not None:
         axis.axhline(panel.reference, color="grey", linewidth=0.8)
     if are_names:

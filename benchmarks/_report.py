@@ -35,7 +35,9 @@ def summary(row: Row) -> str:
         line = f"    {method:<20}{times:>28} ms  {rate:7.2f} GB/s {share:6.1%}"
         if method in row["over_transformers"]:
             ratio = row["over_transformers"][method]
-            line += f"  {ratio['median']:6.2f} times faster ({ratio['min']:.2f} to {ratio['max']:.2f})"
+            line += (
+                f"  {ratio['median']:6.2f} times faster ({ratio['min']:.2f} to {ratio['max']:.2f})"
+            )
         lines.append(line)
     return "\n".join(lines)
 
@@ -48,13 +50,21 @@ def _shown(content: dict[str, Any]) -> list[Row]:
     """The rows that are worth a reader's time: one dtype, K and vocabulary, drawn with temperature and top-k."""
     rows = content["rows"]
     if not rows:
-        raise SystemExit("the results hold no row; run benchmarks/verifiers.py without --table or --readme first")
+        raise SystemExit(
+            "the results hold no row; run benchmarks/verifiers.py without --table or --readme first"
+        )
     dtypes = [row["dtype"] for row in rows]
-    dtype = "bfloat16" if "cuda" in content["arguments"]["device"] and "bfloat16" in dtypes else dtypes[0]
+    dtype = (
+        "bfloat16"
+        if "cuda" in content["arguments"]["device"] and "bfloat16" in dtypes
+        else dtypes[0]
+    )
     num = min((row["num_draft_tokens"] for row in rows), key=lambda num: abs(num - 5))
     vocab_size = max(row["vocab_size"] for row in rows)
     chosen = [
-        row for row in rows if (row["dtype"], row["num_draft_tokens"], row["vocab_size"]) == (dtype, num, vocab_size)
+        row
+        for row in rows
+        if (row["dtype"], row["num_draft_tokens"], row["vocab_size"]) == (dtype, num, vocab_size)
     ]
     warped = {row["verifier"] for row in chosen if row["logits"] != "plain"}
     return [row for row in chosen if row["logits"] != "plain" or row["verifier"] not in warped]
@@ -66,15 +76,19 @@ def as_table(content: dict[str, Any]) -> str:
     first = rows[0]
     settings = next((row["logits"] for row in rows if row["logits"] != "plain"), "plain")
     names = [
-        method for method in ("transformers", "textbook", "flashinfer") if any(method in row["seconds"] for row in rows)
+        method
+        for method in ("transformers", "textbook", "flashinfer")
+        if any(method in row["seconds"] for row in rows)
     ]
     num_threads = content["arguments"]["threads"] or environment["threads"]
     threads = "" if "cuda" in content["arguments"]["device"] else f" (threads: {num_threads})"
     versions = "torch {torch} and transformers {transformers}".format(**environment["versions"])
     preface = (
         f"Verifying one round from raw logits: {first['dtype']}, K = {first['num_draft_tokens']}, "
-        f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {environment['device']}{threads} with {versions}. "
-        "Medians; methods alternate in one process, and the output of each is checked before it is timed. transformers "
+        f"V = {first['vocab_size']:,}, {settings} (greedy: none), on "
+        f"{environment['device']}{threads} with {versions}. "
+        "Medians; methods alternate in one process, and the output of each is checked before it is "
+        "timed. transformers "
         "takes one row at a time. If it lacks a verifier, its rejection sampling is compared."
     )
     columns = ["verifier", "rows", *(f"{name}, ms" for name in names), "hf_speculate, ms"]
@@ -82,14 +96,23 @@ def as_table(content: dict[str, Any]) -> str:
     lines = [preface, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         ours = _ours(row)
-        times = [f"{row['seconds'][name]['median'] * 1e3:.3g}" if name in row["seconds"] else "" for name in names]
+        times = [
+            f"{row['seconds'][name]['median'] * 1e3:.3g}" if name in row["seconds"] else ""
+            for name in names
+        ]
         ratio = row["over_transformers"][ours]
         lines.append(
             f"| {row['verifier']} | {row['batch_size']} | {' | '.join(times)} | "
             f"{row['seconds'][ours]['median'] * 1e3:.3g} | "
             f"{ratio['median']:.1f} ({ratio['min']:.1f} to {ratio['max']:.1f}) |"
         )
-    lines += ["", "Made by `python benchmarks/verifiers.py`; every cell is in `benchmarks/results/verifiers.json`."]
+    lines += [
+        "",
+        (
+            "Made by `python benchmarks/verifiers.py`; every cell is in "
+            "`benchmarks/results/verifiers.json`."
+        ),
+    ]
     return "\n".join(lines)
 
 
@@ -106,7 +129,12 @@ def plot(content: dict[str, Any]) -> Path | None:
     rows = _shown(content)
     batch_sizes = sorted({row["batch_size"] for row in rows})
     figure, axes = plt.subplots(
-        1, len(batch_sizes), figsize=(1 + 5 * len(batch_sizes), 4.5), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(batch_sizes),
+        figsize=(1 + 5 * len(batch_sizes), 4.5),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, batch_size in zip(axes[0], batch_sizes, strict=True):
         cells = [row for row in rows if row["batch_size"] == batch_size]
@@ -119,8 +147,18 @@ def plot(content: dict[str, Any]) -> Path | None:
             below = [(bar["median"] - bar["min"]) * 1e3 for _, bar in bars]
             above = [(bar["max"] - bar["median"]) * 1e3 for _, bar in bars]
             spots = [cell for cell, _ in bars]
-            axis.errorbar(spots, middle, (below, above), fmt="o", capsize=2, color=COLOURS[method], label=method)
-        axis.set_xticks(range(len(cells)), [row["verifier"] for row in cells], rotation=35, ha="right")
+            axis.errorbar(
+                spots,
+                middle,
+                (below, above),
+                fmt="o",
+                capsize=2,
+                color=COLOURS[method],
+                label=method,
+            )
+        axis.set_xticks(
+            range(len(cells)), [row["verifier"] for row in cells], rotation=35, ha="right"
+        )
         axis.set_yscale("log")
         axis.set_title(f"{batch_size} rows" if batch_size > 1 else "1 row")
         axis.grid(axis="y", alpha=0.3)
@@ -128,7 +166,8 @@ def plot(content: dict[str, Any]) -> Path | None:
     axes[0][0].set_ylabel("ms a round (minimum, median, maximum)")
     axes[0][-1].legend(fontsize="small")
     figure.suptitle(
-        f"Verifying {first['num_draft_tokens']} drafted tokens, V = {first['vocab_size']:,}, {first['dtype']}, "
+        f"Verifying {first['num_draft_tokens']} drafted tokens, V = {first['vocab_size']:,}, "
+        f"{first['dtype']}, "
         f"{content['environment']['device']}"
     )
     path = RESULTS / "verifiers.png"

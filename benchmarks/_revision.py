@@ -2,9 +2,9 @@
 
 python benchmarks/_revision.py FOLDER DTYPE K MAX_NEW_TOKENS
 
-K is a number, or `adaptive` for the default schedule.
-A line of input is `{"input_ids": [B, T], "attention_mask": [B, T]}`, a line of output `{"seconds", "token_ids"}`.
-Nothing of this folder's helpers is imported: they belong to one revision of the library, and this file reads any.
+K is a number, or `adaptive` for the default schedule. A line of input is `{"input_ids": [B, T],
+"attention_mask": [B, T]}`, a line of output `{"seconds", "token_ids"}`. Nothing of this folder's
+helpers is imported: they belong to one revision of the library, and this file reads any.
 """
 
 import json
@@ -24,12 +24,21 @@ def main() -> None:
     import hf_speculate
 
     if not Path(hf_speculate.__file__).is_relative_to(folder):
-        raise SystemExit(f"hf_speculate was imported from {hf_speculate.__file__}, not from {folder}")
-    models = [AutoModelForCausalLM.from_pretrained(PAIR / name, dtype=dtype).eval() for name in ("target", "draft")]
+        raise SystemExit(
+            f"hf_speculate was imported from {hf_speculate.__file__}, not from {folder}"
+        )
+    models = [
+        AutoModelForCausalLM.from_pretrained(PAIR / name, dtype=dtype).eval()
+        for name in ("target", "draft")
+    ]
     for model in models:
         model.generation_config.eos_token_id = None  # every call makes all its tokens
     target, draft = hf_speculate.enable(models[0]), models[1]
-    schedule = {} if num_assistant_tokens == "adaptive" else {"num_assistant_tokens": int(num_assistant_tokens)}
+    schedule = (
+        {}
+        if num_assistant_tokens == "adaptive"
+        else {"num_assistant_tokens": int(num_assistant_tokens)}
+    )
     for line in sys.stdin:
         inputs = {name: torch.tensor(values) for name, values in json.loads(line).items()}
         begin = time.perf_counter()
@@ -40,7 +49,10 @@ def main() -> None:
             max_new_tokens=int(max_new_tokens),
             do_sample=False,
         )
-        print(json.dumps({"seconds": time.perf_counter() - begin, "token_ids": token_ids.tolist()}), flush=True)
+        print(
+            json.dumps({"seconds": time.perf_counter() - begin, "token_ids": token_ids.tolist()}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

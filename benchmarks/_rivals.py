@@ -40,7 +40,9 @@ class Assisted:
                 prefix = candidate_ids[:, : PROMPT_LEN + position]
                 logits[:, position, :] = processors(prefix, logits[:, position, :])
         if self.select == "rejection":
-            return _speculative_sampling(candidate_ids, round_.draft_scores[row], num_draft_tokens, logits)[0]
+            return _speculative_sampling(
+                candidate_ids, round_.draft_scores[row], num_draft_tokens, logits
+            )[0]
         if self.select == "multinomial":
             chosen = torch.multinomial(logits.softmax(dim=-1)[0], num_samples=1).T  # [1, K+1]
         else:
@@ -63,7 +65,9 @@ def _at(probs: Tensor, ids: Tensor) -> Tensor:
 
 def _emit(round_: Round, num_accepted: Tensor, final_ids: Tensor) -> Tensor:
     """Ids [B, K+1]: the first `num_accepted` [B] drafted ones, `final_ids` [B, 1], then -1."""
-    ids = torch.cat((round_.draft_token_ids, final_ids), dim=-1).scatter(1, num_accepted.unsqueeze(-1), final_ids)
+    ids = torch.cat((round_.draft_token_ids, final_ids), dim=-1).scatter(
+        1, num_accepted.unsqueeze(-1), final_ids
+    )
     columns = torch.arange(ids.shape[1], device=ids.device)
     return ids.masked_fill(columns > num_accepted.unsqueeze(-1), -1)
 
@@ -91,7 +95,10 @@ def textbook_greedy(round_: Round) -> Tensor:
 def textbook_rejection(round_: Round) -> Tensor:
     target = warped(round_.target_logits, round_.warp).softmax(-1)
     draft = round_.draft_logits.to(torch.float32).softmax(-1)
-    target_of_token, draft_of_token = _at(target[:, :-1], round_.draft_token_ids), _at(draft, round_.draft_token_ids)
+    target_of_token, draft_of_token = (
+        _at(target[:, :-1], round_.draft_token_ids),
+        _at(draft, round_.draft_token_ids),
+    )
     num_accepted = _prefix(torch.rand_like(draft_of_token) * draft_of_token < target_of_token)
     residual = (_pick(target, num_accepted) - _pick_or_zero(draft, num_accepted)).clamp(min=0.0)
     return _emit(round_, num_accepted, torch.multinomial(residual, 1))
@@ -157,7 +164,11 @@ def flashinfer_rejection(round_: Round) -> Tensor:
     target = round_.target_logits.to(torch.float32).view(-1, vocab_size)
     if round_.warp.top_k is not None:
         target = sampling.top_k_mask_logits(target, min(round_.warp.top_k, vocab_size - 1))
-    target_probs = sampling.softmax(target, temperature=round_.warp.temperature).view(round_.target_logits.shape)
+    target_probs = sampling.softmax(target, temperature=round_.warp.temperature).view(
+        round_.target_logits.shape
+    )
     draft_probs = sampling.softmax(round_.draft_logits.to(torch.float32).view(-1, vocab_size))
     ids = round_.draft_token_ids.to(torch.int32)
-    return sampling.chain_speculative_sampling(draft_probs.view(round_.draft_logits.shape), ids, target_probs)[0]
+    return sampling.chain_speculative_sampling(
+        draft_probs.view(round_.draft_logits.shape), ids, target_probs
+    )[0]

@@ -10,7 +10,8 @@ from hf_speculate.kernels import NoiseKeys, Stream, row_seeds, sample
 
 TEMPERATURE = 0.7
 TOP_K = 50
-# Measured on 2 cores of an AMD EPYC CPU, V = 151,936: 32 to 128 entries cost the same, all of them a third of one topk.
+# Measured on 2 cores of an AMD EPYC CPU, V = 151,936: 32 to 128 entries cost the same, all of them
+# a third of one topk.
 BLOCK_SIZE = 128
 PROMPT_LEN = 64
 NUM_PEAKS = 12
@@ -26,7 +27,9 @@ class Warp(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "plain" if self.top_k is None else f"temperature {self.temperature}, top-k {self.top_k}"
+        return (
+            "plain" if self.top_k is None else f"temperature {self.temperature}, top-k {self.top_k}"
+        )
 
 
 WARPED = Warp(TEMPERATURE, TOP_K)
@@ -53,8 +56,8 @@ class Round(NamedTuple):
 def kth_largest(rows: Tensor, k: int) -> Tensor:
     """The k-th largest entry of every row [..., V], ties counted one by one, in the dtype it has: [...].
 
-    No entry above the k-th largest of the blocks' maxima lies outside the k blocks with the largest maxima, so the
-    answer is exact with one cheap pass over a row.
+    No entry above the k-th largest of the blocks' maxima lies outside the k blocks with the largest
+    maxima, so the answer is exact with one cheap pass over a row.
     """
     width = rows.shape[-1]
     num_blocks = width // BLOCK_SIZE
@@ -62,7 +65,8 @@ def kth_largest(rows: Tensor, k: int) -> Tensor:
         return rows.topk(min(k, width), sorted=False).values.amin(-1)
     blocks = rows[..., : num_blocks * BLOCK_SIZE].unflatten(-1, (num_blocks, BLOCK_SIZE))
     best = blocks.amax(-1).topk(k, sorted=False).indices  # [..., k]
-    entries = blocks.gather(-2, best.unsqueeze(-1).expand(*best.shape, BLOCK_SIZE)).flatten(-2)  # [..., k * BLOCK_SIZE]
+    # [..., k * BLOCK_SIZE]
+    entries = blocks.gather(-2, best.unsqueeze(-1).expand(*best.shape, BLOCK_SIZE)).flatten(-2)
     if width % BLOCK_SIZE:
         entries = torch.cat((entries, rows[..., num_blocks * BLOCK_SIZE :]), dim=-1)
     return entries.topk(k, sorted=False).values.amin(-1)
@@ -92,12 +96,18 @@ def make_keys(num_rows: int, device: torch.device) -> NoiseKeys:
     return NoiseKeys(seeds, torch.full_like(seeds, 3), torch.full_like(seeds, PROMPT_LEN))
 
 
-def make_logits(shape: tuple[int, int, int], device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+def make_logits(
+    shape: tuple[int, int, int], device: torch.device, seed: int
+) -> tuple[Tensor, Tensor]:
     """Raw logits of a target [B, K+1, V] and of a draft [B, K, V], float32: a broad tail and a few likely tokens."""
     num_rows, num_draft_tokens, vocab_size = shape
     generator = torch.Generator(device).manual_seed(seed)
-    target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator, device=device).mul_(2.0)
-    peaks = torch.randint(vocab_size, (*target.shape[:2], NUM_PEAKS), generator=generator, device=device)
+    target = torch.randn(
+        num_rows, num_draft_tokens + 1, vocab_size, generator=generator, device=device
+    ).mul_(2.0)
+    peaks = torch.randint(
+        vocab_size, (*target.shape[:2], NUM_PEAKS), generator=generator, device=device
+    )
     heights = torch.randn(peaks.shape, generator=generator, device=device) * 2.0 + 14.0
     target.scatter_(-1, peaks, heights)
     noise = torch.randn(target[:, :-1].shape, generator=generator, device=device)
@@ -110,10 +120,17 @@ def draw(draft_logits: Tensor, keys: NoiseKeys, how: str) -> tuple[Tensor, Tenso
         return draft_logits.argmax(-1), draft_logits.to(torch.float32).logsumexp(-1)
     stream = Stream.RACE if how == "raced" else Stream.DRAFT
     drawn = [
-        sample(logits, keys=keys._replace(positions=keys.positions + position), stream=stream, backend="torch")
+        sample(
+            logits,
+            keys=keys._replace(positions=keys.positions + position),
+            stream=stream,
+            backend="torch",
+        )
         for position, logits in enumerate(draft_logits.unbind(1))
     ]
-    return torch.stack([draw.token_ids for draw in drawn], -1), torch.stack([draw.logsumexp for draw in drawn], -1)
+    return torch.stack([draw.token_ids for draw in drawn], -1), torch.stack(
+        [draw.logsumexp for draw in drawn], -1
+    )
 
 
 def make_round(target: Tensor, draft: Tensor, warp: Warp, how: str) -> Round:
@@ -124,13 +141,17 @@ def make_round(target: Tensor, draft: Tensor, warp: Warp, how: str) -> Round:
     prompt = torch.zeros(target.shape[0], PROMPT_LEN, dtype=torch.int64, device=target.device)
     candidate_ids = torch.cat((prompt, ids), dim=-1)
     draft_scores = draft_logits.to(torch.float32)
-    return Round(target.clone(), draft_logits, draft_scores, ids, logsumexp, candidate_ids, keys, warp)
+    return Round(
+        target.clone(), draft_logits, draft_scores, ids, logsumexp, candidate_ids, keys, warp
+    )
 
 
 def overlap(round_: Round) -> float:
     """Mean probability that a token drawn from the draft stays under rejection sampling, in [0, 1]."""
     total = 0.0
-    for target, draft in zip(_rows(round_.target_logits[:, :-1]), _rows(round_.draft_scores), strict=True):
+    for target, draft in zip(
+        _rows(round_.target_logits[:, :-1]), _rows(round_.draft_scores), strict=True
+    ):
         probs = warped(target, round_.warp).softmax(-1)
         total += torch.minimum(probs, draft.softmax(-1)).sum(-1).mean().item()
     return total / round_.target_logits.shape[0]

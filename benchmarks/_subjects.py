@@ -13,17 +13,29 @@ from typing import Any
 import torch
 from _harness import ROOT, wait
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from hf_speculate.tools.bench.decoding import Batch, make_batches
 
-KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
+# the hooks here count forwards, or treat each token by itself
+KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 PAIR = ROOT / "examples" / "pair"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 16_384}
+_LLAMA = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 16_384,
+}
 _QWEN2 = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
@@ -40,23 +52,31 @@ SHAPES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32},
         {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     ),
-    "qwen2-0.5b": (Qwen2Config, {**_QWEN2, "num_hidden_layers": 24}, {**_QWEN2, "num_hidden_layers": 1}),
+    "qwen2-0.5b": (
+        Qwen2Config,
+        {**_QWEN2, "num_hidden_layers": 24},
+        {**_QWEN2, "num_hidden_layers": 1},
+    ),
 }
 MIN_PROMPT_TOKENS = 32  # of a bundled prompt
-# Lifts one logit above all others of a random model, also in bfloat16, and makes sampling choose it.
+# Lifts one logit above all others of a random model, also in bfloat16, and makes sampling choose
+# it.
 BUMP = 100.0
 
 
 class Oracle:
     """Fixes the most likely tokens of two random models, so that acceptance is known while all work is done.
 
-    After every whole forward of either model, head included, `BUMP` is added to one logit of every position. For the
-    target it is that of the token which a random cycle through the vocabulary puts after the position's own token, so
-    its text is that cycle. For the draft it is the same token for a share `acceptance` of the vocabulary, and the next
-    but one for the rest. It depends on nothing else, so every engine meets the same text and the same agreement.
+    After every whole forward of either model, head included, `BUMP` is added to one logit of every
+    position. For the target it is that of the token which a random cycle through the vocabulary
+    puts after the position's own token, so its text is that cycle. For the draft it is the same
+    token for a share `acceptance` of the vocabulary, and the next but one for the rest. It depends
+    on nothing else, so every engine meets the same text and the same agreement.
     """
 
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, acceptance: float, seed: int = 0):
+    def __init__(
+        self, target: PreTrainedModel, draft: PreTrainedModel, acceptance: float, seed: int = 0
+    ):
         self.is_on = True
         self.acceptance = acceptance
         vocab_size = target.config.vocab_size
@@ -66,12 +86,23 @@ class Oracle:
         successor[cycle] = cycle.roll(-1)
         self._successor = successor
         agrees = torch.zeros(vocab_size, dtype=torch.bool)
-        agrees[torch.randperm(vocab_size, generator=generator)[: round(acceptance * vocab_size)]] = True
+        agrees[
+            torch.randperm(vocab_size, generator=generator)[: round(acceptance * vocab_size)]
+        ] = True
         drafted = torch.where(agrees, successor, successor[successor])
         for model, following in ((target, successor), (draft, drafted)):
-            model.register_forward_hook(partial(self._bump, following.to(model.device)), with_kwargs=True)
+            model.register_forward_hook(
+                partial(self._bump, following.to(model.device)), with_kwargs=True
+            )
 
-    def _bump(self, following: Tensor, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _bump(
+        self,
+        following: Tensor,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
         if not self.is_on:
             return
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -153,14 +184,21 @@ class Subject:
     def device(self) -> torch.device:
         return self.target.device
 
-    def batches(self, num_prompts: int, batch_size: int, prompt_len: int | None = None) -> list[Batch]:
+    def batches(
+        self, num_prompts: int, batch_size: int, prompt_len: int | None = None
+    ) -> list[Batch]:
         """Batches of prompts: bundled ones, or random ids where an oracle decides what follows."""
         if self.oracle is None:
             return read_batches(num_prompts, batch_size, prompt_len, self.device)
         generator = torch.Generator().manual_seed(1)
         shape = (max(num_prompts // batch_size, 1), batch_size, prompt_len or 128)
-        ids = torch.randint(self.target.config.vocab_size, shape, generator=generator).to(self.device)
-        return [Batch(number, batch_ids, torch.ones_like(batch_ids)) for number, batch_ids in enumerate(ids)]
+        ids = torch.randint(self.target.config.vocab_size, shape, generator=generator).to(
+            self.device
+        )
+        return [
+            Batch(number, batch_ids, torch.ones_like(batch_ids))
+            for number, batch_ids in enumerate(ids)
+        ]
 
 
 def load(folder: Path, dtype: str, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -203,7 +241,12 @@ def random_pair(
 
 
 def load_shape(
-    name: str, dtype: str, device: torch.device, acceptance: float, layers: int | None = None, draft_layers: int = 0
+    name: str,
+    dtype: str,
+    device: torch.device,
+    acceptance: float,
+    layers: int | None = None,
+    draft_layers: int = 0,
 ) -> Subject:
     """A random pair of the shape `name` whose acceptance an oracle fixes; fewer layers where asked for."""
     models = random_pair(name, dtype, device, layers, draft_layers)
@@ -234,14 +277,22 @@ def encode(
     how: dict[str, Any] = {}
     if prompt_len is not None:
         num_texts = prompt_len // MIN_PROMPT_TOKENS + 1
-        prompts = ["\n\n".join(prompts[(i + j) % len(prompts)] for j in range(num_texts)) for i in range(len(prompts))]
+        prompts = [
+            "\n\n".join(prompts[(i + j) % len(prompts)] for j in range(num_texts))
+            for i in range(len(prompts))
+        ]
         how.update(truncation=True, max_length=prompt_len)
     token_ids = tokenizer(prompts, **how)["input_ids"]
-    return make_batches(token_ids, [""] * len(prompts), tokenizer.pad_token_id, batch_size, torch.device(device))
+    return make_batches(
+        token_ids, [""] * len(prompts), tokenizer.pad_token_id, batch_size, torch.device(device)
+    )
 
 
 def read_batches(
-    num_prompts: int, batch_size: int, prompt_len: int | None = None, device: torch.device | str = "cpu"
+    num_prompts: int,
+    batch_size: int,
+    prompt_len: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Batch]:
     """Batches of bundled prompts from every category in turn; whole batches only."""
     prompts = [text for texts in read_prompts().values() for text in texts]

@@ -53,7 +53,9 @@ def rejection_saved(round_: Round, backend: str) -> Tensor:
 
 def point_mass(round_: Round, backend: str) -> Tensor:
     settings = _settings(round_, round_.target_logits, backend)
-    return verify_rejection(round_.target_logits, round_.draft_token_ids, keys=round_.keys, **settings).token_ids
+    return verify_rejection(
+        round_.target_logits, round_.draft_token_ids, keys=round_.keys, **settings
+    ).token_ids
 
 
 def typical(round_: Round, backend: str) -> Tensor:
@@ -71,7 +73,9 @@ def block(round_: Round, backend: str) -> Tensor:
 
 def coupled(round_: Round, backend: str) -> Tensor:
     settings = _settings(round_, round_.target_logits, backend)
-    return verify_coupled(round_.target_logits, round_.draft_token_ids, keys=round_.keys, **settings).token_ids
+    return verify_coupled(
+        round_.target_logits, round_.draft_token_ids, keys=round_.keys, **settings
+    ).token_ids
 
 
 def draft_sample(round_: Round, backend: str) -> Tensor:
@@ -194,7 +198,9 @@ def missing(method: str, device: torch.device) -> str | None:
     return None
 
 
-def methods_of(verifier: Verifier, device: torch.device, compiled: bool) -> tuple[dict[str, Run], dict[str, str]]:
+def methods_of(
+    verifier: Verifier, device: torch.device, compiled: bool
+) -> tuple[dict[str, Run], dict[str, str]]:
     """The methods that can run on `device`, and why others cannot."""
     methods: dict[str, Run] = {
         "ours, torch": lambda round_: verifier.ours(round_, "torch"),
@@ -214,5 +220,7 @@ def methods_of(verifier: Verifier, device: torch.device, compiled: bool) -> tupl
         else:
             methods[name] = run
     if compiled:
-        methods["ours, compiled"] = torch.compile(lambda round_: verifier.ours(round_, "torch"), dynamic=False)
+        methods["ours, compiled"] = torch.compile(
+            lambda round_: verifier.ours(round_, "torch"), dynamic=False
+        )
     return methods, left_out

@@ -21,7 +21,9 @@ VERIFIERS = ("rejection", "block", "coupled", "typical")
 DRAFT_SAMPLING = ("sample", "argmax")
 
 
-def measure(target: Any, draft: Any, temperature: float, verifier: str, sampling: str, args: Any) -> dict[str, Any]:
+def measure(
+    target: Any, draft: Any, temperature: float, verifier: str, sampling: str, args: Any
+) -> dict[str, Any]:
     """One cell: rounds, accepted and emitted tokens over all prompts and seeds."""
     totals = {"num_rounds": 0, "num_verified": 0, "num_accepted": 0, "num_emitted": 0}
     for batch in read_batches(args.prompts, args.batch_size):
@@ -57,33 +59,59 @@ def table(results: dict[str, Any]) -> str:
     """The table of docs/verifiers.md."""
     rows, args, environment = results["rows"], results["arguments"], results["environment"]
     temperatures = sorted({row["temperature"] for row in rows})
-    columns = [(sampling, temperature) for sampling in DRAFT_SAMPLING for temperature in temperatures]
-    heads = [f"draft {'samples' if sampling == 'sample' else 'argmax'}, T {heat:g}" for sampling, heat in columns]
-    made_of = f"{args['prompts']} prompts, {args['seeds']} seeds, {args['max_new_tokens']} new tokens"
+    columns = [
+        (sampling, temperature) for sampling in DRAFT_SAMPLING for temperature in temperatures
+    ]
+    heads = [
+        f"draft {'samples' if sampling == 'sample' else 'argmax'}, T {heat:g}"
+        for sampling, heat in columns
+    ]
+    made_of = (
+        f"{args['prompts']} prompts, {args['seeds']} seeds, {args['max_new_tokens']} new tokens"
+    )
     lines = [
-        "Tokens per round of the bundled pair (kept drafts and the token that follows them), float32,",
+        (
+            "Tokens per round of the bundled pair (kept drafts and the token that follows them), "
+            "float32,"
+        ),
         f"K = {args['num_assistant_tokens']}, {made_of}, torch {environment['versions']['torch']}:",
         "",
         f"| verifier | {' | '.join(heads)} |",
         f"|---|{'---|' * len(heads)}",
     ]
     for verifier in VERIFIERS:
-        cells = {(row["draft_sampling"], row["temperature"]): row for row in rows if row["verifier"] == verifier}
+        cells = {
+            (row["draft_sampling"], row["temperature"]): row
+            for row in rows
+            if row["verifier"] == verifier
+        }
         figures = " | ".join(f"{cells[column]['mean_acceptance_length']:.2f}" for column in columns)
         lines.append(f"| `{verifier}` | {figures} |")
-    lines += ["", "Made by `python benchmarks/acceptance.py`; the counts are in `benchmarks/results/acceptance.json`."]
+    lines += [
+        "",
+        (
+            "Made by `python benchmarks/acceptance.py`; the counts are in "
+            "`benchmarks/results/acceptance.json`."
+        ),
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.5, 0.9, 1.2])
-    parser.add_argument("--readme", type=Path, help="only put the table of the last run between the marks of this file")
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        help="only put the table of the last run between the marks of this file",
+    )
     args = parser.parse_args()
     if args.readme is not None:
         write_between(args.readme, "acceptance", table(read_results("acceptance")))

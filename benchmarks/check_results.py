@@ -2,8 +2,9 @@
 
 python benchmarks/check_results.py
 
-It makes each of them anew from its JSON, prints what is out of date with the command that mends it, and ends with
-status 1 if anything is. The page of results names the results that were measured with other sources than the tree's.
+It makes each of them anew from its JSON, prints what is out of date with the command that mends it,
+and ends with status 1 if anything is. The page of results names the results that were measured with
+other sources than the tree's.
 """
 
 import itertools
@@ -45,7 +46,9 @@ def table_problems() -> Iterator[str]:
     parts = readme_tables.parts(read_results("end_to_end"), read_results("real_models"))
     for page, names in readme_tables.PAGES.items():
         for name in names:
-            shown = re.findall(rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", read(page), re.S)
+            shown = re.findall(
+                rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", read(page), re.S
+            )
             if shown != [parts[name]]:
                 yield f"{page}, {name}: run python benchmarks/readme_tables.py"
 
@@ -77,12 +80,21 @@ def pair_problems() -> Iterator[str]:
     mend = "run cd examples && python -m training.train_pair --stage measure"
     if (PAIR / "README.md").read_text(encoding="utf-8") != report.render(measurements):
         yield f"examples/pair/README.md: {mend}"
-    if json.loads(json.dumps(report.pair_bounds(pair["acceptance"], pair["timings"]))) != pair["bounds"]:
+    if (
+        json.loads(json.dumps(report.pair_bounds(pair["acceptance"], pair["timings"])))
+        != pair["bounds"]
+    ):
         yield f"examples/pair/measurements.json, bounds: {mend}"
 
 
 def main() -> int:
-    checks = (results_page_problems, picture_problems, table_problems, gpu_page_problems, pair_problems)
+    checks = (
+        results_page_problems,
+        picture_problems,
+        table_problems,
+        gpu_page_problems,
+        pair_problems,
+    )
     problems = [problem for check in checks for problem in check()]
     print("\n".join(problems) if problems else "Tables and pictures show the committed results.")
     return int(bool(problems))

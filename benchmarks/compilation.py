@@ -2,8 +2,9 @@
 
     python benchmarks/compilation.py
 
-A method decodes the bundled prompts with one row, with several, with another number of rows, and longer texts. Each
-method runs in processes of its own: the first ones with empty cache folders, the others with those that they left.
+A method decodes the bundled prompts with one row, with several, with another number of rows, and
+longer texts. Each method runs in processes of its own: the first ones with empty cache folders, the
+others with those that they left.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from tqdm import tqdm
 
 NAME = "compilation"
 METHODS = {"plain": PLAIN_COMPILED, "ours": compiled(DEFAULT)}
-# Rows and new tokens of the calls, in their order. The first two compile, the others must find their graphs.
+# Rows and new tokens of the calls, in their order. The first two compile, the others must find
+# their graphs.
 CALLS = ((8, 64), (1, 64), (4, 64), (8, 256), (1, 256))
 NUM_COMPILING = 2
 NUM_AFTER = 3  # calls of each kind once everything is compiled
@@ -36,15 +38,27 @@ Row = dict[str, Any]
 def decode(name: str, dtype: str) -> Row:
     """The calls of one process: their seconds, those of the same calls when all is compiled, and graphs so far."""
     runner = Runner(load_pair(dtype, "cpu"), "greedy", CALLS[0][1])
-    batches = {batch_size: runner.subject.batches(batch_size, batch_size, prompt_len=64)[0] for batch_size, _ in CALLS}
+    batches = {
+        batch_size: runner.subject.batches(batch_size, batch_size, prompt_len=64)[0]
+        for batch_size, _ in CALLS
+    }
     method, calls = METHODS[name], []
     for batch_size, num_new in CALLS:
         begin = time.perf_counter()
         run = runner(method, batches[batch_size], max_new_tokens=num_new)
         seconds, num_graphs = time.perf_counter() - begin, counters["stats"]["unique_graphs"]
         if not runner.ran_compiled(method, run):
-            raise SystemExit(f"{method.name} did not run compiled: {run.stats and run.stats.fallbacks}")
-        calls.append({"batch_size": batch_size, "max_new_tokens": num_new, "seconds": seconds, "graphs": num_graphs})
+            raise SystemExit(
+                f"{method.name} did not run compiled: {run.stats and run.stats.fallbacks}"
+            )
+        calls.append(
+            {
+                "batch_size": batch_size,
+                "max_new_tokens": num_new,
+                "seconds": seconds,
+                "graphs": num_graphs,
+            }
+        )
     for call in calls:
         batch, num_new = batches[call["batch_size"]], call["max_new_tokens"]
         after = [runner(method, batch, max_new_tokens=num_new).seconds for _ in range(NUM_AFTER)]
@@ -54,9 +68,14 @@ def decode(name: str, dtype: str) -> Row:
 
 def start(name: str, dtype: str, folder: Path) -> Row:
     """Decode in a new process with the caches in a folder."""
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
     command = [sys.executable, __file__, "--worker", name, "--dtype", dtype]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True
+    )
     row: Row = json.loads(done.stdout.splitlines()[-1])
     return row
 
@@ -84,7 +103,9 @@ COLUMNS = {
     "caches on disk": lambda row: row["caches"],
     "dtype": lambda row: row["dtype"],
     "processes": lambda row: row["processes"],
-    "to compile, s (min to max)": lambda row: "{median:.1f} ({min:.1f} to {max:.1f})".format(**row["compile_s"]),
+    "to compile, s (min to max)": lambda row: "{median:.1f} ({min:.1f} to {max:.1f})".format(
+        **row["compile_s"]
+    ),
     "of it the first call": lambda row: f"{row['first_s']:.1f}",
     "graphs": lambda row: row["graphs"],
     "other rows and lengths, s": lambda row: f"{row['later_s']:.1f}",
@@ -103,7 +124,9 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=2, limit_s=600.0)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")

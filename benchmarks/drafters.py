@@ -2,9 +2,10 @@
 
     python benchmarks/drafters.py
 
-Nothing is timed, so other work on the machine changes nothing. K is constant. The draft model's forwards are counted:
-rounds without any are what the hybrid saves besides. A round's cost is one forward of the target and those of the
-draft, each as expensive as its parameters' share of the target's.
+Nothing is timed, so other work on the machine changes nothing. K is constant. The draft model's
+forwards are counted: rounds without any are what the hybrid saves besides. A round's cost is one
+forward of the target and those of the draft, each as expensive as its parameters' share of the
+target's.
 """
 
 import argparse
@@ -22,7 +23,8 @@ import hf_speculate
 from hf_speculate.engine.step_weights import cost_ratio
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 
-KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
+# the hooks here count forwards, or treat each token by itself
+KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "drafters"
 DRAFTERS = ("copying", "model", "hybrid")
@@ -43,7 +45,9 @@ class Calls:
         self.num += 1
 
 
-def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, drafter: str, args: Any) -> dict[str, Any]:
+def measure(
+    models: tuple[Any, Any], calls: Calls, category: str, mode: str, drafter: str, args: Any
+) -> dict[str, Any]:
     """One cell: rounds, accepted and emitted tokens over all prompts of a category."""
     target, draft = models
     options = {**MODES[mode], "num_assistant_tokens_schedule": "constant"}
@@ -51,12 +55,23 @@ def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, dra
         options |= {"assistant_model": draft, "num_assistant_tokens": args.num_assistant_tokens}
     if drafter != "model":
         options["prompt_lookup_num_tokens"] = args.prompt_lookup_num_tokens
-    totals = {"num_rounds": 0, "num_drafted": 0, "num_accepted": 0, "num_emitted": 0, "num_batch_rounds": 0}
+    totals = {
+        "num_rounds": 0,
+        "num_drafted": 0,
+        "num_accepted": 0,
+        "num_emitted": 0,
+        "num_batch_rounds": 0,
+    }
     calls.num = 0
     for batch in encode(read_prompts()[category][: args.prompts], args.batch_size):
         stats = hf_speculate.SpeculationStats()
         hf_speculate.generate(
-            target, **batch.inputs, **options, max_new_tokens=args.max_new_tokens, seed=0, speculation_stats=stats
+            target,
+            **batch.inputs,
+            **options,
+            max_new_tokens=args.max_new_tokens,
+            seed=0,
+            speculation_stats=stats,
         )
         for name in totals:
             totals[name] += getattr(stats, name)
@@ -74,7 +89,9 @@ def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, dra
 COLUMNS = {
     "mode": lambda row: row["mode"],
     "category": lambda row: row["category"],
-    "drafter": lambda row: {"copying": "prompt lookup", "model": "draft model"}.get(row["drafter"], "both"),
+    "drafter": lambda row: {"copying": "prompt lookup", "model": "draft model"}.get(
+        row["drafter"], "both"
+    ),
     "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "drafted per round": lambda row: row["num_drafted"] / row["num_rounds"],
     "draft model's forwards per round": lambda row: row["draft_forwards_per_round"],
@@ -104,7 +121,9 @@ def cost_over_better(rows: list[dict[str, Any]]) -> list[float]:
     return [of["hybrid"] / min(of["copying"], of["model"]) for of in cells]
 
 
-def _by_cell(rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]) -> list[dict[str, float]]:
+def _by_cell(
+    rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]
+) -> list[dict[str, float]]:
     """Of each mode and category, the figure by drafter."""
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
@@ -113,7 +132,9 @@ def _by_cell(rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=10, help="of each category")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -128,7 +149,10 @@ def main() -> None:
     models = load(PAIR / "target", "float32"), load(PAIR / "draft", "float32")
     calls = Calls(models[1])
     cells = [
-        (category, mode, drafter) for mode in args.modes for category in sorted(read_prompts()) for drafter in DRAFTERS
+        (category, mode, drafter)
+        for mode in args.modes
+        for category in sorted(read_prompts())
+        for drafter in DRAFTERS
     ]
     rows = [measure(models, calls, *cell, args) for cell in tqdm(cells, desc=NAME, disable=None)]
     path = write_results(NAME, args, rows, args.results)

@@ -4,9 +4,10 @@
     python benchmarks/end_to_end.py --grid full --limit-s 7200
     python benchmarks/end_to_end.py --subjects pair --batch-sizes 1 --modes greedy --num-assistant-tokens 5
 
-Every text is checked against plain `generate()` before it counts, then all methods alternate in one process.
-transformers' assisted generation and prompt lookup take one row: a batch is compared with plain batched decoding and
-with a loop of assisted generation over its rows. An oracle fixes the tokens of a random pair, see `_subjects.Oracle`.
+Every text is checked against plain `generate()` before it counts, then all methods alternate in one
+process. transformers' assisted generation and prompt lookup take one row: a batch is compared with
+plain batched decoding and with a loop of assisted generation over its rows. An oracle fixes the
+tokens of a random pair, see `_subjects.Oracle`.
 """
 
 import argparse
@@ -48,7 +49,8 @@ from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 NAME = "end_to_end"
-VERIFIERS = {"greedy": ("typical",), "sampling": ("block", "coupled", "typical")}  # besides the mode's default
+# besides the mode's default
+VERIFIERS = {"greedy": ("typical",), "sampling": ("block", "coupled", "typical")}
 VERIFIERS_K = 5  # at which they are compared
 COMPILED_NUMS = (None, 5, 8)  # K of the compiled methods; None: the default schedule
 COMPILED_BATCH_SIZES = (1, 8)
@@ -59,11 +61,14 @@ GRIDS = {
 Row = dict[str, Any]
 
 
-def methods_of(batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool) -> list[Method]:
+def methods_of(
+    batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool
+) -> list[Method]:
     """All methods of a cell, plain decoding first."""
     nums, slow_nums = args.num_assistant_tokens, args.num_assistant_tokens
     if batch_size > 1 and args.grid == "small":
-        slow_nums = [min(nums, key=lambda num: abs(num - VERIFIERS_K))]  # the loop over rows takes many times as long
+        # the loop over rows takes many times as long
+        slow_nums = [min(nums, key=lambda num: abs(num - VERIFIERS_K))]
     methods = [PLAIN_METHOD, DEFAULT, *(ours(num) for num in nums)]
     methods += [ours(VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
     if args.compiled and mode == "greedy" and batch_size in COMPILED_BATCH_SIZES:
@@ -98,7 +103,9 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     plain_s = timings.plain_step_s(args.max_new_tokens)
     middle = sorted(batches, key=lambda batch: batch.input_ids.shape[1])[len(batches) // 2]
     costs = measure_costs(subject, middle, args.max_new_tokens, plain_s, 9, range(MAX_K + 1))
-    counted = tokens_per_round(runner, subject.batches(num_prompts, min(num_prompts, 8)), args.max_k)
+    counted = tokens_per_round(
+        runner, subject.batches(num_prompts, min(num_prompts, 8)), args.max_k
+    )
     bound, bound_k = costs.bound(batch_size, counted)
     rows = []
     for method in methods:
@@ -121,12 +128,18 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
         row["tokens_per_s"] = batch_size * args.max_new_tokens / row["seconds"]["median"]
         if method.engine == OURS:
             row |= costs.report(row["counts"], batch_size)
-        if method.engine == OURS and not is_compiled(method):  # the costs are those of eager forwards
+        # the costs are those of eager forwards
+        if method.engine == OURS and not is_compiled(method):
             row["efficiency"] = row["decode_over_plain"] / row["expected"]
-            row["share_of_bound"] = row["decode_over_plain"] / bound if not method.verifier else None
+            row["share_of_bound"] = (
+                row["decode_over_plain"] / bound if not method.verifier else None
+            )
         rows.append(row)
     rows[0]["tokens_per_round_by_k"] = counted
-    rows[0]["c"], rows[0]["v_by_k"] = costs.c(batch_size), [costs.v(batch_size, num) for num in range(MAX_K + 1)]
+    rows[0]["c"], rows[0]["v_by_k"] = (
+        costs.c(batch_size),
+        [costs.v(batch_size, num) for num in range(MAX_K + 1)],
+    )
     return rows
 
 
@@ -143,15 +156,22 @@ def compiled_note(row: Row) -> str | None:
 
 
 COLUMNS = {
-    "pair": lambda row: row["subject"] + (f", {row['oracle_acceptance']} accepted" if row["oracle_acceptance"] else ""),
+    "pair": lambda row: (
+        row["subject"]
+        + (f", {row['oracle_acceptance']} accepted" if row["oracle_acceptance"] else "")
+    ),
     "dtype": lambda row: row["dtype"],
     "rows": lambda row: row["batch_size"],
     "mode": lambda row: row["mode"],
     "method": lambda row: row["method"],
     "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
-    "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["over_plain"]),
+    "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(
+        **row["over_plain"]
+    ),
     "after the prompt": lambda row: (
-        None if row["engine"] == TRANSFORMERS and row["batch_size"] > 1 else row["decode_over_plain"]
+        None
+        if row["engine"] == TRANSFORMERS and row["batch_size"] > 1
+        else row["decode_over_plain"]
     ),
     "compiled": lambda row: compiled_note(row),
     "verified acceptance rate": lambda row: row.get("verified_acceptance_rate"),
@@ -185,14 +205,18 @@ def table(content: dict[str, Any]) -> str:
 def picture(rows: list[Row], args: argparse.Namespace) -> None:
     cells: dict[str, list[Row]] = {}
     for row in rows:
-        cells.setdefault(f"{row['subject']}, {row['batch_size']} rows, {row['mode']}", []).append(row)
+        cells.setdefault(f"{row['subject']}, {row['batch_size']} rows, {row['mode']}", []).append(
+            row
+        )
     panels = [
         Panel(
             title,
             "times plain generate()",
             {
                 "measured": [(row["method"], row["over_plain"]) for row in members],
-                "bound of the pair": [(row["method"], row["bound"]) for row in members if has_bound(row)],
+                "bound of the pair": [
+                    (row["method"], row["bound"]) for row in members if has_bound(row)
+                ],
             },
             reference=1.0,
         )
@@ -202,22 +226,40 @@ def picture(rows: list[Row], args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=2, limit_s=1800.0)
     parser.add_argument("--grid", choices=sorted(GRIDS), default="small")
     parser.add_argument("--subjects", nargs="+", choices=["pair", *SHAPES])
     parser.add_argument("--batch-sizes", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=sorted(VERIFIERS), default=list(VERIFIERS))
     parser.add_argument("--num-assistant-tokens", nargs="+", type=int)
-    parser.add_argument("--no-verifiers", dest="verifiers", action="store_false", help="only each mode's default one")
     parser.add_argument(
-        "--compiled", action=argparse.BooleanOptionalAction, help="unset: in the small grid; greedy, 1 and 8 rows"
+        "--no-verifiers",
+        dest="verifiers",
+        action="store_false",
+        help="only each mode's default one",
+    )
+    parser.add_argument(
+        "--compiled",
+        action=argparse.BooleanOptionalAction,
+        help="unset: in the small grid; greedy, 1 and 8 rows",
     )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--max-k", type=int, default=MAX_K, help="largest K that the pair's bound considers")
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), help="of several the faster one; unset: float32")
-    parser.add_argument("--acceptances", nargs="+", type=float, default=[0.8], help="of random pairs")
+    parser.add_argument(
+        "--max-k", type=int, default=MAX_K, help="largest K that the pair's bound considers"
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=sorted(DTYPES),
+        help="of several the faster one; unset: float32",
+    )
+    parser.add_argument(
+        "--acceptances", nargs="+", type=float, default=[0.8], help="of random pairs"
+    )
     parser.add_argument("--layers", type=int, help="of a random target, to shrink it")
     parser.add_argument("--draft-layers", type=int, help="of a random draft, to shrink it")
     parser.add_argument("--cache", choices=CACHES, default="auto")
@@ -257,7 +299,9 @@ def main() -> None:
         if (name, batch_size) not in dtype_of:
             pair = (None, None)  # frees its memory
             # an oracle fixes the texts of random pairs; those of others are equal in float32
-            dtypes = args.dtypes or ["bfloat16" if name in SHAPES and args.device.type == "cuda" else "float32"]
+            dtypes = args.dtypes or [
+                "bfloat16" if name in SHAPES and args.device.type == "cuda" else "float32"
+            ]
             dtype_of[name, batch_size] = faster_dtype(make, dtypes, batch_size)
         key = (name, acceptance, dtype_of[name, batch_size])
         if pair[0] != key:

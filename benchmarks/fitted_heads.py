@@ -4,8 +4,9 @@
     python benchmarks/fitted_heads.py --timed-prompts 0    # counts alone, which other work on the machine cannot change
     python benchmarks/fitted_heads.py --readme docs/heads.md  # the last results between the marks of that page
 
-K is constant. Greedy decoding, and sampling at temperature 1 with the verifier "rejection", where the draft's tokens
-are drawn ("sample") or point masses ("argmax"). Speed is greedy decoding of one row over plain decoding of it, in turn.
+K is constant. Greedy decoding, and sampling at temperature 1 with the verifier "rejection", where
+the draft's tokens are drawn ("sample") or point masses ("argmax"). Speed is greedy decoding of one
+row over plain decoding of it, in turn.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from transformers import PreTrainedModel
 import hf_speculate
 
 NAME = "fitted_heads"
-HEADS = {"EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash 2": "dflash2"}  # folders in examples/heads
+# folders in examples/heads
+HEADS = {"EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash 2": "dflash2"}
 DRAFT_MODEL = "draft model"
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -42,33 +44,52 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def options_of(draft: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of every call that drafts."""
-    schedule = {"num_assistant_tokens": args.num_assistant_tokens, "num_assistant_tokens_schedule": "constant"}
+    schedule = {
+        "num_assistant_tokens": args.num_assistant_tokens,
+        "num_assistant_tokens_schedule": "constant",
+    }
     return {"assistant_model": draft, "max_new_tokens": args.max_new_tokens, **schedule}
 
 
-def mean_acceptance_length(target: PreTrainedModel, draft: Any, method: str, args: argparse.Namespace) -> float:
+def mean_acceptance_length(
+    target: PreTrainedModel, draft: Any, method: str, args: argparse.Namespace
+) -> float:
     """Emitted tokens per round of a row, over all prompts, and over all seeds when sampling."""
     num_emitted = num_rounds = 0
     for batch in read_batches(args.prompts, args.batch_size, device=args.device):
         for seed in range(args.seeds if METHODS[method]["do_sample"] else 1):
             stats = hf_speculate.SpeculationStats()
-            options = {**options_of(draft, args), **METHODS[method], "seed": seed, "speculation_stats": stats}
+            options = {
+                **options_of(draft, args),
+                **METHODS[method],
+                "seed": seed,
+                "speculation_stats": stats,
+            }
             hf_speculate.generate(target, **batch.inputs, **options)
             num_emitted, num_rounds = num_emitted + stats.num_emitted, num_rounds + stats.num_rounds
     return num_emitted / num_rounds
 
 
-def speeds(target: PreTrainedModel, drafts: dict[str, Any], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def speeds(
+    target: PreTrainedModel, drafts: dict[str, Any], args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """By draft: greedy decoding over plain decoding of the same row; empty if no prompt is timed."""
     ratios: dict[str, list[float]] = {name: [] for name in drafts}
-    for batch in read_batches(args.timed_prompts, 1, device=args.device) if args.timed_prompts else []:
+    for batch in (
+        read_batches(args.timed_prompts, 1, device=args.device) if args.timed_prompts else []
+    ):
         options = {**batch.inputs, "max_new_tokens": args.max_new_tokens, "do_sample": False}
         calls = {"plain": partial(target.generate, **options)}
         for name, draft in drafts.items():
-            calls[name] = partial(hf_speculate.generate, target, **options | options_of(draft, args))
+            calls[name] = partial(
+                hf_speculate.generate, target, **options | options_of(draft, args)
+            )
         seconds, _ = alternate_patiently(calls, args.repeats + 1, NAME)
         for name in drafts:
-            ratios[name] += [plain / ours for plain, ours in zip(seconds["plain"][1:], seconds[name][1:], strict=True)]
+            ratios[name] += [
+                plain / ours
+                for plain, ours in zip(seconds["plain"][1:], seconds[name][1:], strict=True)
+            ]
     return {name: spread(own) for name, own in ratios.items() if own}
 
 
@@ -87,12 +108,16 @@ COLUMNS = {
 def table(content: dict[str, Any]) -> str:
     """Mean acceptance length by draft and method, and the speed if it was measured."""
     args = content["arguments"]
-    note = f"Tokens per round, K = {args['num_assistant_tokens']}, {args['prompts']} prompts, float32."
+    note = (
+        f"Tokens per round, K = {args['num_assistant_tokens']}, {args['prompts']} prompts, float32."
+    )
     return f"{note}\n\n{markdown(COLUMNS, content['rows'])}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=3, limit_s=1200)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -100,14 +125,20 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
     parser.add_argument("--timed-prompts", type=int, default=8)
-    parser.add_argument("--readme", type=Path, help="only put the table of the last run between the marks of this file")
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        help="only put the table of the last run between the marks of this file",
+    )
     args = parse_common(parser)
     if args.readme is not None:
         write_between(args.readme, NAME, table(read_results(NAME)))
         return
     target = load(PAIR / "target", "float32", args.device)
     folder = PAIR.parent / "heads"
-    drafts: dict[str, Any] = {name: hf_speculate.load_drafter(folder / own, target) for name, own in HEADS.items()}
+    drafts: dict[str, Any] = {
+        name: hf_speculate.load_drafter(folder / own, target) for name, own in HEADS.items()
+    }
     parts = {name: head.network for name, head in drafts.items()}
     drafts[DRAFT_MODEL] = parts[DRAFT_MODEL] = load(PAIR / "draft", "float32", args.device)
     measured = speeds(target, drafts, args)

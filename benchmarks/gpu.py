@@ -30,6 +30,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -51,7 +52,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.models.folded_attention import folded_attention, folding, is_chosen, register_folded_attention
+from hf_speculate.models.folded_attention import (
+    folded_attention,
+    folding,
+    is_chosen,
+    register_folded_attention,
+)
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.support.tiny import make_model, noisy_copy
 
@@ -182,20 +188,35 @@ class Setting:
         ids = torch.randint(64, (batch_size, self.sizes.prompt_len), generator=generator)
         return {name: ids_.to(self.sizes.device) for name, ids_ in prompts(ids).items()}
 
-    def decode(self, options: dict[str, Any], is_plain: bool, batch_size: int, stats: Any, **others: Any) -> Tensor:
+    def decode(
+        self, options: dict[str, Any], is_plain: bool, batch_size: int, stats: Any, **others: Any
+    ) -> Tensor:
         """Token ids [B, T + N]."""
-        arguments = {**self.inputs(batch_size), **options, "max_new_tokens": self.sizes.num_new, **others}
+        arguments = {
+            **self.inputs(batch_size),
+            **options,
+            "max_new_tokens": self.sizes.num_new,
+            **others,
+        }
         if is_plain:
             return self.target.generate(**arguments)
-        return hf_speculate.generate(self.target, assistant_model=self.draft, speculation_stats=stats, **arguments)
+        return hf_speculate.generate(
+            self.target, assistant_model=self.draft, speculation_stats=stats, **arguments
+        )
 
     def prompt_s(self, batch_size: int, is_plain: bool) -> float:
         """Seconds of the forwards over the prompts."""
-        inputs, models = self.inputs(batch_size), [self.target] if is_plain else [self.target, self.draft]
+        inputs, models = (
+            self.inputs(batch_size),
+            [self.target] if is_plain else [self.target, self.draft],
+        )
         seconds = []
         for _ in range(3):
             with torch.no_grad():
-                runs = [lambda model=model: model(**inputs, use_cache=True, logits_to_keep=1) for model in models]
+                runs = [
+                    lambda model=model: model(**inputs, use_cache=True, logits_to_keep=1)
+                    for model in models
+                ]
                 seconds.append(sum(seconds_of(run, self.sizes) for run in runs))
         return min(seconds)
 
@@ -204,7 +225,9 @@ class Setting:
         num_forwards, num_steps = self.sizes.num_new - 1, 0
         if not is_plain:
             num_forwards = sum(stats.rounds_by_draft_len.values())
-            num_steps = sum(num_tokens * num for num_tokens, num in stats.rounds_by_draft_len.items())
+            num_steps = sum(
+                num_tokens * num for num_tokens, num in stats.rounds_by_draft_len.items()
+            )
         num_bytes = num_forwards * read_bytes(self.target) + num_steps * read_bytes(self.draft)
         return num_bytes / self.bytes_per_s
 
@@ -219,7 +242,9 @@ def read_bytes(model: PreTrainedModel) -> int:
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in tables)
 
 
-def measure(report: Report, setting: Setting, method: str, options: dict[str, Any], batch_size: int) -> dict[str, Any]:
+def measure(
+    report: Report, setting: Setting, method: str, options: dict[str, Any], batch_size: int
+) -> dict[str, Any]:
     """Measure a method: a first call, whose text is checked, calls in which a schedule learns, then timed ones."""
     sizes, name = setting.sizes, f"{method}, B={batch_size}"
     is_plain, stats = method.startswith(PLAIN), hf_speculate.SpeculationStats()
@@ -230,10 +255,14 @@ def measure(report: Report, setting: Setting, method: str, options: dict[str, An
     first_s = seconds_of(run, sizes)
     expected = setting.oracle.text(setting.inputs(batch_size)["input_ids"], sizes.num_new)
     is_right = torch.equal(texts[0].cpu(), expected)
-    report.check(f"{name}: the text is the oracle's", is_right, int((texts[0].cpu() != expected).sum()))
+    report.check(
+        f"{name}: the text is the oracle's", is_right, int((texts[0].cpu() != expected).sum())
+    )
     ran = stats.compiled if "compiled" in method else stats.graphed
     if not (is_plain or sizes.is_dry):
-        report.check(f"{name}: no forward runs eagerly", ran == ["target", "draft"], stats.fallbacks)
+        report.check(
+            f"{name}: no forward runs eagerly", ran == ["target", "draft"], stats.fallbacks
+        )
     for _ in range(LEARNING_CALLS if "default" in method else 0):
         run()
     timed = []
@@ -248,8 +277,12 @@ def measure(report: Report, setting: Setting, method: str, options: dict[str, An
         "batch_size": batch_size,
         "is_right": is_right,
         "tokens_per_s": sorted(num_tokens / call_s for call_s, _ in timed),
-        "tokens_per_s_after_prompt": sorted((num_tokens - batch_size) / spent_s for spent_s in after_s),
-        "share_of_bound": median(weights_s / spent_s for (_, weights_s), spent_s in zip(timed, after_s, strict=True)),
+        "tokens_per_s_after_prompt": sorted(
+            (num_tokens - batch_size) / spent_s for spent_s in after_s
+        ),
+        "share_of_bound": median(
+            weights_s / spent_s for (_, weights_s), spent_s in zip(timed, after_s, strict=True)
+        ),
         "first_s": first_s,
         "prompt_s": prompt_s,
         "peak_gb": 0.0 if sizes.is_dry else torch.cuda.max_memory_allocated() / 1e9,
@@ -260,7 +293,11 @@ def measure(report: Report, setting: Setting, method: str, options: dict[str, An
     }
     whole, after = median(values["tokens_per_s"]), median(values["tokens_per_s_after_prompt"])
     rates = f"{whole:7.0f} tokens/s, after the prompt {after:7.0f}"
-    print(f"{name:32} {rates}, {values['share_of_bound']:4.0%} of the bound, first call {first_s:.1f} s", flush=True)
+    print(
+        f"{name:32} {rates}, {values['share_of_bound']:4.0%} of the bound, first call "
+        f"{first_s:.1f} s",
+        flush=True,
+    )
     return values
 
 
@@ -282,7 +319,11 @@ def take_apart(setting: Setting, options: dict[str, Any], batch_size: int) -> di
     setting.decode(options, False, batch_size, stats, speculation_callback=begin)
     torch.cuda.synchronize()
     profiler.stop()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.device_type() == DeviceType.CUDA]
+    events = [
+        event
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA
+    ]
     spent_ns, counts = Counter[str](), Counter[str]()
     busy_ns = last_ns = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -295,7 +336,11 @@ def take_apart(setting: Setting, options: dict[str, Any], batch_size: int) -> di
     spent_ns[IDLE] = last_ns - min(event.start_ns() for event in events) - busy_ns
     num_rounds = max(stats.num_batch_rounds - 1, 1)
     ms = {kind: spent / 1e6 / num_rounds for kind, spent in spent_ns.items()}
-    print(" ".join(f"{kind} {spent:.2f} ms," for kind, spent in ms.items()), f"B={batch_size}", flush=True)
+    print(
+        " ".join(f"{kind} {spent:.2f} ms," for kind, spent in ms.items()),
+        f"B={batch_size}",
+        flush=True,
+    )
     kernels = [(name, spent / 1e6) for name, spent in counts.most_common(24)]
     values = {"what": "round", "batch_size": batch_size, "num_rounds": num_rounds, "ms": ms}
     return values | {"kernels_a_round": len(events) / num_rounds, "kernels_ms": kernels}
@@ -321,7 +366,8 @@ def decode_compiled(report: Report) -> None:
     for batch_size in report.sizes.batch_sizes:
         for method, options in COMPILED_METHODS.items():
             cell = f"{method}, B={batch_size}"
-            report.attempt(cell, lambda: measure(report, setting, method, options, batch_size), needs_s)  # noqa: B023
+            run = partial(measure, report, setting, method, options, batch_size)
+            report.attempt(cell, run, needs_s)
 
 
 def attention(report: Report) -> None:
@@ -337,14 +383,21 @@ def attention(report: Report) -> None:
                 report.attempt(f"attention {shape}", lambda: attend(sizes, *shape, bytes_per_s))  # noqa: B023
 
 
-def attend(sizes: Sizes, batch_size: int, num_query: int, num_keys: int, bytes_per_s: float) -> dict[str, Any]:
+def attend(
+    sizes: Sizes, batch_size: int, num_query: int, num_keys: int, bytes_per_s: float
+) -> dict[str, Any]:
     """Microseconds of one layer's attention."""
     dtype = torch.float32 if sizes.is_dry else torch.bfloat16
     query = torch.randn(batch_size, NUM_HEADS, num_query, WIDTH, device=sizes.device, dtype=dtype)
-    states = [torch.randn(batch_size, NUM_KV_HEADS, num_keys, WIDTH, device=sizes.device, dtype=dtype) for _ in "kv"]
+    states = [
+        torch.randn(batch_size, NUM_KV_HEADS, num_keys, WIDTH, device=sizes.device, dtype=dtype)
+        for _ in "kv"
+    ]
     positions = torch.arange(num_keys - num_query, num_keys, device=sizes.device)[:, None]
     is_hidden = torch.arange(num_keys, device=sizes.device) > positions  # [Q, T]
-    mask = torch.zeros(is_hidden.shape, device=sizes.device, dtype=dtype).masked_fill_(is_hidden, -torch.inf)
+    mask = torch.zeros(is_hidden.shape, device=sizes.device, dtype=dtype).masked_fill_(
+        is_hidden, -torch.inf
+    )
     mask = mask.expand(batch_size, 1, -1, -1)
     module, groups = nn.Module(), NUM_HEADS // NUM_KV_HEADS
     module.num_key_value_groups = groups
@@ -369,8 +422,15 @@ def attend(sizes: Sizes, batch_size: int, num_query: int, num_keys: int, bytes_p
     us = {name: 1e6 * graphed_s(run, sizes) for name, run in runs.items()}
     bound_us = 1e6 * 2 * states[0].nbytes / bytes_per_s
     shown = ", ".join(f"{name} {spent:.1f} us" for name, spent in us.items())
-    print(f"B={batch_size} Q={num_query} T={num_keys}: {shown}, bound {bound_us:.1f} us", flush=True)
-    values = {"what": "attention", "batch_size": batch_size, "num_query": num_query, "num_keys": num_keys}
+    print(
+        f"B={batch_size} Q={num_query} T={num_keys}: {shown}, bound {bound_us:.1f} us", flush=True
+    )
+    values = {
+        "what": "attention",
+        "batch_size": batch_size,
+        "num_query": num_query,
+        "num_keys": num_keys,
+    }
     return values | {"us": us, "bound_us": bound_us}
 
 
@@ -401,19 +461,45 @@ def run_tests(report: Report) -> dict[str, Any]:
     texts = {path: path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     files = [str(path.relative_to(ROOT)) for path, text in texts.items() if "mark.gpu" in text]
     workers = min(8, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-n", str(workers), "--dist", "worksteal"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-m",
+        "gpu",
+        "-n",
+        str(workers),
+        "--dist",
+        "worksteal",
+    ]
     command += ["-p", "no:cacheprovider", "-p", "_instant_failures", *files]
-    folders = [str(BARE)] * is_dry + [str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    folders = [str(BARE)] * is_dry + [
+        str(ROOT / "benchmarks"),
+        str(ROOT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     command += ["-p", "no:hypothesispytest"] * is_dry  # hypothesis is hidden then
     path = report.path.with_suffix(".log")
     with path.open("w", encoding="utf-8") as log, suppress(subprocess.TimeoutExpired):
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(folders)}
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        subprocess.run(command, cwd=ROOT, env=environment, timeout=max(report.remaining_s - 3.0, 1.0), **streams)
+        subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=max(report.remaining_s - 3.0, 1.0),
+            **streams,
+        )
     output = path.read_text(encoding="utf-8")
     outcomes = Counter(_OUTCOME.findall(output))
-    is_right = outcomes["SKIPPED" if is_dry else "PASSED"] > 0 and not outcomes["FAILED"] + outcomes["ERROR"]
-    report.check("tests marked gpu: none fails", is_right, output[-4000:] if not is_right else dict(outcomes))
+    is_right = (
+        outcomes["SKIPPED" if is_dry else "PASSED"] > 0
+        and not outcomes["FAILED"] + outcomes["ERROR"]
+    )
+    report.check(
+        "tests marked gpu: none fails", is_right, output[-4000:] if not is_right else dict(outcomes)
+    )
     print(f"tests marked gpu: {dict(outcomes)}", flush=True)
     return {"what": "tests", "outcomes": outcomes}
 
@@ -436,7 +522,9 @@ PARTS = {
 def run_part(name: str, args: argparse.Namespace, end_s: float) -> int:
     """Run a part in this process, which is the part's own; 1 if a check failed."""
     if not args.dry_run and not torch.cuda.is_available():
-        raise SystemExit("gpu.py needs a CUDA device, found none; pass --dry-run for tiny models on the CPU")
+        raise SystemExit(
+            "gpu.py needs a CUDA device, found none; pass --dry-run for tiny models on the CPU"
+        )
     torch.manual_seed(0)
     report = Report(args.out / f"{name}.json", DRY if args.dry_run else Sizes(), end_s, args.commit)
     begin = time.monotonic()
@@ -459,7 +547,8 @@ def fork_part(name: str, args: argparse.Namespace, end_s: float) -> bool:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # a device that failed, or what a compiler leaves running, may hold up an ordinary exit
+        # a device that failed, or what a compiler leaves running, may hold up an ordinary exit
+        os._exit(status)
     done, status = 0, 0
     while not done and time.monotonic() < end_s + 5.0:
         done, status = os.waitpid(process_id, os.WNOHANG)
@@ -473,12 +562,18 @@ def fork_part(name: str, args: argparse.Namespace, end_s: float) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts that get all the time")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts that get all the time"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all parts together")
-    parser.add_argument("--commit", default="", help="revision to name in the results, where git is not at hand")
+    parser.add_argument(
+        "--commit", default="", help="revision to name in the results, where git is not at hand"
+    )
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()

@@ -3,8 +3,9 @@
     python benchmarks/grammar_drafts.py
 
 Thirty JSON schemas are decoded greedily, one row in float32, each with the matcher of
-`examples/grammar.py`, which needs `pip install ".[grammar]"`. Every method drafts up to 10 tokens in
-each round, so that the counts do not depend on the machine. A schema counts where all texts are equal.
+`examples/grammar.py`, which needs `pip install ".[grammar]"`. Every method drafts up to 10 tokens
+in each round, so that the counts do not depend on the machine. A schema counts where all texts are
+equal.
 """
 
 import argparse
@@ -132,7 +133,11 @@ TASKS = (
     Task(
         "nested",
         "Describe a house with two rooms.",
-        record(building=record(rooms=some(record(room_name=WORD, window_count=COUNT), 2), has_garden=YES_NO)),
+        record(
+            building=record(
+                rooms=some(record(room_name=WORD, window_count=COUNT), 2), has_garden=YES_NO
+            )
+        ),
     ),
     Task(
         "nested",
@@ -251,7 +256,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 speculation_stats=stats,
             )
             texts[name] = ids[0, inputs["input_ids"].shape[1] :].tolist()
-            forwards[name] = stats.num_rounds + 1 if options else len(texts[name])  # one more reads the prompt
+            # one more reads the prompt
+            forwards[name] = stats.num_rounds + 1 if options else len(texts[name])
         rows.append(
             {
                 "kind": task.kind,
@@ -267,7 +273,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def tokens_per_forward(rows: Iterable[dict[str, Any]], method: str) -> float:
     counted = [row for row in rows if row["is_equal"]]
-    return float(sum(row["num_tokens"] for row in counted) / sum(row["forwards"][method] for row in counted))
+    return float(
+        sum(row["num_tokens"] for row in counted) / sum(row["forwards"][method] for row in counted)
+    )
 
 
 def table(content: dict[str, Any]) -> str:
@@ -285,7 +293,9 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=1, limit_s=3600.0)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     args = parse_common(parser)

@@ -2,10 +2,11 @@
 
     python benchmarks/heads.py
 
-Target and head have the shapes of Llama-3-8B and of its EAGLE-3 heads, with random weights; the target is cut to four
-layers, which changes nothing of what drafting costs. An oracle fixes the text and how many drafted tokens are accepted.
-In each round of a call the time of drafting K tokens is taken, the projection of the target's states included, and
-right after it that of the same products with the same numbers of rows and nothing else.
+Target and head have the shapes of Llama-3-8B and of its EAGLE-3 heads, with random weights; the
+target is cut to four layers, which changes nothing of what drafting costs. An oracle fixes the text
+and how many drafted tokens are accepted. In each round of a call the time of drafting K tokens is
+taken, the projection of the target's states included, and right after it that of the same products
+with the same numbers of rows and nothing else.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import NetworkPlan
 from hf_speculate.types import DraftOut
 
-KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
+# the hooks here count forwards, or treat each token by itself
+KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "heads"
 SHAPES = {
@@ -62,7 +64,9 @@ GOAL = 1.1  # drafting over the products alone
 def make_target(shape: dict[str, int], dtype: str, device: torch.device) -> PreTrainedModel:
     """A random target of four layers."""
     fields = {name: value for name, value in shape.items() if name != "draft_vocab_size"}
-    config = LlamaConfig(**fields, num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=8192)
+    config = LlamaConfig(
+        **fields, num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=8192
+    )
     target = random_model(config, dtype, device)
     target.generation_config.eos_token_id = None
     return target
@@ -70,7 +74,11 @@ def make_target(shape: dict[str, int], dtype: str, device: torch.device) -> PreT
 
 def make_head(shape: dict[str, int], target: PreTrainedModel) -> DraftHead:
     """A random EAGLE-3 head for a target."""
-    width, vocab_size, num_ids = shape["hidden_size"], shape["vocab_size"], shape["draft_vocab_size"]
+    width, vocab_size, num_ids = (
+        shape["hidden_size"],
+        shape["vocab_size"],
+        shape["draft_vocab_size"],
+    )
     options, device = Eagle3Options(read_layer_config(shape)), target.device
     ids = torch.arange(num_ids, device=device) * (vocab_size // num_ids)
     shapes, vocabulary = {"lm_head.weight": (num_ids, width)}, DraftVocabulary(vocab_size, ids)
@@ -78,7 +86,9 @@ def make_head(shape: dict[str, int], target: PreTrainedModel) -> DraftHead:
         network = Eagle3Network(NetworkPlan(options, shapes, width, vocabulary, device))
     network = network.to_empty(device=device).to(target.dtype)
     for weight in network.parameters():
-        torch.nn.init.ones_(weight) if weight.dim() == 1 else torch.nn.init.normal_(weight, std=0.02)
+        torch.nn.init.ones_(weight) if weight.dim() == 1 else torch.nn.init.normal_(
+            weight, std=0.02
+        )
     spec = HeadSpec("eagle3", "original", "random", AUX_LAYERS, width, width, vocab_size, num_ids)
     return DraftHead(spec, network, target.config, partial(ChainDrafter, network))
 
@@ -104,7 +114,9 @@ class Oracle:
             ids.append(torch.where(is_right, right, self.following[right]))
         return torch.stack(ids, dim=1)
 
-    def _bump(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _bump(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         index = self.following[kwargs["input_ids"][:, -output.logits.shape[1] :]][..., None]
         output.logits.scatter_add_(-1, index, output.logits.new_full((), BUMP).expand(index.shape))
 
@@ -132,7 +144,8 @@ class Products:
         products = [(fc, num_draft_tokens + 1)]  # the target scored so many tokens
         products += [(layer, num) for num in columns for layer in [*self.of_layer, head]]
         inputs = [
-            layer.weight.new_ones(batch_size, 1 if layer is head else num, layer.in_features) for layer, num in products
+            layer.weight.new_ones(batch_size, 1 if layer is head else num, layer.in_features)
+            for layer, num in products
         ]
         wait()
         begin = time.perf_counter()
@@ -152,7 +165,13 @@ class TimedDrafter:
         seconds: takes a pair of times for each whole round: drafting, and the products alone.
     """
 
-    def __init__(self, setup: DrafterSetup, head: DraftHead, oracle: Oracle, seconds: list[tuple[float, float]]):
+    def __init__(
+        self,
+        setup: DrafterSetup,
+        head: DraftHead,
+        oracle: Oracle,
+        seconds: list[tuple[float, float]],
+    ):
         self.drafter: Drafter = head(setup)
         self.hidden_layers, self.rows = head.hidden_layers, self.drafter.rows
         self.oracle, self.seconds, self.products = oracle, seconds, Products(head.network)
@@ -180,11 +199,17 @@ class TimedDrafter:
 
 
 def measure(
-    head: DraftHead, target: PreTrainedModel, oracle: Oracle, batch_size: int, args: argparse.Namespace
+    head: DraftHead,
+    target: PreTrainedModel,
+    oracle: Oracle,
+    batch_size: int,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """One cell."""
     seconds: list[tuple[float, float]] = []
-    ids = torch.randint(target.config.vocab_size, (batch_size, args.prompt_len), device=target.device)
+    ids = torch.randint(
+        target.config.vocab_size, (batch_size, args.prompt_len), device=target.device
+    )
     stats = hf_speculate.SpeculationStats()
     for _ in range(args.repeats):
         hf_speculate.generate(
@@ -237,7 +262,9 @@ def ratios_of(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=1, limit_s=1200)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
@@ -245,7 +272,9 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=40)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
-    parser.add_argument("--acceptance", type=float, default=0.7, help="of each drafted token, given those before it")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, help="of each drafted token, given those before it"
+    )
     args = parse_common(parser)
     target = make_target(SHAPES[args.shape], args.dtype, args.device)
     head, oracle = make_head(SHAPES[args.shape], target), Oracle(target, args.acceptance)

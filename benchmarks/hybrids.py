@@ -2,9 +2,9 @@
 
     python benchmarks/hybrids.py
 
-The verification forward of K + 1 tokens, in which mixers read one token at a time and keep their states, beside the
-model's own forward of as many tokens; the rollback after it; and whole calls beside plain decoding, where an oracle
-drafts so that each round keeps a fixed number of tokens.
+The verification forward of K + 1 tokens, in which mixers read one token at a time and keep their
+states, beside the model's own forward of as many tokens; the rollback after it; and whole calls
+beside plain decoding, where an oracle drafts so that each round keeps a fixed number of tokens.
 """
 
 import argparse
@@ -26,7 +26,13 @@ from _harness import (
     spread,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
 
 import hf_speculate
 from hf_speculate.cache.layers import attention_layers
@@ -38,7 +44,8 @@ from hf_speculate.types import DraftOut
 
 NAME = "hybrids"
 Row = dict[str, Any]
-# By name, bytes that states after each token may take: any number, or none, so that they are computed again.
+# By name, bytes that states after each token may take: any number, or none, so that they are
+# computed again.
 MODES = {"kept states": 1 << 60, "replay": -1}
 # The sizes of the 2 B model of the family, but for its 24 layers and its vocabulary of 248,320.
 SIZES = {
@@ -63,7 +70,8 @@ class Oracle:
         self.num_right, self.vocab_size = num_right, vocab_size
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
-        self.positions = torch.ones(len(self.texts), dtype=torch.int64)  # the token after the prompt is the target's
+        # the token after the prompt is the target's
+        self.positions = torch.ones(len(self.texts), dtype=torch.int64)
         return self
 
     def draft(self, request: DraftRequest) -> DraftOut:
@@ -74,7 +82,9 @@ class Oracle:
         ids = self.texts.gather(1, columns.to(self.texts.device))  # [B, K]
         is_wrong = torch.arange(num, device=ids.device) >= self.num_right
         ids = torch.where(is_wrong, (ids + 1) % self.vocab_size, ids)
-        return DraftOut(ids, torch.full((len(ids),), num, dtype=torch.int32, device=ids.device), None, None)
+        return DraftOut(
+            ids, torch.full((len(ids),), num, dtype=torch.int32, device=ids.device), None, None
+        )
 
     def rows(self, indices: Sequence[int]) -> None:
         self.texts, self.positions = self.texts[list(indices)], self.positions[list(indices)]
@@ -95,20 +105,25 @@ def load(args: argparse.Namespace) -> PreTrainedModel:
 def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Namespace) -> Row:
     """Seconds of the forwards after a prompt, and of the rollbacks after them."""
     num_query, device = args.num_assistant_tokens + 1, args.device
-    ids = torch.randint(1, SIZES["vocab_size"], (batch_size, args.prompt_len + num_query), device=device)
+    ids = torch.randint(
+        1, SIZES["vocab_size"], (batch_size, args.prompt_len + num_query), device=device
+    )
     prompt, query = ids.split([args.prompt_len, num_query], dim=1)
     own = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(prompt, **{CACHE_NAME: own}, use_cache=True)
     language_model = LanguageModel(model, keeps_states=False)
     caches = {
-        name: make_hybrid_cache(model, None, batch_size, None, device, max_bytes) for name, max_bytes in MODES.items()
+        name: make_hybrid_cache(model, None, batch_size, None, device, max_bytes)
+        for name, max_bytes in MODES.items()
     }
     for cache in caches.values():
         language_model.forward(prompt, cache, logits_to_keep=1)
         cache.begin_recording()
     # Rows keep 1, 2, ... tokens, so that one of four keeps all; a single row keeps all but two.
-    kept = [num_query - 2] if batch_size == 1 else [1 + row % num_query for row in range(batch_size)]
+    kept = (
+        [num_query - 2] if batch_size == 1 else [1 + row % num_query for row in range(batch_size)]
+    )
 
     def of_its_own(length: int) -> None:
         with torch.inference_mode():
@@ -123,10 +138,15 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
     ways = {
         "one token": lambda: of_its_own(1),
         "own forward": lambda: of_its_own(num_query),
-        **{name: lambda cache=cache: language_model.forward(query, cache) for name, cache in caches.items()},
+        **{
+            name: lambda cache=cache: language_model.forward(query, cache)
+            for name, cache in caches.items()
+        },
     }
     alternate(ways, 2, prepare=prepare)
-    seconds, num_held_up = alternate_patiently(ways, args.repeats, f"{batch_size} rows", prepare, args.patience)
+    seconds, num_held_up = alternate_patiently(
+        ways, args.repeats, f"{batch_size} rows", prepare, args.patience
+    )
     prepare()
     rollbacks = {}
     for name, cache in caches.items():
@@ -136,22 +156,30 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
 
         crop = {name: lambda cache=cache: cache.crop([num_query - num for num in kept])}
         alternate(crop, 2, prepare=verify)
-        rollbacks |= alternate_patiently(crop, args.repeats, f"{batch_size} rows, rollback", verify, args.patience)[0]
+        rollbacks |= alternate_patiently(
+            crop, args.repeats, f"{batch_size} rows, rollback", verify, args.patience
+        )[0]
         cache.release()
     return {
         "batch_size": batch_size,
         "num_held_up": num_held_up,
         "state_bytes": caches["replay"].states.num_bytes,
         "seconds": {name: spread(taken) for name, taken in seconds.items()},
-        "forward_over_own": {name: speedups(seconds[name], seconds["own forward"]) for name in MODES},
+        "forward_over_own": {
+            name: speedups(seconds[name], seconds["own forward"]) for name in MODES
+        },
         "rollback_s": {name: spread(taken) for name, taken in rollbacks.items()},
-        "rollback_over_own": {name: median(rollbacks[name]) / median(seconds["own forward"]) for name in MODES},
+        "rollback_over_own": {
+            name: median(rollbacks[name]) / median(seconds["own forward"]) for name in MODES
+        },
     }
 
 
 def measure_calls(model: PreTrainedModel, batch_size: int, args: argparse.Namespace) -> Row:
     """Whole calls beside plain decoding."""
-    prompt = torch.randint(1, SIZES["vocab_size"], (batch_size, args.prompt_len), device=args.device)
+    prompt = torch.randint(
+        1, SIZES["vocab_size"], (batch_size, args.prompt_len), device=args.device
+    )
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": args.max_new_tokens}
     plain = model.generate(prompt, **options)
     stats = hf_speculate.SpeculationStats()
@@ -165,10 +193,13 @@ def measure_calls(model: PreTrainedModel, batch_size: int, args: argparse.Namesp
         oracle = Oracle(plain[:, args.prompt_len :], args.num_right, SIZES["vocab_size"])
         return model.generate(prompt, **options, drafter=oracle, **drafts)
 
-    # In float32 forwards of one and of several tokens round differently, and random weights decide by little.
+    # In float32 forwards of one and of several tokens round differently, and random weights decide
+    # by little.
     is_equal = torch.equal(plain, ours())
     ways = {"plain": lambda: model.generate(prompt, **options), "ours": ours}
-    seconds, num_held_up = alternate_patiently(ways, args.repeats, f"{batch_size} rows, calls", patience=args.patience)
+    seconds, num_held_up = alternate_patiently(
+        ways, args.repeats, f"{batch_size} rows, calls", patience=args.patience
+    )
     return {
         "calls_held_up": num_held_up,
         "is_equal": is_equal,
@@ -182,8 +213,14 @@ COLUMNS = {
     "rows": lambda row: row["batch_size"],
     "one token, ms": lambda row: row["seconds"]["one token"]["median"] * 1e3,
     "K + 1 tokens, ms": lambda row: row["seconds"]["own forward"]["median"] * 1e3,
-    **{f"{name}: forward": lambda row, name=name: f"{row['forward_over_own'][name]['median']:.2f}x" for name in MODES},
-    **{f"{name}: rollback": lambda row, name=name: f"{row['rollback_over_own'][name]:.1%}" for name in MODES},
+    **{
+        f"{name}: forward": lambda row, name=name: f"{row['forward_over_own'][name]['median']:.2f}x"
+        for name in MODES
+    },
+    **{
+        f"{name}: rollback": lambda row, name=name: f"{row['rollback_over_own'][name]:.1%}"
+        for name in MODES
+    },
     "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "over plain decoding": lambda row: f"{row['call_over_plain']['median']:.2f}x",
     "equal text": lambda row: row["is_equal"],
@@ -199,17 +236,27 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=11, limit_s=600.0)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"], help="1024 in the 0.8 B model")
-    parser.add_argument("--intermediate-size", type=int, default=SIZES["intermediate_size"], help="3584 there")
+    parser.add_argument(
+        "--hidden-size", type=int, default=SIZES["hidden_size"], help="1024 in the 0.8 B model"
+    )
+    parser.add_argument(
+        "--intermediate-size", type=int, default=SIZES["intermediate_size"], help="3584 there"
+    )
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=4)
-    parser.add_argument("--num-right", type=int, default=3, help="drafted tokens that each round keeps")
-    parser.add_argument("--patience", type=int, default=10, help="repetitions of a run that other processes held up")
+    parser.add_argument(
+        "--num-right", type=int, default=3, help="drafted tokens that each round keeps"
+    )
+    parser.add_argument(
+        "--patience", type=int, default=10, help="repetitions of a run that other processes held up"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parse_common(parser)
     settle_allocator()

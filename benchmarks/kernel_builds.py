@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be there, and counts registers, spills and shared memory.
 
-Fails on a spill for cuda 90, on any spill of attention, and on shared memory over a target's limit. A complete run also
-writes a table of all kernels into docs/kernels.md.
+Fails on a spill for cuda 90, on any spill of attention, and on shared memory over a target's limit.
+A complete run also writes a table of all kernels into docs/kernels.md.
 """
 
 import argparse
@@ -51,7 +51,8 @@ class Target(NamedTuple):
     has_attention: bool = True  # whether attention for few queries runs there
 
 
-# Rows that all start at a multiple of 16 bytes; and, for one target of each compiler, rows that start anywhere.
+# Rows that all start at a multiple of 16 bytes; and, for one target of each compiler, rows that
+# start anywhere.
 SHIFTED_VOCAB_SIZE = 50_257
 SHIFTED = f", V = {SHIFTED_VOCAB_SIZE:,}"  # ends the names of calls with such rows
 EVEN = (8192,)
@@ -64,7 +65,8 @@ TARGETS = {
     "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False, ALL, False),
 }
 NO_SPILLS = ("cuda 90",)
-# Attention: no spills anywhere. Width of heads, and tokens of groups of 4 heads: each width, and each tile of rows.
+# Attention: no spills anywhere. Width of heads, and tokens of groups of 4 heads: each width, and
+# each tile of rows.
 ATTENTION = "attention"  # begins the names of its calls
 ATTENTION_SHAPES = {
     torch.bfloat16: ((64, 16), (80, 16), (96, 16), (128, 1), (128, 6), (128, 16), (256, 6)),
@@ -95,9 +97,17 @@ class Build(NamedTuple):
     @property
     def name(self) -> str:
         """The kernel and those of its constants that pick a variant."""
-        flags = [f"{key}={value}" for key, value in self.constants.items() if value is not None and key.isupper()]
-        left_out = [key.removesuffix("_ptr") for key, value in self.constants.items() if value is None]
-        return " ".join([self.kernel.__name__, *flags, *(["without", *left_out] if left_out else [])])
+        flags = [
+            f"{key}={value}"
+            for key, value in self.constants.items()
+            if value is not None and key.isupper()
+        ]
+        left_out = [
+            key.removesuffix("_ptr") for key, value in self.constants.items() if value is None
+        ]
+        return " ".join(
+            [self.kernel.__name__, *flags, *(["without", *left_out] if left_out else [])]
+        )
 
 
 def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) -> Build:
@@ -113,7 +123,9 @@ def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) 
             signature[name] = "fp32" if isinstance(value, float) else "i32"
     # Triton asks this of the integers that a kernel does not exclude.
     strides = [
-        name for name in signature if name.startswith(("key_stride", "value_stride")) and not arguments[name] % 16
+        name
+        for name in signature
+        if name.startswith(("key_stride", "value_stride")) and not arguments[name] % 16
     ]
     pointers = [name for name, dtype in signature.items() if dtype.startswith("*")]
     return Build(case, kernel, signature, constants, options, (*pointers, *strides))
@@ -121,7 +133,9 @@ def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) 
 
 def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
     """Every build that a launch needs, once."""
-    recorded = [launches(dtype, target.has_atomics, vocab_size) for vocab_size in target.vocab_sizes]
+    recorded = [
+        launches(dtype, target.has_atomics, vocab_size) for vocab_size in target.vocab_sizes
+    ]
     if target.has_attention:
         recorded.append(attention_launches(dtype))
     seen = set()
@@ -139,7 +153,9 @@ def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Bui
     suffix = SHIFTED if vocab_size == SHIFTED_VOCAB_SIZE else ""
 
     def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
-        recorded.append(build_of(case + suffix, kernel, self.shared | own, num_warps=launch.NUM_WARPS))
+        recorded.append(
+            build_of(case + suffix, kernel, self.shared | own, num_warps=launch.NUM_WARPS)
+        )
 
     batch_size, num_draft_tokens = 2, 3
     target = torch.zeros(batch_size, num_draft_tokens + 1, vocab_size, dtype=dtype)
@@ -155,26 +171,47 @@ def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Bui
         "rejection, saved sums": lambda: operations.reject(round_, plain, saved, keys),
         "rejection": lambda: operations.reject(round_, plain, dense, keys),
         "rejection, temperature": lambda: operations.reject(round_, Warp(0.7), dense, keys),
-        "rejection, saved sums, temperatures and cutoffs": lambda: operations.reject(round_, warp, saved, keys),
+        "rejection, saved sums, temperatures and cutoffs": lambda: operations.reject(
+            round_, warp, saved, keys
+        ),
         "rejection, temperatures and cutoffs": lambda: operations.reject(round_, warp, dense, keys),
-        "rejection, two dtypes": lambda: operations.reject(round_, plain, dense._replace(logits=draft.half()), keys),
+        "rejection, two dtypes": lambda: operations.reject(
+            round_, plain, dense._replace(logits=draft.half()), keys
+        ),
         "rejection, every test": lambda: operations.reject_and_test(round_, dense, keys),
         "point mass": lambda: operations.reject(round_, plain, None, keys),
         "point mass, temperatures and cutoffs": lambda: operations.reject(round_, warp, None, keys),
-        "typical": lambda: operations.typical(round_, warp, TypicalRule(0.09, 0.3, 0.0, False), keys),
-        "typical, sampled": lambda: operations.typical(round_, warp, TypicalRule(0.09, 0.3, 1e-5, True), keys),
+        "typical": lambda: operations.typical(
+            round_, warp, TypicalRule(0.09, 0.3, 0.0, False), keys
+        ),
+        "typical, sampled": lambda: operations.typical(
+            round_, warp, TypicalRule(0.09, 0.3, 1e-5, True), keys
+        ),
         "block, saved sums": lambda: operations.block(round_, warp, saved, keys),
         "block": lambda: operations.block(round_, warp, dense, keys),
         "coupled": lambda: operations.coupled(round_, warp, keys),
-        "sample": lambda: operations.sample(target[:, 0], Warp(warp.temperature, lens.float()), keys, Stream.DRAFT),
+        "sample": lambda: operations.sample(
+            target[:, 0], Warp(warp.temperature, lens.float()), keys, Stream.DRAFT
+        ),
         "cut": lambda: operations.cut(target[:, 0], 1.0, Cut(50, 0.9, 3.0)),
         "cut, temperature": lambda: operations.cut(target[:, 0], 0.7, Cut(50, 0.9, 3.0)),
     }
     if has_atomics:
-        memory = WarpedDraw(torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size), target[:, 0].float())
+        memory = WarpedDraw(
+            torch.zeros(batch_size, dtype=torch.int64),
+            torch.zeros(batch_size),
+            target[:, 0].float(),
+        )
         for name, temperature in ("warped draw", 1.0), ("warped draw, temperature", 0.7):
             cases[name] = partial(
-                operations.cut_and_draw, target[:, 0], temperature, Cut(50, 0.9, 3.0), keys, Stream.DRAFT, 0, memory
+                operations.cut_and_draw,
+                target[:, 0],
+                temperature,
+                Cut(50, 0.9, 3.0),
+                keys,
+                Stream.DRAFT,
+                0,
+                memory,
             )
     run, operations_has_atomics = launch.Launch.run, operations.has_atomics
     try:
@@ -193,7 +230,9 @@ def attention_launches(dtype: torch.dtype) -> list[Build]:
     recorded: list[Build] = []
     case = ""
 
-    def record(device: torch.device, kernel: Any, grid: Any, arguments: dict[str, Any], **options: int) -> None:
+    def record(
+        device: torch.device, kernel: Any, grid: Any, arguments: dict[str, Any], **options: int
+    ) -> None:
         if kernel is attention_launch.attend_kernel or "widest" in case:
             recorded.append(build_of(case, kernel, arguments, **options))
 
@@ -229,7 +268,11 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     source = ASTSource(build.kernel, build.signature, build.constants, aligned)
     compiled = triton.compile(source, target=target.gpu, options=build.options)
     is_cuda = target.gpu.backend == "cuda"
-    used = cuda_usage(compiled.asm["ptx"], target.gpu.arch) if is_cuda else hip_usage(compiled.asm["amdgcn"])
+    used = (
+        cuda_usage(compiled.asm["ptx"], target.gpu.arch)
+        if is_cuda
+        else hip_usage(compiled.asm["amdgcn"])
+    )
     return {
         "case": build.case,
         "kernel": build.name,
@@ -297,7 +340,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if not of_target:
             return "-"
         spills = max(row["spills"] for row in of_target)
-        return f"{max(row['registers'] for row in of_target)}" + (f" ({spills} spilled)" if spills else "")
+        return f"{max(row['registers'] for row in of_target)}" + (
+            f" ({spills} spilled)" if spills else ""
+        )
 
     lines = [
         {"kernel": f"`{name}`", "builds": list(builds)}

@@ -2,8 +2,9 @@
 
     python benchmarks/memory.py
 
-A peak is the weights that a method needs and the most that its call held beside them at any time. On a CPU torch's
-profiler reports every block that the allocator gives and takes back, on a GPU the allocator keeps its own maximum.
+A peak is the weights that a method needs and the most that its call held beside them at any time.
+On a CPU torch's profiler reports every block that the allocator gives and takes back, on a GPU the
+allocator keeps its own maximum.
 """
 
 import argparse
@@ -27,15 +28,23 @@ Row = dict[str, Any]
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of parameters and buffers; what is tied counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.parameters()}
-    storages |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.buffers()}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in model.parameters()
+    }
+    storages |= {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in model.buffers()
+    }
     return sum(storages.values())
 
 
 def cache_bytes(model: PreTrainedModel, batch_size: int, num_tokens: int) -> int:
     """Bytes of keys and values of so many tokens in every layer."""
     config = model.config
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_width = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width
     return batch_size * num_tokens * per_token * model.dtype.itemsize
 
@@ -60,7 +69,9 @@ def peak_bytes(call: Any, device: torch.device) -> int:
 
 def _allocations(profiler: Any) -> list[Any]:
     """One event for every block given (positive bytes) or taken back (negative)."""
-    return [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
 
 
 def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list[Row]:
@@ -72,18 +83,27 @@ def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list
     checked = check(runner, our_methods, batch)
     timings = Timings()
     timings.add(runner, [PLAIN_METHOD, *our_methods], batch, 1)
-    costs = measure_costs(subject, batch, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens))
+    costs = measure_costs(
+        subject, batch, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens)
+    )
     peaks = {
         method.name: peak_bytes(lambda method=method: runner(method, batch), subject.device)
         for method in (PLAIN_METHOD, *our_methods)
     }
     plain_bytes = peaks[PLAIN_METHOD.name]
     target_bytes, draft_bytes = weight_bytes(subject.target), weight_bytes(subject.draft)
-    draft_cache = cache_bytes(subject.draft, batch_size, batch.input_ids.shape[1] + args.max_new_tokens)
+    draft_cache = cache_bytes(
+        subject.draft, batch_size, batch.input_ids.shape[1] + args.max_new_tokens
+    )
     allowed = target_bytes + plain_bytes + draft_bytes + draft_cache
     rows = []
     for method in our_methods:
-        row = {"subject": subject.name, "dtype": subject.dtype, "batch_size": batch_size, "checked": checked}
+        row = {
+            "subject": subject.name,
+            "dtype": subject.dtype,
+            "batch_size": batch_size,
+            "checked": checked,
+        }
         row |= timings.summary(method) | costs.report(timings.counts[method.name], batch_size)
         row["efficiency"] = row["decode_over_plain"] / row["expected"]
         row |= {"prompt_len": batch.input_ids.shape[1], "plain_bytes": target_bytes + plain_bytes}
@@ -124,7 +144,9 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=1, limit_s=300.0)
     parser.add_argument("--subjects", nargs="+", choices=["pair", *SHAPES])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4])
@@ -151,14 +173,21 @@ def main() -> None:
             if name == "pair":
                 pair = load_pair(args.dtype, args.device)
             else:
-                pair = load_shape(name, args.dtype, args.device, args.acceptance, args.layers, args.draft_layers)
+                pair = load_shape(
+                    name, args.dtype, args.device, args.acceptance, args.layers, args.draft_layers
+                )
         results.add(measure(pair, batch_size, args))
     args.left_out = walk.left_out
     path, rows = results.write(), results.rows
     print(table({"rows": rows}))
     labels = [f"{row['subject']}, {row['batch_size']} rows, {row['method']}" for row in rows]
-    series = {"peak": [(label, row["over_allowed"]) for label, row in zip(labels, rows, strict=True)]}
-    draw(path.with_suffix(".png"), [Panel("Peak over plain's, draft and its cache", "ratio", series, ALLOWED)])
+    series = {
+        "peak": [(label, row["over_allowed"]) for label, row in zip(labels, rows, strict=True)]
+    }
+    draw(
+        path.with_suffix(".png"),
+        [Panel("Peak over plain's, draft and its cache", "ratio", series, ALLOWED)],
+    )
     print(f"written to {path}")
 
 

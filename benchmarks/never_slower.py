@@ -5,15 +5,16 @@
     python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 64 --repeats 16 --add
     python benchmarks/never_slower.py --targets smollm2 gemma3 --max-new-tokens 128 --repeats 1 --add
 
-The second and the third take ten minutes each. The last one fetches SmolLM2-135M-Instruct and Gemma 3 270M, see
-`real_models.py`, which have no bundled draft.
+The second and the third take ten minutes each. The last one fetches SmolLM2-135M-Instruct and Gemma
+3 270M, see `real_models.py`, which have no bundled draft.
 
-A cell is a target, a number of new tokens, a draft, a number of rows, a category of prompts and a mode. Sampled cells
-take the prompts of all categories: how many drafts are accepted is chance, by 5 % in a few calls, and the categories do
-not differ. Drafts: the bundled one; a random one of its shape, of which nothing is accepted; and a copy of the target,
-all accepted at a target's price. With the last two, constant K that lose against plain decoding in a short probe are
-not timed further. The default is held to the best constant K, by the seconds of all batches: in each batch to the one
-that was fastest in the other batches, or luck would choose it.
+A cell is a target, a number of new tokens, a draft, a number of rows, a category of prompts and a
+mode. Sampled cells take the prompts of all categories: how many drafts are accepted is chance, by 5
+% in a few calls, and the categories do not differ. Drafts: the bundled one; a random one of its
+shape, of which nothing is accepted; and a copy of the target, all accepted at a target's price.
+With the last two, constant K that lose against plain decoding in a short probe are not timed
+further. The default is held to the best constant K, by the seconds of all batches: in each batch to
+the one that was fastest in the other batches, or luck would choose it.
 """
 
 import argparse
@@ -50,7 +51,8 @@ TARGETS = (BUNDLED, *WHEELS)
 DRAFTS = ("bundled", "random", "large")
 MODES = ("greedy", "sampling")
 ALL = "all"  # prompts of every category, in turn
-# A constant K must reach this much of plain decoding's speed in the probe, which is noisy, to be timed.
+# A constant K must reach this much of plain decoding's speed in the probe, which is noisy, to be
+# timed.
 MIN_PROBE = 0.95
 Row = dict[str, Any]
 
@@ -68,7 +70,9 @@ class Cell(NamedTuple):
     @property
     def is_there(self) -> bool:
         """Whether the target has such a draft, and the mode takes the prompts of that category."""
-        return (self.draft != "bundled" or self.target == BUNDLED) and (self.category == ALL) == (self.mode != "greedy")
+        return (self.draft != "bundled" or self.target == BUNDLED) and (self.category == ALL) == (
+            self.mode != "greedy"
+        )
 
 
 def cell_of(row: Row) -> Cell:
@@ -97,16 +101,21 @@ def prompts_of(category: str) -> list[str]:
     return list(chain.from_iterable(zip(*by_category.values(), strict=True)))
 
 
-def constants_of(cell: Cell, runner: Runner, batch: Batch, args: argparse.Namespace) -> list[Method]:
+def constants_of(
+    cell: Cell, runner: Runner, batch: Batch, args: argparse.Namespace
+) -> list[Method]:
     """The constant K worth timing."""
     methods = [ours(num) for num in args.num_assistant_tokens]
-    if cell.draft == "bundled":  # the texts' beginnings, which a probe decodes, are accepted less than the rest
+    # the texts' beginnings, which a probe decodes, are accepted less than the rest
+    if cell.draft == "bundled":
         return methods
     probe = Runner(runner.subject, runner.mode, args.probe_tokens, args.cache)
     warm_up(probe, [PLAIN_METHOD, *methods], batch)
     timings = Timings()
     timings.add(probe, [PLAIN_METHOD, *methods], batch, 2)
-    return [method for method in methods if timings.summary(method)["decode_over_plain"] >= MIN_PROBE]
+    return [
+        method for method in methods if timings.summary(method)["decode_over_plain"] >= MIN_PROBE
+    ]
 
 
 def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]:
@@ -127,7 +136,10 @@ def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]
     rows = []
     for method in methods[1:]:
         row: Row = {**cell._asdict(), "checked": checked}
-        row |= {"schedule": DEFAULT_SCHEDULE if method == DEFAULT else "constant", "dtype": subject.dtype}
+        row |= {
+            "schedule": DEFAULT_SCHEDULE if method == DEFAULT else "constant",
+            "dtype": subject.dtype,
+        }
         row |= timings.summary(method) | costs.report(timings.counts[method.name], batch_size)
         row["efficiency"] = row["decode_over_plain"] / row["expected"]
         rows.append(row)
@@ -137,7 +149,9 @@ def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]
     if best is not None:
         fastest = fastest_elsewhere([timings.seconds[method.name] for method in methods[2:]])
         default = timings.seconds[DEFAULT.name]
-        rows[0]["over_best_constant"] = speedups(fastest, default) | {"total": sum(fastest) / sum(default)}
+        rows[0]["over_best_constant"] = speedups(fastest, default) | {
+            "total": sum(fastest) / sum(default)
+        }
     return rows
 
 
@@ -148,12 +162,17 @@ def fastest_elsewhere(constants: list[list[float]]) -> list[float]:
     def seconds_elsewhere(seconds: list[float], setting: int) -> float:
         return median(seconds[:setting] + seconds[setting + 1 :] or seconds)
 
-    return [min(constants, key=lambda seconds: seconds_elsewhere(seconds, setting))[setting] for setting in settings]
+    return [
+        min(constants, key=lambda seconds: seconds_elsewhere(seconds, setting))[setting]
+        for setting in settings
+    ]
 
 
 def share_of_best(row: Row) -> float | None:
     """The default's speed over that of the best constant K; None if none was timed."""
-    share: float | None = row["over_best_constant"]["total"] if row.get("over_best_constant") else None
+    share: float | None = (
+        row["over_best_constant"]["total"] if row.get("over_best_constant") else None
+    )
     return share
 
 
@@ -165,7 +184,9 @@ COLUMNS = {
     "prompts": lambda row: row["category"],
     "mode": lambda row: row["mode"],
     "method": lambda row: row["method"],
-    "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["over_plain"]),
+    "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(
+        **row["over_plain"]
+    ),
     "best constant": lambda row: row["best_constant"],
     "which over plain": lambda row: row["best_constant_over_plain"],
     "default over it": share_of_best,
@@ -190,7 +211,9 @@ def table(content: dict[str, Any]) -> str:
     if worst is None:
         return "no cell was measured"
     target, rows_of_it = cell_of(worst).target, worst["batch_size"]
-    where = f"{target}, {rows_of_it} rows, {worst['draft']} draft, {worst['category']}, {worst['mode']}"
+    where = (
+        f"{target}, {rows_of_it} rows, {worst['draft']} draft, {worst['category']}, {worst['mode']}"
+    )
     line = f"Worst cell: {worst['over_plain']['median']:.2f} times plain ({where})."
     least = min(filter(None, map(share_of_best, rows)), default=None)
     if least is not None:
@@ -203,9 +226,13 @@ def picture(rows: list[Row], path: Any) -> None:
     for target, draft in dict.fromkeys((cell_of(row).target, row["draft"]) for row in rows):
         cells = [row for row in rows if (cell_of(row).target, row["draft"]) == (target, draft)]
         names = [f"{row['category']}, {row['mode']}, {row['batch_size']}" for row in cells]
-        best = [(name, row["best_constant_over_plain"]) for name, row in zip(names, cells, strict=True)]
+        best = [
+            (name, row["best_constant_over_plain"]) for name, row in zip(names, cells, strict=True)
+        ]
         series = {
-            f"default ({DEFAULT_SCHEDULE})": list(zip(names, [row["over_plain"] for row in cells], strict=True)),
+            f"default ({DEFAULT_SCHEDULE})": list(
+                zip(names, [row["over_plain"] for row in cells], strict=True)
+            ),
             "best constant K": [(name, value) for name, value in best if value],
         }
         title = f"{draft} draft" if target == BUNDLED else f"{draft} draft of {target}"
@@ -214,12 +241,16 @@ def picture(rows: list[Row], path: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=3, limit_s=1500.0)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[BUNDLED])
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
-    parser.add_argument("--categories", nargs="+", choices=list(read_prompts()), default=list(read_prompts()))
+    parser.add_argument(
+        "--categories", nargs="+", choices=list(read_prompts()), default=list(read_prompts())
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-new-tokens", nargs="+", type=int, default=[256])
@@ -229,7 +260,14 @@ def main() -> None:
     parser.add_argument("--cache", choices=CACHES, default="auto")
     add_argument_of_adding(parser)
     args = parse_common(parser)
-    axes = (args.max_new_tokens, args.drafts, args.batch_sizes, [*args.categories, ALL], args.modes, args.targets)
+    axes = (
+        args.max_new_tokens,
+        args.drafts,
+        args.batch_sizes,
+        [*args.categories, ALL],
+        args.modes,
+        args.targets,
+    )
     cells = [cell for cell in map(Cell._make, product(*axes)) if cell.is_there]
     subjects = {
         (target, draft): load_subject(target, draft, args.dtype, args.device)

@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py
 
-From inside: the stages' seconds in `SpeculationStats`, in which drawing the drafts counts as drafting. From outside:
-the time after the target's first forward less the time within the two models' forward calls, by hooks around them.
+From inside: the stages' seconds in `SpeculationStats`, in which drawing the drafts counts as
+drafting. From outside: the time after the target's first forward less the time within the two
+models' forward calls, by hooks around them.
 """
 
 import argparse
@@ -22,7 +23,10 @@ Row = dict[str, Any]
 
 def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> Row:
     """One cell."""
-    runner, method = Runner(subject, mode, args.max_new_tokens, args.cache), ours(args.num_assistant_tokens)
+    runner, method = (
+        Runner(subject, mode, args.max_new_tokens, args.cache),
+        ours(args.num_assistant_tokens),
+    )
     methods = [PLAIN_METHOD, method]
     batches = subject.batches(max(args.prompts, batch_size), batch_size)
     warm_up(runner, methods, batches[0])
@@ -35,9 +39,13 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
         profiled.add(runner, methods, batch, args.repeats)
     subject.clock.is_profiling = False
     counts = plainly.counts[method.name]
-    own, all_stages = (sum(counts[f"{stage}_s"] for stage in stages) for stages in (OWN, (*OWN, "draft", "score")))
+    own, all_stages = (
+        sum(counts[f"{stage}_s"] for stage in stages) for stages in (OWN, (*OWN, "draft", "score"))
+    )
     pairs = list(zip(profiled.rounds_s[method.name], profiled.forward_s[method.name], strict=True))
-    costs = measure_costs(subject, batches[0], args.max_new_tokens, plainly.plain_step_s(args.max_new_tokens))
+    costs = measure_costs(
+        subject, batches[0], args.max_new_tokens, plainly.plain_step_s(args.max_new_tokens)
+    )
     row = {"dtype": subject.dtype, "batch_size": batch_size, "mode": mode, "checked": checked}
     row |= plainly.summary(method) | costs.report(counts, batch_size)
     row["efficiency"] = row["decode_over_plain"] / row["expected"]
@@ -56,8 +64,8 @@ COLUMNS = {
     "round, ms": lambda row: row["round_s"] * 1e3,
     "own share, from inside": lambda row: f"{row['share_inside']:.1%}",
     "of it verification": lambda row: f"{row['verify_share_inside']:.1%}",
-    "own share, from outside (min to max)": lambda row: "{median:.1%} ({min:.1%} to {max:.1%})".format(
-        **row["share_outside"]
+    "own share, from outside (min to max)": lambda row: (
+        "{median:.1%} ({min:.1%} to {max:.1%})".format(**row["share_outside"])
     ),
     "verified acceptance rate": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
@@ -79,7 +87,9 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=3, limit_s=300.0)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES))
@@ -90,7 +100,9 @@ def main() -> None:
     parser.add_argument("--cache", choices=CACHES, default="auto")
     args = parse_common(parser)
     subject = load_pair(args.dtype, args.device)
-    walk = Cells([(size, mode) for size in args.batch_sizes for mode in args.modes], args.limit_s, "cells")
+    walk = Cells(
+        [(size, mode) for size in args.batch_sizes for mode in args.modes], args.limit_s, "cells"
+    )
     results = Results(NAME, args)
     for batch_size, mode in walk:
         results.add([measure(subject, batch_size, mode, args)])
@@ -99,10 +111,17 @@ def main() -> None:
     print(table({"rows": rows}))
     labels = [f"{row['batch_size']} rows, {row['mode']}" for row in rows]
     series = {
-        "from outside": [(label, row["share_outside"]) for label, row in zip(labels, rows, strict=True)],
-        "from inside": [(label, row["share_inside"]) for label, row in zip(labels, rows, strict=True)],
+        "from outside": [
+            (label, row["share_outside"]) for label, row in zip(labels, rows, strict=True)
+        ],
+        "from inside": [
+            (label, row["share_inside"]) for label, row in zip(labels, rows, strict=True)
+        ],
     }
-    draw(path.with_suffix(".png"), [Panel("What a round costs besides its forwards", "share of it", series, 0.05)])
+    draw(
+        path.with_suffix(".png"),
+        [Panel("What a round costs besides its forwards", "share of it", series, 0.05)],
+    )
     print(f"written to {path}")
 
 

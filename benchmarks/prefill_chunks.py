@@ -2,9 +2,10 @@
 
     python benchmarks/prefill_chunks.py
 
-All rows but one decode short prompts with the bundled pair. Then a long prompt joins them, which is read in chunks
-between their rounds. The longest wait of a neighbour for its next tokens is taken while the long prompt is there, its
-median without it; the chunk sizes take turns in one process. The last size is the whole prompt.
+All rows but one decode short prompts with the bundled pair. Then a long prompt joins them, which is
+read in chunks between their rounds. The longest wait of a neighbour for its next tokens is taken
+while the long prompt is there, its median without it; the chunk sizes take turns in one process.
+The last size is the whole prompt.
 """
 
 import argparse
@@ -67,10 +68,19 @@ def measure(models: tuple[Any, Any], size: int, args: argparse.Namespace) -> Wai
     long = RowPrompt(ids[: args.long], arguments={"max_new_tokens": 8, **chunk}, key=LONG)
     begins = range(args.long, args.long + (args.rows - 1) * args.short, args.short)
     arguments = {"max_new_tokens": args.max_new_tokens}
-    short = [RowPrompt(ids[at : at + args.short], arguments=arguments, key=key) for key, at in enumerate(begins)]
+    short = [
+        RowPrompt(ids[at : at + args.short], arguments=arguments, key=key)
+        for key, at in enumerate(begins)
+    ]
     waits = Waits(long, short)
-    options = {"assistant_model": draft, "num_assistant_tokens": args.num_draft_tokens, "do_sample": False}
-    decoder = ContinuousDecoder(target, args.rows, options | {"eos_token_id": None}, on_tokens=waits.on_tokens)
+    options = {
+        "assistant_model": draft,
+        "num_assistant_tokens": args.num_draft_tokens,
+        "do_sample": False,
+    }
+    decoder = ContinuousDecoder(
+        target, args.rows, options | {"eos_token_id": None}, on_tokens=waits.on_tokens
+    )
     for _ in decoder.decode(waits.source):
         pass
     return waits
@@ -100,7 +110,9 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=7, limit_s=900)
     parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
@@ -113,7 +125,9 @@ def main() -> None:
     models = tuple(load(PAIR / name).to(args.device).eval() for name in ("target", "draft"))
     waits: dict[int, list[Waits]] = {size: [] for size in args.sizes}
     results = Results(NAME, args)
-    for number, size in Cells(itertools.product(range(args.repeats + 1), waits), args.limit_s, NAME):
+    for number, size in Cells(
+        itertools.product(range(args.repeats + 1), waits), args.limit_s, NAME
+    ):
         run = measure(models, size, args)
         if number:  # the first pass warms up
             waits[size].append(run)

@@ -48,12 +48,21 @@ def comparison_table(cells: Cells) -> str:
 
     def shown(method: str, column: tuple[int, str]) -> str | None:
         names = {method.replace(BEST, f"K = {num}") for num in LENGTHS}
-        speedups = [cells[(name, *column)]["over_plain"]["median"] for name in names if (name, *column) in cells]
+        speedups = [
+            cells[(name, *column)]["over_plain"]["median"]
+            for name in names
+            if (name, *column) in cells
+        ]
         return f"{max(speedups):.2f}x" if speedups else None
 
-    rows = [{"method": name} | {head: shown(of, COLUMNS[head]) for head in COLUMNS} for name, of in COMPARED.items()]
+    rows = [
+        {"method": name} | {head: shown(of, COLUMNS[head]) for head in COLUMNS}
+        for name, of in COMPARED.items()
+    ]
     measured = [row for row in rows if any(row[head] for head in COLUMNS)]
-    return markdown({head: lambda row, head=head: row[head] for head in ("method", *COLUMNS)}, measured)
+    return markdown(
+        {head: lambda row, head=head: row[head] for head in ("method", *COLUMNS)}, measured
+    )
 
 
 def origin(results: dict[str, Any]) -> str:
@@ -75,15 +84,25 @@ def real_models_table(results: dict[str, Any]) -> str:
         for row in rows:
             if (row["batch_size"] == 1) == is_alone and name in row:
                 means.setdefault(row["prompts"], []).append(row[name]["mean"])
-        ends = {prompts: (f"{min(of_it):.2f}x", f"{max(of_it):.2f}x") for prompts, of_it in sorted(means.items())}
-        return ", ".join(f"{prompts} {' to '.join(dict.fromkeys(both))}" for prompts, both in ends.items()) or None
+        ends = {
+            prompts: (f"{min(of_it):.2f}x", f"{max(of_it):.2f}x")
+            for prompts, of_it in sorted(means.items())
+        }
+        return (
+            ", ".join(
+                f"{prompts} {' to '.join(dict.fromkeys(both))}" for prompts, both in ends.items()
+            )
+            or None
+        )
 
     rows = [
         {
             "draft": source,
             "1 row": shown(measured, "over_plain", is_alone=True),
             "8 rows": shown(measured, "over_plain", is_alone=False),
-            "transformers' prompt lookup, 1 row": shown(measured, "rival_over_plain", is_alone=True),
+            "transformers' prompt lookup, 1 row": shown(
+                measured, "rival_over_plain", is_alone=True
+            ),
         }
         for source, measured in by_source.items()
     ]
@@ -93,12 +112,17 @@ def real_models_table(results: dict[str, Any]) -> str:
 def bound_sentence(results: dict[str, Any]) -> str:
     """What the real models say of calls whose drafts seldom help."""
     rows = results["rows"]
-    means, slower = [row["over_plain"]["mean"] for row in rows if row["is_useless"]], [*filter(is_slower, rows)]
+    means, slower = (
+        [row["over_plain"]["mean"] for row in rows if row["is_useless"]],
+        [*filter(is_slower, rows)],
+    )
     length = max(row["settings"]["max_new_tokens"] for row in rows)
     models = " and ".join(dict.fromkeys(NAMES[row["target"]] for row in rows))
     number = len(rows) if len(rows) == len(CELLS) else f"{len(rows)} of {len(CELLS)}"
     where = f"Measured with {models} in {number} settings, calls of {length} tokens"
-    useless = f"with drafts that seldom help, {min(means):.2f} to {max(means):.2f} times plain decoding"
+    useless = (
+        f"with drafts that seldom help, {min(means):.2f} to {max(means):.2f} times plain decoding"
+    )
     mean = f"geometric mean of {len(means)} settings: {useless_mean(rows):.3f}"
     below = f"{len(slower)} of the {len(rows)} 95 % intervals" if slower else "no 95 % interval"
     verb = "lie" if len(slower) > 1 else "lies"

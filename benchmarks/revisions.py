@@ -4,9 +4,9 @@
     python benchmarks/revisions.py ef758cd 92535c9 --batch-sizes 8  # two revisions
     python benchmarks/revisions.py ef758cd --num-assistant-tokens adaptive
 
-A process imports one library only, so each revision has one of its own, and the two take turns call by call. Times of
-two processes of the same code differ by a percent or two, so several pairs of processes are started. The sequences of
-both revisions must be equal.
+A process imports one library only, so each revision has one of its own, and the two take turns call
+by call. Times of two processes of the same code differ by a percent or two, so several pairs of
+processes are started. The sequences of both revisions must be equal.
 """
 
 import argparse
@@ -63,7 +63,9 @@ class Process:
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         options = [str(folder), args.dtype, args.num_assistant_tokens, str(args.max_new_tokens)]
         command = [sys.executable, str(WORKER), *options]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def decode(self, inputs: dict[str, list[list[int]]]) -> Row:
         """Seconds of one call, and token ids [B, T + N]."""
@@ -101,7 +103,9 @@ def measure(folders: dict[str, Path], batch_size: int, args: argparse.Namespace)
                 order = sides if index % 2 == 0 else sides[::-1]
                 answers = {name: running[name].decode(jobs[index % len(jobs)]) for name in order}
                 if answers["old"]["token_ids"] != answers["new"]["token_ids"]:
-                    raise SystemExit(f"{args.old} and {args.new} decode batch {index % len(jobs)} differently")
+                    raise SystemExit(
+                        f"{args.old} and {args.new} decode batch {index % len(jobs)} differently"
+                    )
                 if index >= NUM_WARM_UP:
                     for name, answer in answers.items():
                         seconds[name].append(answer["seconds"])
@@ -143,9 +147,13 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", help="revision, as git names it")
-    parser.add_argument("new", nargs="?", default=WORKING_TREE, help="revision; unset: the working tree")
+    parser.add_argument(
+        "new", nargs="?", default=WORKING_TREE, help="revision; unset: the working tree"
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--num-assistant-tokens", default="5", help='of every round, or "adaptive"')
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -153,7 +161,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--processes", type=int, default=4, help="pairs of processes")
     parser.add_argument("--calls", type=int, default=30, help="of each process")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), choices=[torch.device("cpu")])
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), choices=[torch.device("cpu")]
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     add_argument_of_adding(parser)
     args = parse_common(parser)

@@ -2,8 +2,9 @@
 
     python benchmarks/round_counts.py
 
-Ours and transformers' own loops on a tiny bfloat16 pair with K = 5. Nothing is timed. A round begins with the target's
-forward; the first one, which reads the prompt, is left out. Operators of a nested `generate()` of the draft count.
+Ours and transformers' own loops on a tiny bfloat16 pair with K = 5. Nothing is timed. A round
+begins with the target's forward; the first one, which reads the prompt, is left out. Operators of a
+nested `generate()` of the draft count.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.support.fake_cuda import FakeCuda
 from tests.support.tiny import make_model, noisy_copy
 
-KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
+# the hooks here count forwards, or treat each token by itself
+KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "round_counts"
 K, NUM_NEW, PROMPT = 5, 14, list(range(3, 12)) * 2
@@ -55,7 +57,9 @@ def table(content: dict[str, Any]) -> str:
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
-def count(gpu: FakeCuda, target: PreTrainedModel, run: Callable[[], object]) -> dict[str, dict[str, float]]:
+def count(
+    gpu: FakeCuda, target: PreTrainedModel, run: Callable[[], object]
+) -> dict[str, dict[str, float]]:
     """What happens between the beginnings of two forwards of the target."""
     log, marks = gpu.log, []
     log.clear()
@@ -85,7 +89,11 @@ def measure() -> list[dict[str, Any]]:
         for model, stage in ((target, "target"), (draft, "draft")):
             gpu.watch(model.to("cuda:0"), stage)
         ids = torch.tensor([PROMPT], device="cuda:0")
-        common = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NUM_NEW}
+        common = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": NUM_NEW,
+        }
         for mode, options in MODES.items():
             for method, run in methods(target, draft, {**common, **options}).items():
                 torch.manual_seed(0)
@@ -101,7 +109,9 @@ def methods(
     own = {**options, "seed": 1} if options["do_sample"] else options
     return {
         "plain": lambda: target.generate(**options),
-        "ours, draft model": lambda: hf_speculate.generate(target, **own, **CONSTANT, assistant_model=draft),
+        "ours, draft model": lambda: hf_speculate.generate(
+            target, **own, **CONSTANT, assistant_model=draft
+        ),
         "transformers, draft model": lambda: target.generate(**options, assistant_model=draft),
         "ours, prompt lookup": lambda: hf_speculate.generate(target, **own, **LOOKUP),
         "transformers, prompt lookup": lambda: target.generate(**options, **LOOKUP),
@@ -109,11 +119,15 @@ def methods(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args()
     if "TRITON_INTERPRET" not in os.environ:  # Triton reads it when it is imported
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"}
+        )
     print(f"written to {write_results(NAME, args, measure(), args.results)}")
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/row_memory.py
 
-10,000 rows of at most 8 tokens pass through eight places of a random model of two layers, with a draft model or with
-recurrent states, which takes a few minutes each; the bundled target with its head decodes a fifth of them. After every
-tenth of the rows, objects that Python's collector tracks and the memory of the process are counted.
+10,000 rows of at most 8 tokens pass through eight places of a random model of two layers, with a
+draft model or with recurrent states, which takes a few minutes each; the bundled target with its
+head decodes a fifth of them. After every tenth of the rows, objects that Python's collector tracks
+and the memory of the process are counted.
 """
 
 import argparse
@@ -32,11 +33,18 @@ def resident_bytes() -> int:
 def small_models(models: str) -> tuple[Any, dict[str, Any]]:
     """As `load_models`, of two layers."""
     if models == "hybrid":
-        sizes = HYBRID | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        sizes = HYBRID | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        }
         lookup = {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
         return AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**sizes)).eval(), lookup
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=4096
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=4096,
     )
     target, draft = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
     return target, {"assistant_model": draft}
@@ -47,9 +55,16 @@ def measure(models: str, args: argparse.Namespace) -> dict[str, Any]:
     is_head = models == "head"
     target, draft_arguments = load_models(models, args.device) if is_head else small_models(models)
     num_rows = args.prompts // 5 if is_head else args.prompts
-    options = {"do_sample": False, "eos_token_id": None, "num_assistant_tokens": 3, **draft_arguments}
+    options = {
+        "do_sample": False,
+        "eos_token_id": None,
+        "num_assistant_tokens": 3,
+        **draft_arguments,
+    }
     rows = (
-        RowPrompt([1 + number % 4000, 2, 3 + number % 7], arguments={"max_new_tokens": 2 + number % 7})
+        RowPrompt(
+            [1 + number % 4000, 2, 3 + number % 7], arguments={"max_new_tokens": 2 + number % 7}
+        )
         for number in range(num_rows)
     )
     decoder = ContinuousDecoder(target, args.rows, options)
@@ -88,7 +103,9 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=1, limit_s=1800)
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")

@@ -5,9 +5,10 @@
 
 The sweep's target is cut down on a CPU; at `--whole-contexts` it has all its layers.
 
-An oracle fixes acceptance while all work is done, see `_subjects.Oracle`. The verify factor is measured by itself, with
-all layers, over caches of random states: ours in the library's own forward, transformers' in its forward with a
-`DynamicCache`, both over transformers' forward of a single row.
+An oracle fixes acceptance while all work is done, see `_subjects.Oracle`. The verify factor is
+measured by itself, with all layers, over caches of random states: ours in the library's own
+forward, transformers' in its forward with a `DynamicCache`, both over transformers' forward of a
+single row.
 """
 
 import argparse
@@ -16,7 +17,17 @@ from typing import Any
 
 import torch
 from _costs import MAX_K, forward_calls, measure_costs
-from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, assisted, check, faster_dtype, ours, warm_up
+from _engines import (
+    DEFAULT,
+    PLAIN_METHOD,
+    Runner,
+    Timings,
+    assisted,
+    check,
+    faster_dtype,
+    ours,
+    warm_up,
+)
 from _harness import (
     Cells,
     Results,
@@ -45,19 +56,30 @@ def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
     """What varies, and context, new tokens and rows of each cell."""
     cells = [("context", length, args.max_new_tokens, 1) for length in args.contexts]
     cells += [("new tokens", args.contexts[0], num, 1) for num in args.new_tokens]
-    return cells + [("rows", args.batch_context, args.max_new_tokens, rows) for rows in args.batch_sizes]
+    return cells + [
+        ("rows", args.batch_context, args.max_new_tokens, rows) for rows in args.batch_sizes
+    ]
 
 
 def whole_cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
     """As `cells_of`, for the target with all its layers; none where the sweep's has them."""
     is_whole = args.layers == SHAPES[args.shape][1]["num_hidden_layers"]
-    return [] if is_whole else [(WHOLE, length, args.max_new_tokens, 1) for length in args.whole_contexts]
+    return (
+        []
+        if is_whole
+        else [(WHOLE, length, args.max_new_tokens, 1) for length in args.whole_contexts]
+    )
 
 
-def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Namespace) -> list[Row]:
+def measure(
+    subject: Subject, cell: tuple[str, int, int, int], args: argparse.Namespace
+) -> list[Row]:
     """One cell: a row for every method."""
     varies, context, max_new_tokens, batch_size = cell
-    runner, constant = Runner(subject, "greedy", max_new_tokens, args.cache), ours(args.num_assistant_tokens)
+    runner, constant = (
+        Runner(subject, "greedy", max_new_tokens, args.cache),
+        ours(args.num_assistant_tokens),
+    )
     methods = [PLAIN_METHOD, DEFAULT, constant]
     if batch_size == 1 and varies != "new tokens":
         methods += [assisted(args.num_assistant_tokens), assisted()]
@@ -68,12 +90,22 @@ def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Na
     profiled.add(runner, [constant], batch, 1)
     subject.clock.is_profiling = False
     num_rounds = profiled.counts[constant.name]["num_batch_rounds"]
-    rest_s = (profiled.rounds_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(num_rounds, 1)
-    plain_s, nums = plain.plain_step_s(max_new_tokens), sorted({0, args.num_assistant_tokens, MAX_K})
+    rest_s = (profiled.rounds_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(
+        num_rounds, 1
+    )
+    plain_s, nums = (
+        plain.plain_step_s(max_new_tokens),
+        sorted({0, args.num_assistant_tokens, MAX_K}),
+    )
     costs = measure_costs(subject, batch, max_new_tokens, plain_s, repeats=3, nums=nums)
     rows = []
     for method in methods:
-        row = {"varies": varies, "context": context, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+        row = {
+            "varies": varies,
+            "context": context,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+        }
         row |= {"layers": subject.target.config.num_hidden_layers}
         row |= {"subject": subject.name, "dtype": subject.dtype, **plain.summary(method)}
         per_token = [seconds / (max_new_tokens - 1) for seconds in plain.decode_s[method.name]]
@@ -94,7 +126,12 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
     length, config = args.verify_context, target.config
     own_calls, undo_ours = forward_calls(target, batch_size, length, None, [num], "ours")
     cache = DynamicCache(config=config)
-    heads = (batch_size, config.num_key_value_heads, length, config.hidden_size // config.num_attention_heads)
+    heads = (
+        batch_size,
+        config.num_key_value_heads,
+        length,
+        config.hidden_size // config.num_attention_heads,
+    )
     for layer in range(config.num_hidden_layers):
         states = torch.randn(heads, dtype=target.dtype, device=target.device)
         cache.update(states, states.clone(), layer)
@@ -104,7 +141,9 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
     @torch.no_grad()
     def theirs(num_query: int) -> None:
         some = mask[:, : length + num_query]
-        target(input_ids=ids[:, :num_query], attention_mask=some, **{CACHE_NAME: cache}, use_cache=True)
+        target(
+            input_ids=ids[:, :num_query], attention_mask=some, **{CACHE_NAME: cache}, use_cache=True
+        )
 
     def undo() -> None:
         undo_ours()
@@ -148,7 +187,9 @@ COLUMNS = {
     "c": lambda row: row.get("c"),
     "v": lambda row: row.get("v"),
     "efficiency": lambda row: row.get("efficiency"),
-    "ms of a round outside forwards": lambda row: row["rest_of_round_s"] * 1e3 if "rest_of_round_s" in row else None,
+    "ms of a round outside forwards": lambda row: (
+        row["rest_of_round_s"] * 1e3 if "rest_of_round_s" in row else None
+    ),
 }
 NOTES = """\
 A random pair of Qwen2-0.5B's shape ({draft_layers} layers in the draft); an oracle fixes what both say, so acceptance
@@ -160,32 +201,50 @@ count what a draft takes to read the prompt. The last column must not grow with 
 def table(content: dict[str, Any]) -> str:
     """The sweep, and the verify factor."""
     rows, arguments = content["rows"], content["arguments"]
-    parts = [NOTES.format(**arguments), markdown(COLUMNS, [row for row in rows if row["varies"] != VERIFY])]
+    parts = [
+        NOTES.format(**arguments),
+        markdown(COLUMNS, [row for row in rows if row["varies"] != VERIFY]),
+    ]
     for row in rows:
         if row["varies"] == VERIFY:
             at = f"{row['batch_size']} rows, {row['context']} tokens, {row['layers']} layers, {row['dtype']}"
             ours, theirs = row["v"]["ours"], row["v"]["transformers"]
-            parts.append(f"\nv({row['num_queries']}) at {at}: {ours:.2f}, in transformers' forward {theirs:.2f}.")
+            parts.append(
+                f"\nv({row['num_queries']}) at {at}: {ours:.2f}, in transformers' forward "
+                f"{theirs:.2f}."
+            )
     return "\n".join(parts)
 
 
 def picture(rows: list[Row], path: Any) -> None:
     panels = []
-    for varies, key in (("context", "context"), ("new tokens", "max_new_tokens"), ("rows", "batch_size")):
+    for varies, key in (
+        ("context", "context"),
+        ("new tokens", "max_new_tokens"),
+        ("rows", "batch_size"),
+    ):
         series: dict[str, list[Any]] = {}
         for row in rows:
             if row["varies"] == varies:
                 times = {name: value * 1e3 for name, value in row["step_s"].items()}
                 series.setdefault(row["method"], []).append((row[key], times))
-        panels.append(Panel(f"time per token over {varies}", "ms per token", series, xlabel=varies, is_log=True))
+        panels.append(
+            Panel(
+                f"time per token over {varies}", "ms per token", series, xlabel=varies, is_log=True
+            )
+        )
     draw(path.with_suffix(".png"), panels)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=2, limit_s=900.0)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
-    parser.add_argument("--layers", type=int, help="of the target in the sweep; 4 on a CPU, all on a GPU")
+    parser.add_argument(
+        "--layers", type=int, help="of the target in the sweep; 4 on a CPU, all on a GPU"
+    )
     parser.add_argument("--draft-layers", type=int, default=1)
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--contexts", nargs="*", type=int, default=[256, 1024, 2048, 4096, 8192])
@@ -195,12 +254,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-context", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
-    parser.add_argument("--verify-layers", type=int, help="of the target whose verify factor is measured; unset: all")
+    parser.add_argument(
+        "--verify-layers",
+        type=int,
+        help="of the target whose verify factor is measured; unset: all",
+    )
     parser.add_argument("--verify-batch", type=int, default=8)
     parser.add_argument("--verify-context", type=int, default=2048)
     parser.add_argument("--verify-queries", type=int, default=6)
     parser.add_argument("--verify-repeats", type=int, default=7)
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=sorted(DTYPES),
+        help="unset: the faster one for plain decoding",
+    )
     parser.add_argument("--cache", choices=CACHES, default="auto")
     add_argument_of_adding(parser)
     args = parse_common(parser)
@@ -220,7 +288,9 @@ def main() -> None:
     args = parse()
 
     def make(dtype: str, layers: int | None = args.layers) -> Subject:
-        return load_shape(args.shape, dtype, args.device, args.acceptance, layers, args.draft_layers)
+        return load_shape(
+            args.shape, dtype, args.device, args.acceptance, layers, args.draft_layers
+        )
 
     args.dtype = faster_dtype(make, args.dtypes, 1)
     results = Results(NAME, args, cell_of)

@@ -57,7 +57,12 @@ class Layout(NamedTuple):
 
     @property
     def width(self) -> float:
-        return LEFT + PANEL + MARGIN + (0 if self.is_narrow else (len(BATCH_SIZES) - 1) * (PANEL + GAP))
+        return (
+            LEFT
+            + PANEL
+            + MARGIN
+            + (0 if self.is_narrow else (len(BATCH_SIZES) - 1) * (PANEL + GAP))
+        )
 
     @property
     def bottom(self) -> float:
@@ -66,7 +71,11 @@ class Layout(NamedTuple):
 
     def origin(self, number: int) -> tuple[float, float]:
         """The left end and the upper shift of a panel's bars."""
-        return (LEFT, number * (LINE * len(METHODS) + GAP)) if self.is_narrow else (LEFT + number * (PANEL + GAP), 0)
+        return (
+            (LEFT, number * (LINE * len(METHODS) + GAP))
+            if self.is_narrow
+            else (LEFT + number * (PANEL + GAP), 0)
+        )
 
 
 LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
@@ -75,22 +84,41 @@ LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
 def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
     """The SVG of greedy decoding with the bundled pair in float32."""
     spreads = {batch_size: spreads_of(results["rows"], batch_size) for batch_size in BATCH_SIZES}
-    most = max(spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads if spread)
+    most = max(
+        spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads if spread
+    )
     sources = sources_of(results["environment"])
     lines = sources if layout.is_narrow else ["; ".join(sources)]
     height = layout.bottom + 16 * len(lines)
     size = f'viewBox="0 0 {layout.width} {height}" width="{layout.width}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>',
-        f"<title>Speed-up over plain generate(), {' and '.join(map(rows_in_words, BATCH_SIZES))}</title>",
-        text(16, 24, "Speed-up over plain generate(), greedy decoding", theme.text, 'font-size="16" font-weight="600"'),
+        (
+            "<title>Speed-up over plain generate(), "
+            f"{' and '.join(map(rows_in_words, BATCH_SIZES))}</title>"
+        ),
+        text(
+            16,
+            24,
+            "Speed-up over plain generate(), greedy decoding",
+            theme.text,
+            'font-size="16" font-weight="600"',
+        ),
     ]
     for number, batch_size in enumerate(BATCH_SIZES):
         left, shift = layout.origin(number)
         if left == LEFT:  # methods are named once on a line
             for place, method in enumerate(METHODS):
                 middle = TOP + shift + LINE * place + BAR / 2
-                parts.append(text(LEFT - 12, middle + 5, method.label, theme.text, 'font-size="14" text-anchor="end"'))
+                parts.append(
+                    text(
+                        LEFT - 12,
+                        middle + 5,
+                        method.label,
+                        theme.text,
+                        'font-size="14" text-anchor="end"',
+                    )
+                )
         words = rows_in_words(batch_size)
         parts.append(f'<g transform="translate(0 {shift})">')
         parts += [*panel(left, words, spreads[batch_size], most, theme), "</g>"]
@@ -103,12 +131,17 @@ def sources_of(environment: dict[str, Any]) -> list[str]:
     """What was measured where, and what the marks mean; each a line on narrow screens."""
     return [
         "bundled pair of 7 M and 1.5 M parameters, float32",
-        f"{environment['threads']} cores of an {device(environment['device'])}, {environment['date']}",
+        (
+            f"{environment['threads']} cores of an {device(environment['device'])}, "
+            f"{environment['date']}"
+        ),
         "bars: medians, lines: minimum to maximum",
     ]
 
 
-def panel(start: float, title: str, spreads: list[dict[str, float] | None], most: float, theme: Theme) -> list[str]:
+def panel(
+    start: float, title: str, spreads: list[dict[str, float] | None], most: float, theme: Theme
+) -> list[str]:
     """The bars of one number of rows; all panels have the scale of the largest value."""
     scale = (PANEL - 24) / most  # room for the last label
     bottom = TOP + LINE * len(METHODS) - (LINE - BAR) + 6
@@ -121,10 +154,15 @@ def panel(start: float, title: str, spreads: list[dict[str, float] | None], most
     for number, (method, spread) in enumerate(zip(METHODS, spreads, strict=True)):
         top = TOP + LINE * number
         if spread is None:
-            parts.append(text(start, top + BAR / 2 + 4.5, "not measured", theme.faint, 'font-size="13"'))
+            parts.append(
+                text(start, top + BAR / 2 + 4.5, "not measured", theme.faint, 'font-size="13"')
+            )
             continue
         width, middle = spread["median"] * scale, top + BAR / 2
-        parts.append(f'<rect x="{start}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" fill="{method.colour}"/>')
+        parts.append(
+            f'<rect x="{start}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" '
+            f'fill="{method.colour}"/>'
+        )
         end = start + width
         if spread["max"] > spread["min"]:
             left, right = start + spread["min"] * scale, start + spread["max"] * scale
@@ -139,9 +177,16 @@ def panel(start: float, title: str, spreads: list[dict[str, float] | None], most
 def spreads_of(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, float] | None]:
     """Speed-ups over plain decoding of each of `METHODS`: min, median, max; None where it was not measured."""
     cell = ("pair", "float32", "greedy", batch_size)
-    cells = [row for row in rows if (row["subject"], row["dtype"], row["mode"], row["batch_size"]) == cell]
+    cells = [
+        row
+        for row in rows
+        if (row["subject"], row["dtype"], row["mode"], row["batch_size"]) == cell
+    ]
     by_method = {key_of(row): row["over_plain"] for row in cells if row["verifier"] is None}
-    return [by_method.get((method.engine, method.num_assistant_tokens, method.is_compiled)) for method in METHODS]
+    return [
+        by_method.get((method.engine, method.num_assistant_tokens, method.is_compiled))
+        for method in METHODS
+    ]
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, int | None, bool]:
@@ -161,7 +206,9 @@ def text(x: float, y: float, words: str, colour: str, style: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder that holds the JSON")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder for the pictures")
     args = parser.parse_args()

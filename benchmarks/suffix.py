@@ -2,11 +2,12 @@
 
     python benchmarks/suffix.py
 
-A round is one call of the drafter: it reads the tokens emitted since the last call and drafts K tokens for every row.
-Of that, updating and searching the index is timed once more by itself. The text is that of Python's standard library
-in the bundled tokenizer, different for each row. Rounds are timed twice over: back to back, by blocks of one length in
-turn, and after other work, for which more memory is written than the processor's caches hold, as a large model's
-forward does. transformers takes one row, and is shown the same texts, back to back.
+A round is one call of the drafter: it reads the tokens emitted since the last call and drafts K
+tokens for every row. Of that, updating and searching the index is timed once more by itself. The
+text is that of Python's standard library in the bundled tokenizer, different for each row. Rounds
+are timed twice over: back to back, by blocks of one length in turn, and after other work, for which
+more memory is written than the processor's caches hold, as a large model's forward does.
+transformers takes one row, and is shown the same texts, back to back.
 """
 
 import argparse
@@ -54,7 +55,9 @@ class Text:
         begin = time.perf_counter()
         self.drafter.begin(ids[:, :length])
         self.build_us = (time.perf_counter() - begin) / ids[:, :length].numel() * 1e6
-        self.theirs = PromptLookupCandidateGenerator(num_output_tokens=args.num_draft_tokens, max_length=1 << 30)
+        self.theirs = PromptLookupCandidateGenerator(
+            num_output_tokens=args.num_draft_tokens, max_length=1 << 30
+        )
         self.us: list[float] = []
         self.later_us: list[float] = []  # after other work
         self.index_us: list[float] = []
@@ -95,11 +98,15 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
     num_blocks = args.rounds // BLOCK_ROUNDS
     num_new = 3 * num_blocks * BLOCK_ROUNDS * args.emitted
     texts = []
-    for length in tqdm(args.lengths, desc=f"indexing, {batch_size} rows", leave=False, disable=None):
+    for length in tqdm(
+        args.lengths, desc=f"indexing, {batch_size} rows", leave=False, disable=None
+    ):
         rows = [ids[row * 1000 : row * 1000 + length + num_new] for row in range(batch_size)]
         texts.append(Text(torch.tensor(rows), length, args))
     buffer = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
-    for _ in tqdm(range(num_blocks), desc=f"blocks of rounds, {batch_size} rows", leave=False, disable=None):
+    for _ in tqdm(
+        range(num_blocks), desc=f"blocks of rounds, {batch_size} rows", leave=False, disable=None
+    ):
         for text in texts:
             for _ in range(BLOCK_ROUNDS):
                 text.round(text.us)
@@ -152,13 +159,19 @@ def growths(rows: list[dict[str, Any]]) -> list[float]:
     samples = []
     for batch_size in sorted({row["batch_size"] for row in rows}):
         for name in ("us_per_row_and_round", "us_after_other_work"):
-            us = {row["length"]: row[name]["median"] for row in rows if row["batch_size"] == batch_size}
+            us = {
+                row["length"]: row[name]["median"]
+                for row in rows
+                if row["batch_size"] == batch_size
+            }
             samples.append(us[max(us)] / us[min(us)])
     return samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=1, limit_s=300.0)
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8192, 32_768, 131_072])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])

@@ -2,10 +2,11 @@
 
     python benchmarks/ten_tasks.py [--max-new-tokens 64 128] [--repeats 5]
 
-Every repeat is a process of its own, which decodes the tasks of `examples/tasks.jsonl` in a shuffled order, one row in
-float32, greedily: plainly, with transformers' prompt lookup of 5 and of 10 tokens, and with ours, with the default
-schedule and with a constant length. The order of the methods turns with the tasks. A task counts where all texts are
-equal. Ratios are geometric means over tasks of the medians over processes.
+Every repeat is a process of its own, which decodes the tasks of `examples/tasks.jsonl` in a
+shuffled order, one row in float32, greedily: plainly, with transformers' prompt lookup of 5 and of
+10 tokens, and with ours, with the default schedule and with a constant length. The order of the
+methods turns with the tasks. A task counts where all texts are equal. Ratios are geometric means
+over tasks of the medians over processes.
 """
 
 import argparse
@@ -33,7 +34,10 @@ METHODS: dict[str, dict[str, Any]] = {
     PEERS[0]: {"prompt_lookup_num_tokens": 5},
     PEERS[1]: {"prompt_lookup_num_tokens": 10},
     "ours, lookup": {"prompt_lookup_num_tokens": 10},
-    "ours, lookup, K = 5": {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"},
+    "ours, lookup, K = 5": {
+        "prompt_lookup_num_tokens": 5,
+        "num_assistant_tokens_schedule": "constant",
+    },
     "ours, head with lookup": {},
 }
 
@@ -52,14 +56,20 @@ def measure(max_new_tokens: int, seed: int) -> list[dict[str, Any]]:
     names, rows = list(methods), []
     for number, task in enumerate(tasks):
         chat = [{"role": "user", "content": task["turns"][0]}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         seconds, texts = {}, {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
             if name in PEERS:
                 hf_speculate.disable(model)
             begin = time.perf_counter()
             texts[name] = model.generate(
-                **inputs, **methods[name], max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+                **inputs,
+                **methods[name],
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                pad_token_id=0,
             )
             seconds[name] = time.perf_counter() - begin
             if name in PEERS:
@@ -75,7 +85,9 @@ def table(content: dict[str, Any]) -> str:
     columns = {"tokens": lambda row: row["max_new_tokens"], "task": lambda row: row["task"]}
     for name in METHODS:
         if name != PLAIN:
-            columns[name] = lambda row, name=name: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["speed"][name])
+            columns[name] = lambda row, name=name: "{median:.2f} ({min:.2f} to {max:.2f})".format(
+                **row["speed"][name]
+            )
     lines = "\n".join(f"- {line.strip()}" for line in summary(content["rows"]))
     return f"{markdown(columns, content['rows'])}\n\n{lines}"
 
@@ -84,7 +96,9 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     """Geometric means over the tasks of equal texts, and ours over the better single peer."""
     lines = []
     for max_new_tokens in sorted({row["max_new_tokens"] for row in rows}):
-        counted = [row for row in rows if row["max_new_tokens"] == max_new_tokens and row["is_equal"]]
+        counted = [
+            row for row in rows if row["max_new_tokens"] == max_new_tokens and row["is_equal"]
+        ]
         means = {
             name: exp(sum(log(row["speed"][name]["median"]) for row in counted) / len(counted))
             for name in METHODS
@@ -93,23 +107,29 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         best = max(means[name] for name in PEERS)
         shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
         least = min(
-            row["speed"]["ours, lookup"]["median"] / max(row["speed"][name]["median"] for name in PEERS)
+            row["speed"]["ours, lookup"]["median"]
+            / max(row["speed"][name]["median"] for name in PEERS)
             for row in counted
         )
         lines.append(f"{max_new_tokens} tokens, {len(counted)} tasks of equal texts: {shown}")
         lines.append(
             f"  ours, lookup over the better single peer {means['ours, lookup'] / best:.3f}; "
             f"least task over the better peer of that task {least:.3f}; "
-            f"head with lookup over lookup {means['ours, head with lookup'] / means['ours, lookup']:.3f}"
+            "head with lookup over lookup "
+            f"{means['ours, head with lookup'] / means['ours, lookup']:.3f}"
         )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=5, limit_s=3600.0)
     parser.add_argument("--max-new-tokens", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--seed", type=int, help="measure in this process in this order, and print JSON")
+    parser.add_argument(
+        "--seed", type=int, help="measure in this process in this order, and print JSON"
+    )
     args = parse_common(parser)
     if args.seed is not None:
         print(json.dumps(measure(args.max_new_tokens[0], args.seed)))
@@ -118,10 +138,15 @@ def main() -> None:
     for max_new_tokens in args.max_new_tokens:
         speeds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         is_equal: dict[str, bool] = defaultdict(lambda: True)
-        for seed in tqdm(range(args.repeats), desc=f"{max_new_tokens} tokens", leave=False, disable=None):
+        for seed in tqdm(
+            range(args.repeats), desc=f"{max_new_tokens} tokens", leave=False, disable=None
+        ):
             command = [sys.executable, str(Path(__file__)), "--seed", str(seed)]
             done = subprocess.run(
-                [*command, "--max-new-tokens", str(max_new_tokens)], capture_output=True, text=True, check=True
+                [*command, "--max-new-tokens", str(max_new_tokens)],
+                capture_output=True,
+                text=True,
+                check=True,
             )
             for row in json.loads(done.stdout.splitlines()[-1]):
                 is_equal[row["task"]] &= row["is_equal"]

@@ -4,15 +4,16 @@
     python benchmarks/throughput.py --models head      # the bundled target with its EAGLE-3 head
     python benchmarks/throughput.py --models hybrid    # a random Qwen3.5 of four layers, drafted for by prompt lookup
 
-Prompts are pieces of Python's standard library in the bundled tokenizer; outputs are greedy and end at a length drawn
-for each prompt from a log-normal distribution, as a stopping criterion in static batches and as the row's limit in
-refilled ones. Refilled rows and static batches decode with and without the bundled draft model; transformers'
-continuous batching (`generate_batch`) decodes without. All methods run in turn in one process, and the results are
-written after each run.
+Prompts are pieces of Python's standard library in the bundled tokenizer; outputs are greedy and end
+at a length drawn for each prompt from a log-normal distribution, as a stopping criterion in static
+batches and as the row's limit in refilled ones. Refilled rows and static batches decode with and
+without the bundled draft model; transformers' continuous batching (`generate_batch`) decodes
+without. All methods run in turn in one process, and the results are written after each run.
 
-The last column says what bounds a method. A static batch runs as many rounds as its slowest row needs, with fewer and
-fewer live rows; `--rows` times the mean acceptance length is the most that a round can emit. Refilled rows stay live
-until the prompts run out, and each prompt is read while the other rows wait: that is the share of the prefill.
+The last column says what bounds a method. A static batch runs as many rounds as its slowest row
+needs, with fewer and fewer live rows; `--rows` times the mean acceptance length is the most that a
+round can emit. Refilled rows stay live until the prompts run out, and each prompt is read while the
+other rows wait: that is the share of the prefill.
 """
 
 import argparse
@@ -45,7 +46,8 @@ REFILL, STATIC, REFILL_PLAIN, STATIC_PLAIN, PEER = (
     "static, plain",
     "transformers, continuous",
 )
-TARGETS = {STATIC: 1.3, STATIC_PLAIN: 1.5}  # times faster that refilled speculative rows should be at least
+# times faster that refilled speculative rows should be at least
+TARGETS = {STATIC: 1.3, STATIC_PLAIN: 1.5}
 MODELS = ("pair", "head", "hybrid")
 HYBRID = {
     "hidden_size": 256,
@@ -86,10 +88,13 @@ def load_models(models: str, device: torch.device) -> tuple[Any, dict[str, Any]]
         torch.manual_seed(0)
         hybrid = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID)).to(device).eval()
         return hybrid, {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)  # in which all methods write one text
+    # in which all methods write one text
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
     target = load(PAIR / "target").to(device).eval()
     if models == "head":
-        return target, {"assistant_model": hf_speculate.load_drafter(PAIR.parent / "heads" / "eagle3", target)}
+        return target, {
+            "assistant_model": hf_speculate.load_drafter(PAIR.parent / "heads" / "eagle3", target)
+        }
     return target, {"assistant_model": load(PAIR / "draft").to(device).eval()}
 
 
@@ -106,7 +111,9 @@ class Methods:
         self.target, self.draft_arguments = load_models(args.models, args.device)
         random = torch.Generator().manual_seed(0)
         self.peer_target = copy.deepcopy(self.target)  # its attention changes
-        spans = (args.median_len * torch.exp(args.sigma * torch.randn(args.prompts, generator=random))).tolist()
+        spans = (
+            args.median_len * torch.exp(args.sigma * torch.randn(args.prompts, generator=random))
+        ).tolist()
         self.lens = [min(max(round(span), 2), args.max_len) for span in spans]
         ids, size = library_tokens(4 * args.prompts * args.prompt_len), args.prompt_len
         first_ids = list(dict.fromkeys(token for token in ids if token > 2))[: args.prompts]
@@ -121,15 +128,24 @@ class Methods:
         common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         if not is_speculative:
             return common
-        return {**common, **self.draft_arguments, "num_assistant_tokens": self.args.num_draft_tokens}
+        return {
+            **common,
+            **self.draft_arguments,
+            "num_assistant_tokens": self.args.num_draft_tokens,
+        }
 
     def refill(self, name: str, is_speculative: bool) -> None:
         """Decode with places that are refilled."""
         rows = [
-            RowPrompt(ids, arguments={"max_new_tokens": num}) for ids, num in zip(self.prompts, self.lens, strict=True)
+            RowPrompt(ids, arguments={"max_new_tokens": num})
+            for ids, num in zip(self.prompts, self.lens, strict=True)
         ]
         decoder = ContinuousDecoder(self.target, self.args.rows, self.arguments(is_speculative))
-        finished = [result for results in decoder.decode(partial(next, iter(rows), None)) for result in results]
+        finished = [
+            result
+            for results in decoder.decode(partial(next, iter(rows), None))
+            for result in results
+        ]
         self.num_tokens[name] = sum(len(result.token_ids) for result in finished)
         self.stats[name] = decoder.stats
 
@@ -138,10 +154,18 @@ class Methods:
         total, num_tokens, size = hf_speculate.SpeculationStats(), 0, self.args.rows
         for begin in range(0, len(self.prompts), size):
             prompts, lens = self.prompts[begin : begin + size], self.lens[begin : begin + size]
-            ends = EndsAtItsLength({ids[0]: num for ids, num in zip(prompts, lens, strict=True)}, self.args.prompt_len)
+            ends = EndsAtItsLength(
+                {ids[0]: num for ids, num in zip(prompts, lens, strict=True)}, self.args.prompt_len
+            )
             stats = hf_speculate.SpeculationStats()
-            options = self.arguments(is_speculative) | ({"speculation_stats": stats} if is_speculative else {})
-            generate = partial(hf_speculate.generate, self.target) if is_speculative else self.target.generate
+            options = self.arguments(is_speculative) | (
+                {"speculation_stats": stats} if is_speculative else {}
+            )
+            generate = (
+                partial(hf_speculate.generate, self.target)
+                if is_speculative
+                else self.target.generate
+            )
             output = generate(
                 input_ids=torch.tensor(prompts, device=self.args.device),
                 max_new_tokens=max(lens),
@@ -155,14 +179,18 @@ class Methods:
     def peer(self) -> None:
         """Transformers' continuous batching, without speculation."""
         blocks = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
-        with self.peer_target.continuous_batching_context_manager(continuous_batching_config=blocks) as manager:
+        with self.peer_target.continuous_batching_context_manager(
+            continuous_batching_config=blocks
+        ) as manager:
             for ids, num in zip(self.prompts, self.lens, strict=True):
                 manager.add_request(ids, max_new_tokens=num, eos_token_id=-1)
             left, num_tokens = len(self.prompts), 0
             while left:
                 result = manager.get_result(timeout=60)
                 if result is None:
-                    raise RuntimeError("continuous batching must give a result within a minute, got none")
+                    raise RuntimeError(
+                        "continuous batching must give a result within a minute, got none"
+                    )
                 if result.is_finished():
                     left, num_tokens = left - 1, num_tokens + len(result.generated_tokens)
         self.num_tokens[PEER] = num_tokens
@@ -193,26 +221,39 @@ class Methods:
             return {"method": name, "failure": self.failures[name]}
         stats = self.stats.get(name)
         num_rounds = stats.num_batch_rounds if stats is not None else 0
-        longest = [max(self.lens[begin : begin + self.args.rows]) for begin in range(0, len(self.lens), self.args.rows)]
+        longest = [
+            max(self.lens[begin : begin + self.args.rows])
+            for begin in range(0, len(self.lens), self.args.rows)
+        ]
         if name == STATIC_PLAIN:
             num_rounds = sum(longest)
-        paired = zip(seconds[REFILL], seconds[name], strict=False)  # the last pass may not be complete
+        # the last pass may not be complete
+        paired = zip(seconds[REFILL], seconds[name], strict=False)
         return {
             "method": name,
             "tokens": self.num_tokens[name],
-            "tokens_per_s": spread([self.num_tokens[name] / duration_s for duration_s in seconds[name]]),
+            "tokens_per_s": spread(
+                [self.num_tokens[name] / duration_s for duration_s in seconds[name]]
+            ),
             "refill_is_faster": spread([other_s / duration_s for duration_s, other_s in paired]),
             "target": TARGETS.get(name),
             "rounds_of_the_batch": num_rounds or None,
             "tokens_per_round": self.num_tokens[name] / num_rounds if num_rounds else None,
-            "mean_acceptance_length": stats.mean_acceptance_length if stats is not None and stats.num_rounds else None,
+            "mean_acceptance_length": stats.mean_acceptance_length
+            if stats is not None and stats.num_rounds
+            else None,
             **({} if stats is None or not stats.num_rounds else self._bounds(stats)),
         }
 
     def _bounds(self, stats: hf_speculate.SpeculationStats) -> dict[str, Any]:
         """Rows that a round decodes, and the share of each stage in the seconds of all."""
-        shares = {stage: seconds / stats.total_s for stage, seconds in stats.seconds_by_stage.items()}
-        return {"live_rows_per_round": stats.num_rounds / stats.num_batch_rounds, "share_by_stage": shares}
+        shares = {
+            stage: seconds / stats.total_s for stage, seconds in stats.seconds_by_stage.items()
+        }
+        return {
+            "live_rows_per_round": stats.num_rounds / stats.num_batch_rounds,
+            "share_by_stage": shares,
+        }
 
 
 def bounds_of(row: dict[str, Any]) -> str:
@@ -228,8 +269,12 @@ def table(results: dict[str, Any]) -> str:
     """The figures as a table."""
     columns = {
         "method": lambda row: row["method"],
-        "tokens/s": lambda row: f"{row['tokens_per_s']['median']:.0f}" if "tokens_per_s" in row else None,
-        "refill, speculative is faster by": lambda row: row.get("refill_is_faster", {}).get("median"),
+        "tokens/s": lambda row: (
+            f"{row['tokens_per_s']['median']:.0f}" if "tokens_per_s" in row else None
+        ),
+        "refill, speculative is faster by": lambda row: row.get("refill_is_faster", {}).get(
+            "median"
+        ),
         "goal": lambda row: row.get("target"),
         "rounds": lambda row: row.get("rounds_of_the_batch"),
         "tokens per round": lambda row: row.get("tokens_per_round"),
@@ -241,16 +286,22 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_arguments(parser, repeats=3, limit_s=3600)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
     parser.add_argument("--prompt-len", type=int, default=48)
     parser.add_argument("--median-len", type=float, default=32, help="of the outputs")
     parser.add_argument("--max-len", type=int, default=384, help="of the outputs")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the outputs' lengths")
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, help="of the logarithm of the outputs' lengths"
+    )
     parser.add_argument("-k", "--num-draft-tokens", type=int, default=4)
-    parser.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
+    parser.add_argument(
+        "--no-peer", action="store_true", help="leave transformers' continuous batching out"
+    )
     parser.add_argument("--models", choices=MODELS, default="pair")
     args = parse_common(parser)
     args.no_peer |= args.models == "hybrid"  # its continuous batching has no recurrent states
@@ -261,7 +312,11 @@ def main() -> None:
         taken = methods.run(name)
         if taken is not None:
             seconds[name].append(taken)
-        results.new = [methods.row(name, seconds) for name in seconds if seconds[name] or name in methods.failures]
+        results.new = [
+            methods.row(name, seconds)
+            for name in seconds
+            if seconds[name] or name in methods.failures
+        ]
         results.write()
     print(table({"rows": results.rows}))
 

@@ -5,8 +5,10 @@
     python benchmarks/verifiers.py --table                   # the last results as a table, nothing is measured
     python benchmarks/verifiers.py --readme docs/kernels.md  # the same, written between the file's markers
 
-Before a method is timed, its output is checked, see `_exactness`; a method that fails stops the run. Times begin at raw
-logits: temperature and top-k (ours: finding the cutoffs) count. transformers verifies one row, so a batch is a loop.
+Before a method is timed, its output is checked, see `_exactness`; a method that fails stops the
+run. Times begin at raw
+logits: temperature and top-k (ours: finding the cutoffs) count. transformers verifies one row, so a
+batch is a loop.
 """
 
 import argparse
@@ -38,7 +40,11 @@ from _verifiers import VERIFIERS, Run, Verifier, captured, methods_of
 from tqdm import tqdm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BATCH_SIZES, NUM_DRAFT_TOKENS, VOCAB_SIZES = (1, 4, 16, 64, 128), (3, 5, 8), (151_936, 128_256, 32_000)
+BATCH_SIZES, NUM_DRAFT_TOKENS, VOCAB_SIZES = (
+    (1, 4, 16, 64, 128),
+    (3, 5, 8),
+    (151_936, 128_256, 32_000),
+)
 # On a CPU: what a laptop does, in under ten minutes on two cores.
 CPU_BATCH_SIZES, CPU_NUM_DRAFT_TOKENS, CPU_VOCAB_SIZES = (1, 8), (5,), (151_936, 32_000)
 MIN_REPEATS = 5
@@ -46,14 +52,17 @@ MIN_REPEATS = 5
 GPU_WORKING_SET_BYTES, MAX_ROUNDS = 1 << 28, 64
 # Copies of a round's logits in float32 that the widest method (the textbook's block) holds at once.
 NUM_FLOAT_COPIES = 6
-# Ways that build or compile something foreign at their first call, and what they raise where that is impossible.
+# Ways that build or compile something foreign at their first call, and what they raise where that
+# is impossible.
 MAY_FAIL = {"ours, compiled": RuntimeError, "flashinfer": (ImportError, RuntimeError)}
 
 Shape = tuple[str, int, int, int]  # dtype, B, K, V
 
 
 def shapes_of(args: argparse.Namespace) -> list[Shape]:
-    return list(itertools.product(args.dtypes, args.batch_sizes, args.num_draft_tokens, args.vocab_sizes))
+    return list(
+        itertools.product(args.dtypes, args.batch_sizes, args.num_draft_tokens, args.vocab_sizes)
+    )
 
 
 def left_out_of(shapes: list[Shape]) -> str | None:
@@ -75,7 +84,9 @@ def left_out_of(shapes: list[Shape]) -> str | None:
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
+    for line in (
+        Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    ):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 8 << 30
@@ -91,10 +102,14 @@ def make_rounds(shape: Shape, warp: Warp, how: str, device: torch.device) -> lis
     """One round on a CPU; on a GPU as many as do not fit its cache together."""
     dtype, *sizes = shape
     round_bytes = sizes[0] * (2 * sizes[1] + 1) * sizes[2] * DTYPES[dtype].itemsize
-    count = min(-(-GPU_WORKING_SET_BYTES // round_bytes), MAX_ROUNDS) if device.type == "cuda" else 1
+    count = (
+        min(-(-GPU_WORKING_SET_BYTES // round_bytes), MAX_ROUNDS) if device.type == "cuda" else 1
+    )
     rounds = []
     for seed in range(count):
-        target, draft = (logits.to(DTYPES[dtype]) for logits in make_logits(tuple(sizes), device, seed))
+        target, draft = (
+            logits.to(DTYPES[dtype]) for logits in make_logits(tuple(sizes), device, seed)
+        )
         rounds.append(make_round(target, draft, warp, how))
     return rounds
 
@@ -104,7 +119,9 @@ def check_cutoffs(round_: Round) -> None:
     if round_.warp.top_k is None:
         return
     logits = round_.target_logits
-    below = logits.to(torch.float32) / round_.warp.temperature < cutoffs(logits, round_.warp).unsqueeze(-1)
+    below = logits.to(torch.float32) / round_.warp.temperature < cutoffs(
+        logits, round_.warp
+    ).unsqueeze(-1)
     if not torch.equal(below, warped(logits, round_.warp) == -torch.inf):
         raise SystemExit("the cutoffs drop other entries than top-k does")
 
@@ -125,21 +142,28 @@ def timed(
             round_.target_logits.copy_(logits)
 
     calls: dict[str, Any] = {
-        method: lambda run=run: [run(round_) for round_ in rounds] for method, run in methods.items()
+        method: lambda run=run: [run(round_) for round_ in rounds]
+        for method, run in methods.items()
     }
     if "ours, triton" in methods:
         try:
             calls["ours, triton, graph"] = captured(methods["ours, triton"], rounds)
         except RuntimeError as error:
-            tqdm.write(f"left out: ours, triton, graph for {name}: {str(error).strip().splitlines()[0]}")
+            tqdm.write(
+                f"left out: ours, triton, graph for {name}: {str(error).strip().splitlines()[0]}"
+            )
     alternate(calls, 1, name, restore)  # compiles, allocates
     once = sum(values[0] for values in alternate(calls, 1, name, restore).values())
     repeats = max(MIN_REPEATS, min(args.repeats, int(args.cell_seconds / once)))
     seconds, num_held_up = alternate_patiently(calls, repeats, name, restore, args.patience)
-    return {method: [value / len(rounds) for value in values] for method, values in seconds.items()}, num_held_up
+    return {
+        method: [value / len(rounds) for value in values] for method, values in seconds.items()
+    }, num_held_up
 
 
-def measure(name: str, warp: Warp, shape: Shape, methods: dict[str, Run], args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, warp: Warp, shape: Shape, methods: dict[str, Run], args: argparse.Namespace
+) -> dict[str, Any]:
     """One cell of the results."""
     dtype, batch_size, num_draft_tokens, vocab_size = shape
     verifier = VERIFIERS[name]
@@ -158,8 +182,12 @@ def measure(name: str, warp: Warp, shape: Shape, methods: dict[str, Run], args: 
     }
     if name != "sample":
         row["num_accepted"] = round(accepted_of(methods["ours, torch"], rounds), 2)
-    seconds, num_held_up = timed(methods, rounds, args, f"{name}, {dtype}, B = {batch_size}, V = {vocab_size}")
-    moved = batch_size * verifier.num_rows_read(num_draft_tokens) * vocab_size * DTYPES[dtype].itemsize
+    seconds, num_held_up = timed(
+        methods, rounds, args, f"{name}, {dtype}, B = {batch_size}, V = {vocab_size}"
+    )
+    moved = (
+        batch_size * verifier.num_rows_read(num_draft_tokens) * vocab_size * DTYPES[dtype].itemsize
+    )
     row["bytes"] = moved
     row["repeats"], row["num_held_up"] = len(seconds["transformers"]), num_held_up
     row["seconds"] = {method: spread(values) for method, values in seconds.items()}
@@ -168,12 +196,18 @@ def measure(name: str, warp: Warp, shape: Shape, methods: dict[str, Run], args: 
         for method, values in seconds.items()
         if method != "transformers"
     }
-    row["gb_per_s"] = {method: moved / spread(values)["median"] / 1e9 for method, values in seconds.items()}
-    row["share_of_copy_rate"] = {method: rate * 1e9 / args.copy_rate for method, rate in row["gb_per_s"].items()}
+    row["gb_per_s"] = {
+        method: moved / spread(values)["median"] / 1e9 for method, values in seconds.items()
+    }
+    row["share_of_copy_rate"] = {
+        method: rate * 1e9 / args.copy_rate for method, rate in row["gb_per_s"].items()
+    }
     return row
 
 
-def checked_methods(name: str, verifier: Verifier, args: argparse.Namespace, said: set[str]) -> dict[str, Run]:
+def checked_methods(
+    name: str, verifier: Verifier, args: argparse.Namespace, said: set[str]
+) -> dict[str, Run]:
     """The methods to time, each checked; those that cannot run are reported once."""
     methods, left_out = methods_of(verifier, args.device, args.compile)
     for method in list(methods):
@@ -199,7 +233,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"left out of the grid: {left_out}")
     said: set[str] = set()
     threads = args.threads or torch.get_num_threads()
-    torch.set_num_threads(1)  # small operations gain nothing from threads, and on a busy machine wait for one another
+    # small operations gain nothing from threads, and on a busy machine wait for one another
+    torch.set_num_threads(1)
     names = tqdm(args.verifiers, desc="checking outputs", leave=False, disable=None)
     methods = {name: checked_methods(name, VERIFIERS[name], args, said) for name in names}
     print(f"checks passed: {', '.join(methods)} ({time.perf_counter() - begin:.0f} s)")
@@ -212,12 +247,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for shape in shapes
         for name in args.verifiers
         for warp in VERIFIERS[name].warps
-        if (warp.top_k is None) in [logits == "plain" for logits in args.logits] or len(VERIFIERS[name].warps) == 1
+        if (warp.top_k is None) in [logits == "plain" for logits in args.logits]
+        or len(VERIFIERS[name].warps) == 1
     ]
     rows: list[dict[str, Any]] = []
     for shape, name, warp in tqdm(cells, desc="cells", leave=False, disable=None):
         if args.limit_s and time.perf_counter() - begin > args.limit_s:
-            tqdm.write(f"left out: {len(cells) - len(rows)} cells after {args.limit_s} s, from {shape} {name} on")
+            tqdm.write(
+                f"left out: {len(cells) - len(rows)} cells after {args.limit_s} s, from {shape} "
+                f"{name} on"
+            )
             break
         if needed_bytes(shape) > free_bytes(args.device):
             line = f"left out: {shape}, which needs {needed_bytes(shape) / 1e9:.0f} GB"
@@ -234,28 +273,52 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-sizes", nargs="+", type=int)
     parser.add_argument("--num-draft-tokens", nargs="+", type=int)
     parser.add_argument("--vocab-sizes", nargs="+", type=int)
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32", "bfloat16"])
-    parser.add_argument("--verifiers", nargs="+", choices=sorted(VERIFIERS), default=list(VERIFIERS))
-    parser.add_argument("--logits", nargs="+", choices=["plain", "warped"], default=["warped", "plain"])
-    parser.add_argument("--threads", type=int, help="of torch, on a CPU; its own choice unless given")
-    parser.add_argument("--repeats", type=int, default=25, help="runs of each method in a cell, at most")
-    parser.add_argument("--cell-seconds", type=float, default=2.5, help="fewer runs where a cell would take longer")
-    parser.add_argument("--patience", type=int, default=10, help="new tries for a run that other processes held up")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32", "bfloat16"]
+    )
+    parser.add_argument(
+        "--verifiers", nargs="+", choices=sorted(VERIFIERS), default=list(VERIFIERS)
+    )
+    parser.add_argument(
+        "--logits", nargs="+", choices=["plain", "warped"], default=["warped", "plain"]
+    )
+    parser.add_argument(
+        "--threads", type=int, help="of torch, on a CPU; its own choice unless given"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=25, help="runs of each method in a cell, at most"
+    )
+    parser.add_argument(
+        "--cell-seconds", type=float, default=2.5, help="fewer runs where a cell would take longer"
+    )
+    parser.add_argument(
+        "--patience", type=int, default=10, help="new tries for a run that other processes held up"
+    )
     parser.add_argument("--limit-s", type=float, help="begin no cell after this; 540 unless given")
     parser.add_argument("--full", action="store_true", help="the full grid on a CPU too")
-    parser.add_argument("--compile", action="store_true", help="time torch.compile of the twin as well")
-    parser.add_argument("--table", action="store_true", help="print the last results as a table, measure nothing")
-    parser.add_argument("--readme", type=Path, help="write that table into this file, measure nothing")
+    parser.add_argument(
+        "--compile", action="store_true", help="time torch.compile of the twin as well"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the last results as a table, measure nothing"
+    )
+    parser.add_argument(
+        "--readme", type=Path, help="write that table into this file, measure nothing"
+    )
     args = parser.parse_args()
     args.device = torch.device(args.device)
     is_small = args.device.type == "cpu" and not args.full
     args.batch_sizes = args.batch_sizes or (CPU_BATCH_SIZES if is_small else BATCH_SIZES)
-    args.num_draft_tokens = args.num_draft_tokens or (CPU_NUM_DRAFT_TOKENS if is_small else NUM_DRAFT_TOKENS)
+    args.num_draft_tokens = args.num_draft_tokens or (
+        CPU_NUM_DRAFT_TOKENS if is_small else NUM_DRAFT_TOKENS
+    )
     args.vocab_sizes = args.vocab_sizes or (CPU_VOCAB_SIZES if is_small else VOCAB_SIZES)
     args.limit_s = args.limit_s or 540.0
     return args
@@ -272,7 +335,10 @@ def main() -> None:
             print(table)
         return
     rows = run(args)
-    print(f"written to {write_results(result_name('verifiers', args.device), args, rows).relative_to(ROOT)}")
+    print(
+        "written to "
+        f"{write_results(result_name('verifiers', args.device), args, rows).relative_to(ROOT)}"
+    )
     if args.device.type == "cpu" and (path := plot(read_results("verifiers"))):
         print(f"drawn in {path.relative_to(ROOT)}")
 

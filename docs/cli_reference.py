@@ -11,7 +11,9 @@ from hf_speculate.tools.cli.main import app
 def reference(program: Any = app, name: str = "hf-speculate") -> str:
     """A section for each command: usage, description, arguments and options."""
     group = get_command(program)
-    parts = [_section(f"{name} {command}", group.commands[command]) for command in sorted(group.commands)]
+    parts = [
+        _section(f"{name} {command}", group.commands[command]) for command in sorted(group.commands)
+    ]
     return "\n".join(parts)
 
 
@@ -20,7 +22,16 @@ def _section(name: str, command: Any) -> str:
     arguments = [one for one in shown if one.param_type_name == "argument"]
     options = [one for one in shown if one.param_type_name == "option"]
     usage = " ".join([name, *map(_usage, arguments), *(["[OPTIONS]"] if options else [])])
-    parts = [f"## {name}", "", inspect.cleandoc(command.help or ""), "", "```text", usage, "```", ""]
+    parts = [
+        f"## {name}",
+        "",
+        inspect.cleandoc(command.help or ""),
+        "",
+        "```text",
+        usage,
+        "```",
+        "",
+    ]
     if arguments:
         rows = [(f"`{_usage(one).strip('[]')}`", _text(one.help)) for one in arguments]
         parts += [_table(("argument", "meaning"), rows)]

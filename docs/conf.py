@@ -32,7 +32,8 @@ default_role = "literal"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False  # "Returns: Ids [B, K], ..." begins with words, not with a type
-napoleon_custom_sections = ["Source", ("Attributes", "params_style")]  # several names may share a line
+# several names may share a line
+napoleon_custom_sections = ["Source", ("Attributes", "params_style")]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -43,9 +44,13 @@ maximum_signature_line_length = 88
 nitpicky = True
 nitpick_ignore_regex = [
     # Other libraries, whose indexes a build without network cannot read.
-    (r"py:.*", r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum|logging)\..*"),
+    (
+        r"py:.*",
+        r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum|logging)\..*",
+    ),
     (r"py:class", r"(Tensor|PreTrainedModel|PreTrainedTokenizerBase|GenerateOutput|HfApi|Path)"),
-    # Names that only signatures use: aliases, and what takes part in a round without being made by callers.
+    # Names that only signatures use: aliases, and what takes part in a round without being made by
+    # callers.
     (
         r"py:class",
         r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState|StageSeconds)",
@@ -67,7 +72,9 @@ def repository_url() -> str | None:
     asked = ["git", "remote", "get-url", "origin"]
     found = os.environ.get("REPOSITORY_URL")
     if not found:
-        found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        found = subprocess.run(
+            asked, cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     found = re.sub(r"^(?:ssh://)?[\w.-]+@([\w.-]+)[:/]", r"https://\1/", found)  # ssh addresses
     parts = urlsplit(found.removesuffix(".git"))
     return f"https://{parts.hostname}{parts.path}" if parts.scheme in ("http", "https") else None
@@ -79,7 +86,9 @@ if REPOSITORY is not None:
         "source_repository": REPOSITORY,
         "source_branch": "main",
         "source_directory": "docs/",
-        "footer_icons": [{"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}],
+        "footer_icons": [
+            {"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}
+        ],
     }
 
 # Pages that lie elsewhere in the repository, by the name of the page here that shows each.
@@ -91,7 +100,9 @@ ELSEWHERE = {
     "project/contributing": ROOT / "CONTRIBUTING.md",
     "project/changes": ROOT / "CHANGELOG.md",
 }
-SHOWN_AS = {path: DOCS / f"{name}.md" for name, path in ELSEWHERE.items()} | {ROOT / "README.md": DOCS / "index.md"}
+SHOWN_AS = {path: DOCS / f"{name}.md" for name, path in ELSEWHERE.items()} | {
+    ROOT / "README.md": DOCS / "index.md"
+}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 

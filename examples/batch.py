@@ -23,7 +23,10 @@ PROMPTS = [
 
 
 def show(report: hf_speculate.DatasetReport) -> None:
-    print(f"{report.num_finished} of {report.num_rows}, {report.acceptance_rate:.0%} of the drafts accepted")
+    print(
+        f"{report.num_finished} of {report.num_rows}, {report.acceptance_rate:.0%} of the drafts "
+        "accepted"
+    )
 
 
 def stop(report: hf_speculate.DatasetReport) -> None:
@@ -40,13 +43,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.jsonl"
         try:
-            hf_speculate.decode_dataset(target, tokenizer, PROMPTS, output, on_batch=stop, **options)
+            hf_speculate.decode_dataset(
+                target, tokenizer, PROMPTS, output, on_batch=stop, **options
+            )
         except KeyboardInterrupt:
             print("interrupted")
-        report = hf_speculate.decode_dataset(target, tokenizer, PROMPTS, output, on_batch=show, **options)
+        report = hf_speculate.decode_dataset(
+            target, tokenizer, PROMPTS, output, on_batch=show, **options
+        )
         print(f"{report.num_resumed} were there already")
         for result in report.results():
-            print(f"\n{result['id']} ({result['finish_reason']}, {result['num_tokens']} tokens)\n{result['text']}")
+            print(
+                f"\n{result['id']} ({result['finish_reason']}, {result['num_tokens']} "
+                f"tokens)\n{result['text']}"
+            )
 
 
 if __name__ == "__main__":

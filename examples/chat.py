@@ -4,8 +4,9 @@
     python examples/chat.py --target <model> --draft <smaller model> --sample
     python examples/chat.py --tiny
 
-Lines of the standard input are what the user says; /clear starts over, and an empty line, or the end of the input, ends
-the chat. An error ends its turn only. With --tiny it runs the bundled pair, which only continues Python code.
+Lines of the standard input are what the user says; /clear starts over, and an empty line, or the
+end of the input, ends the chat. An error ends its turn only. With --tiny it runs the bundled pair,
+which only continues Python code.
 """
 
 import argparse
@@ -30,19 +31,26 @@ class Chat:
     """What was said, and what the models have read of it.
 
     Args:
-        target: an enabled model whose layers attend to everything, for its cache is cut back where texts part.
+        target: an enabled model whose layers attend to everything, for its cache is cut back where
+            texts part.
         draft: the draft model; None if `options` name what drafts.
         tokenizer: the target's.
         **options: of `generate()`, `max_new_tokens` among them.
     """
 
     def __init__(
-        self, target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, **options: Any
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        **options: Any,
     ):
         self.target, self.tokenizer, self.options = target, tokenizer, options
         if draft is not None:
             self.options = {**options, "assistant_model": draft}
-        self.context: int | None = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = getattr(
+            target.config.get_text_config(), "max_position_embeddings", None
+        )
         self.messages: list[dict[str, str]] = []
         self.stats = hf_speculate.SpeculationStats()
         self.forget_states()
@@ -53,17 +61,24 @@ class Chat:
         """Begin with empty caches, as after an error, when they may hold any part of a turn."""
         self.read_ids: list[int] = []  # that the cache holds the states of, and the one after them
         self.cache = DynamicCache(config=self.target.config)
-        if "assistant_model" in self.options:  # its cache is kept too, and cut back with the target's
+        # its cache is kept too, and cut back with the target's
+        if "assistant_model" in self.options:
             self.options["draft_state"] = hf_speculate.DraftState()
 
     def say(self, text: str, streamer: TextStreamer | None = None) -> str:
         """The answer to what the user says; after an error the conversation is without this turn."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        max_answer_len = self.options["max_new_tokens"] if self.context is None else self.context - len(ids)
+        max_answer_len = (
+            self.options["max_new_tokens"] if self.context is None else self.context - len(ids)
+        )
         if max_answer_len < 1:
-            raise ValueError(f"the conversation has {len(ids)} tokens, and the model's context {self.context}")
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens, and the model's context {self.context}"
+            )
         self._forget_past(ids)
         output = self.target.generate(
             torch.tensor([ids], device=self.target.device),
@@ -71,7 +86,10 @@ class Chat:
             cache=self.cache,
             speculation_stats=self.stats,
             streamer=streamer,
-            **{**self.options, "max_new_tokens": min(self.options["max_new_tokens"], max_answer_len)},
+            **{
+                **self.options,
+                "max_new_tokens": min(self.options["max_new_tokens"], max_answer_len),
+            },
         )
         self.read_ids = output[0].tolist()
         answer = self.tokenizer.decode(self.read_ids[len(ids) :], skip_special_tokens=True)
@@ -81,8 +99,12 @@ class Chat:
     def _forget_past(self, ids: list[int]) -> None:
         """Cut the cache back to what the new prompt begins with: a template may write an answer in other tokens."""
         num_held = self.cache.get_seq_length()
-        pairs = zip(ids[:-1], self.read_ids[:num_held], strict=False)  # one token at least is read now
-        num_same = next((place for place, (new, old) in enumerate(pairs) if new != old), min(num_held, len(ids) - 1))
+        # one token at least is read now
+        pairs = zip(ids[:-1], self.read_ids[:num_held], strict=False)
+        num_same = next(
+            (place for place, (new, old) in enumerate(pairs) if new != old),
+            min(num_held, len(ids) - 1),
+        )
         if num_held > num_same:
             self.cache.crop(num_same - num_held)
 
@@ -92,7 +114,9 @@ def start_chat(arguments: argparse.Namespace) -> Chat:
     if arguments.target is None:
         models = load_models(is_tiny=arguments.tiny)
         draft = models.options.get("assistant_model")
-        return Chat(models.target, draft, models.tokenizer, **options, **({} if draft else models.options))
+        return Chat(
+            models.target, draft, models.tokenizer, **options, **({} if draft else models.options)
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = (
         AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device) if name else None
@@ -105,11 +129,15 @@ def start_chat(arguments: argparse.Namespace) -> Chat:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chat with a model that decodes speculatively.")
-    parser.add_argument("--target", help="a model of your own; the default is SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--target", help="a model of your own; the default is SmolLM2-135M-Instruct"
+    )
     parser.add_argument("--draft", help="its draft model; without one, prompt lookup drafts")
     parser.add_argument("--tiny", action="store_true", help="chat with the bundled 7 M pair")
     parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--sample", action="store_true", help="sample, instead of taking the most likely token")
+    parser.add_argument(
+        "--sample", action="store_true", help="sample, instead of taking the most likely token"
+    )
     chat = start_chat(parser.parse_args())
     while True:
         if sys.stdin.isatty():
@@ -129,7 +157,8 @@ def main() -> None:
             continue
         stats = chat.stats
         print(
-            f"[mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.0%}]"
+            f"[mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate "
+            f"{stats.acceptance_rate:.0%}]"
         )
 
 

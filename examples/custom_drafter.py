@@ -2,8 +2,9 @@
 
     python examples/custom_drafter.py --max-new-tokens 48
 
-No model drafts. A table of pairs is a poor drafter, but text repeats itself; and as the target verifies every proposal,
-the texts are those of plain decoding. The script prints the mean acceptance length, and that the texts are the same.
+No model drafts. A table of pairs is a poor drafter, but text repeats itself; and as the target
+verifies every proposal, the texts are those of plain decoding. The script prints the mean
+acceptance length, and that the texts are the same.
 """
 
 import argparse
@@ -27,8 +28,9 @@ PROMPTS = (
 class BigramDrafter:
     """Proposes, token by token, what followed that token when it was last seen in the row.
 
-    `generate(drafter=BigramDrafter)` makes one for every call. A row stops proposing at a token that it has not seen
-    before its end; so rows propose different numbers of tokens, and perhaps none.
+    `generate(drafter=BigramDrafter)` makes one for every call. A row stops proposing at a token
+    that it has not seen before its end; so rows propose different numbers of tokens, and perhaps
+    none.
 
     Args:
         request: of the call.
@@ -42,10 +44,16 @@ class BigramDrafter:
 
     def draft(self, request: hf_speculate.DraftRequest) -> DraftOut:
         """See `hf_speculate.Drafter.draft`: [B, K] ids, each a point mass, as nothing is drawn."""
-        query_token_ids, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
+        query_token_ids, num_draft_tokens, kept = (
+            request.query_token_ids,
+            request.num_draft_tokens,
+            request.kept,
+        )
         if kept is None:  # the first call: the whole texts, padded on the left
             self.next_ids = [{} for _ in self.num_pads]
-            texts = [row[pad:] for row, pad in zip(query_token_ids.tolist(), self.num_pads, strict=True)]
+            texts = [
+                row[pad:] for row, pad in zip(query_token_ids.tolist(), self.num_pads, strict=True)
+            ]
             self.newest = [text[0] for text in texts]
             new_ids = [text[1:] for text in texts]
         else:
@@ -56,8 +64,12 @@ class BigramDrafter:
         drafts = [self.propose(row, num_draft_tokens) for row in range(len(self.newest))]
         most = max(map(len, drafts))
         padded = [ids + [0] * (most - len(ids)) for ids in drafts]
-        token_ids = torch.tensor(padded, dtype=torch.int64, device=self.device).reshape(len(drafts), most)  # [B, K]
-        lens = torch.tensor([len(ids) for ids in drafts], dtype=torch.int32, device=self.device)  # [B]
+        # [B, K]
+        token_ids = torch.tensor(padded, dtype=torch.int64, device=self.device).reshape(
+            len(drafts), most
+        )
+        # [B]
+        lens = torch.tensor([len(ids) for ids in drafts], dtype=torch.int32, device=self.device)
         return DraftOut(token_ids, lens, None, None)
 
     def rows(self, indices: Sequence[int]) -> None:
@@ -83,13 +95,17 @@ class BigramDrafter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--num-assistant-tokens", type=int, default=4)
     parser.add_argument("--pair", type=Path, default=PAIR)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.pair / "target", padding_side="left")
-    model = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(args.pair / "target", dtype=torch.float64))
+    model = hf_speculate.enable(
+        AutoModelForCausalLM.from_pretrained(args.pair / "target", dtype=torch.float64)
+    )
     inputs = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
     stats = hf_speculate.SpeculationStats()
     plain = model.generate(**inputs, max_new_tokens=args.max_new_tokens)
@@ -101,7 +117,10 @@ def main() -> None:
         speculation_stats=stats,
     )
     print(tokenizer.decode(ours[0], skip_special_tokens=True))
-    print(f"\nmean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.3f}")
+    print(
+        f"\nmean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate "
+        f"{stats.acceptance_rate:.3f}"
+    )
     print(f"texts equal plain decoding's: {torch.equal(plain, ours)}")
 
 

@@ -2,9 +2,9 @@
 
     python examples/custom_verifier.py --num-likeliest 4
 
-A drafted token is accepted if it is among the target's k most likely tokens. The token after the accepted ones is the
-target's most likely one or, with `do_sample=True`, a sample from the target's distribution. The verifier is lossy: the
-draft chooses which of the k tokens the output contains.
+A drafted token is accepted if it is among the target's k most likely tokens. The token after the
+accepted ones is the target's most likely one or, with `do_sample=True`, a sample from the target's
+distribution. The verifier is lossy: the draft chooses which of the k tokens the output contains.
 """
 
 import argparse
@@ -33,10 +33,13 @@ class TopKVerifier:
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         vocab_size = target_logits.shape[-1]
-        ids = draft.token_ids.clamp(0, vocab_size - 1)  # [B, K], for gather: a drafted id may be invalid
+        # [B, K], for gather: a drafted id may be invalid
+        ids = draft.token_ids.clamp(0, vocab_size - 1)
         chosen = target_logits[:, :-1].gather(-1, ids[..., None])[..., 0]  # [B, K]
-        bounds = target_logits[:, :-1].topk(min(self.num_likeliest, vocab_size)).values[..., -1]  # [B, K]
-        following = draw(target_logits, keys) if self.samples else target_logits.argmax(-1)  # [B, K+1]
+        # [B, K]
+        bounds = target_logits[:, :-1].topk(min(self.num_likeliest, vocab_size)).values[..., -1]
+        # [B, K+1]
+        following = draw(target_logits, keys) if self.samples else target_logits.argmax(-1)
         return hf_speculate.keep_prefix(target_logits, draft, chosen >= bounds, following)
 
 
@@ -44,7 +47,11 @@ def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
     """Sample one token at each position of [B, K+1, V], giving [B, K+1] int64; drafts use another stream."""
     positions = range(target_logits.shape[1])
     draws = [
-        sample(target_logits[:, at], keys=keys._replace(positions=keys.positions + at), stream=Stream.CORRECTION)
+        sample(
+            target_logits[:, at],
+            keys=keys._replace(positions=keys.positions + at),
+            stream=Stream.CORRECTION,
+        )
         for at in positions
     ]
     return torch.stack([one.token_ids for one in draws], dim=1)
@@ -67,7 +74,8 @@ def measure(
     """Decode eight bundled prompts in a batch with each verifier."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "target", padding_side="left")
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval() for name in ("target", "draft")
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
+        for name in ("target", "draft")
     )
     lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["turns"][0] for line in lines[::4]][:8]
@@ -89,14 +97,18 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-likeliest", type=int, default=NUM_LIKELIEST, help="k")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
     parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
     args = parser.parse_args()
     register(args.num_likeliest)
-    results = measure(args.pair, ["greedy", "top_k"], args.max_new_tokens, args.num_assistant_tokens)
+    results = measure(
+        args.pair, ["greedy", "top_k"], args.max_new_tokens, args.num_assistant_tokens
+    )
     for name, stats in results.items():
         length, rate = stats.mean_acceptance_length, stats.acceptance_rate
         print(f"{name:8} mean acceptance length {length:.2f}, acceptance rate {rate:.3f}")

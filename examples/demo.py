@@ -3,22 +3,23 @@
     python examples/demo.py
     python examples/demo.py --tiny --prompts 16 --max-new-tokens 64 --num-assistant-tokens 5
 
-The model is SmolLM2-135M-Instruct with its draft head; transformers' assisted generation, which takes no such head,
-drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with its smaller model; one more line
-drafts with the EAGLE-3 head in `examples/heads`.
+The model is SmolLM2-135M-Instruct with its draft head; transformers' assisted generation, which
+takes no such head, drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft
+with its smaller model; one more line drafts with the EAGLE-3 head in `examples/heads`.
 
-SmolLM2 gets the ten tasks of `tasks.jsonl`. Seven of them copy text with changes, as editing does: there prompt lookup
-drafts well. Three are plain questions. Both are reported apart.
+SmolLM2 gets the ten tasks of `tasks.jsonl`. Seven of them copy text with changes, as editing does:
+there prompt lookup drafts well. Three are plain questions. Both are reported apart.
 
-A pass decodes a prompt alone, or several of one kind together, with every method, in alternating order. Passes go on
-until they or the time are used up; a slow machine decodes fewer prompts together. The table holds medians over passes.
-The speed-up is over plain `generate()` of the same kind (greedy or sampled) on the same prompts in the same pass.
-A greedy pass counts if all methods wrote one text: at a near-tie one may follow another text, which has other drafts.
-In float32 nearly all do.
-transformers decodes a batch row by row. Ctrl-C prints what was measured so far; the exit status is then 130.
+A pass decodes a prompt alone, or several of one kind together, with every method, in alternating
+order. Passes go on until they or the time are used up; a slow machine decodes fewer prompts
+together. The table holds medians over passes. The speed-up is over plain `generate()` of the same
+kind (greedy or sampled) on the same prompts in the same pass. A greedy pass counts if all methods
+wrote one text: at a near-tie one may follow another text, which has other drafts. In float32 nearly
+all do. transformers decodes a batch row by row. Ctrl-C prints what was measured so far; the exit
+status is then 130.
 
-Greedy texts are compared with plain decoding's, at least one of each dtype, however little time there is. The exit
-status is 1 if one differs by more than rounding explains.
+Greedy texts are compared with plain decoding's, at least one of each dtype, however little time
+there is. The exit status is 1 if one differs by more than rounding explains.
 """
 
 import argparse
@@ -60,7 +61,8 @@ MIN_PASSES = 3
 WARM_UP_SHARE = 0.1  # of the time: at most
 MEASURING_SHARE = 0.8  # of the time; the other dtype gets the rest
 NUM_WARM_UP_TOKENS = 16  # of each prompt
-PROBE_EVERY, PROBE_TOKENS = 3, 8  # passes between two short plain runs that say how busy the machine is
+# passes between two short plain runs that say how busy the machine is
+PROBE_EVERY, PROBE_TOKENS = 3, 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAILED, INTERRUPTED = 1, 130
 BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt} of at most {total_fmt} s{postfix}"
@@ -89,7 +91,9 @@ class Pass(NamedTuple):
 Loader = Callable[[argparse.Namespace], Loaded]
 
 
-def run_line(line: Line, pair: Pair, batch: Batch, max_new_tokens: int, num_pass: int, tally: Tally) -> None:
+def run_line(
+    line: Line, pair: Pair, batch: Batch, max_new_tokens: int, num_pass: int, tally: Tally
+) -> None:
     """Decode one batch and add the call to `tally`."""
     reports: list[hf_speculate.RoundReport] = []
     callback = reports.append if replace(line, kind="") == OURS_GREEDY else None
@@ -100,7 +104,9 @@ def run_line(line: Line, pair: Pair, batch: Batch, max_new_tokens: int, num_pass
 
 def time_plain(pair: Pair, batch: Batch) -> Timing:
     """Time plain greedy decoding by two short runs; the first one also warms up."""
-    seconds = [decode(PLAIN_GREEDY, pair, batch, num_tokens, seed=0).seconds for num_tokens in (2, 2, 12)]
+    seconds = [
+        decode(PLAIN_GREEDY, pair, batch, num_tokens, seed=0).seconds for num_tokens in (2, 2, 12)
+    ]
     token_s = max(seconds[2] - seconds[1], 0.0) / 10
     return Timing(max(seconds[1] - 2 * token_s, 0.0), token_s)
 
@@ -109,12 +115,16 @@ def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int)
     """Each prompt alone, and between them batches of `num_rows` prompts of one kind, some of them again to fill one."""
     singles = [
         Pass(question.kind, 1, batch)
-        for question, batch in zip(loaded.questions, encode(tokenizer, loaded.prompts, 1), strict=True)
+        for question, batch in zip(
+            loaded.questions, encode(tokenizer, loaded.prompts, 1), strict=True
+        )
     ]
     batches = []
     for kind in dict.fromkeys(question.kind for question in loaded.questions):
         prompts = [
-            prompt for question, prompt in zip(loaded.questions, loaded.prompts, strict=True) if question.kind == kind
+            prompt
+            for question, prompt in zip(loaded.questions, loaded.prompts, strict=True)
+            if question.kind == kind
         ]
         num_batches = -(-len(prompts) // num_rows)
         filled = list(islice(cycle(prompts), num_batches * num_rows))
@@ -127,12 +137,16 @@ def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int)
     return passes + batches
 
 
-def choose_methods(timing: Timing, loaded: Loaded, num_tokens: int, budget_s: float, has_head: bool) -> list[Line]:
+def choose_methods(
+    timing: Timing, loaded: Loaded, num_tokens: int, budget_s: float, has_head: bool
+) -> list[Line]:
     """The methods with the most rows of which `MIN_PASSES` passes of each number of rows fit into the time."""
     sizes = [min(size, len(loaded.prompts)) for size in BATCH_SIZES if size <= loaded.max_rows]
     choices = [methods(size, has_head, loaded.is_sampled_too) for size in sizes]
     fitting = [
-        lines for lines in choices if MIN_PASSES * sum(timing.of_line(line, num_tokens) for line in lines) <= budget_s
+        lines
+        for lines in choices
+        if MIN_PASSES * sum(timing.of_line(line, num_tokens) for line in lines) <= budget_s
     ]
     return (fitting or choices[-1:])[0]
 
@@ -148,7 +162,9 @@ def measure(
     """The passes, over and over, until `args.passes` of them or the time since `begin` are used up."""
     for line in tqdm(tallies, desc="warming up", leave=False):
         batch = next(one.batch for one in passes if one.batch_size == line.batch_size)
-        ids, mask = (tensor[:, -NUM_WARM_UP_TOKENS:] for tensor in (batch.input_ids, batch.attention_mask))
+        ids, mask = (
+            tensor[:, -NUM_WARM_UP_TOKENS:] for tensor in (batch.input_ids, batch.attention_mask)
+        )
         decode(line, pair, batch._replace(input_ids=ids, attention_mask=mask), 4, seed=0)
         if time.perf_counter() - begin > WARM_UP_SHARE * args.budget_s:
             break
@@ -172,7 +188,9 @@ def time_probe(pair: Pair, batch: Batch) -> float:
     return decode(PLAIN_GREEDY, pair, batch, PROBE_TOKENS, seed=0).seconds
 
 
-def print_texts(tallies: Tallies, tokenizer: PreTrainedTokenizerBase, questions: list[Question]) -> None:
+def print_texts(
+    tallies: Tallies, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
+) -> None:
     """The first texts of each kind, two in all."""
     kinds = list(dict.fromkeys(question.kind for question in questions))
     for kind in kinds:
@@ -187,9 +205,13 @@ def print_texts(tallies: Tallies, tokenizer: PreTrainedTokenizerBase, questions:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="decode with the bundled 7 M pair")
-    parser.add_argument("--pair", type=Path, help="decode with the pair in this folder's target/ and draft/")
+    parser.add_argument(
+        "--pair", type=Path, help="decode with the pair in this folder's target/ and draft/"
+    )
     parser.add_argument(
         "--prompts-file",
         type=Path,
@@ -198,14 +220,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=10, help="how many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument(
-        "--sampled", action=argparse.BooleanOptionalAction, help="measure sampling too; default: for a pair"
+        "--sampled",
+        action=argparse.BooleanOptionalAction,
+        help="measure sampling too; default: for a pair",
     )
     parser.add_argument(
         "--num-assistant-tokens",
         type=int,
         help=f"K, fixed for every engine; default: the default schedule, and {ASSISTED_K} for transformers",
     )
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="texts are equal in float32")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default="float32", help="texts are equal in float32"
+    )
     parser.add_argument("--passes", type=int, default=60)
     parser.add_argument("--budget-s", type=float, default=150.0, help="for all that is decoded")
     return parser.parse_args(arguments)
@@ -219,20 +245,36 @@ def load(args: argparse.Namespace) -> Loaded:
         if not models.is_tiny:
             halved = load_models(dtype=torch.bfloat16)
             pairs = {"float32": as_pair(models, num), "bfloat16": as_pair(halved, num)}
-            questions = read_by_category(args.prompts_file or EXAMPLES / "tasks.jsonl", args.prompts)
+            questions = read_by_category(
+                args.prompts_file or EXAMPLES / "tasks.jsonl", args.prompts
+            )
             drafting = "its draft head" if "drafter" in models.options else "prompt lookup"
             title = f"{models.name} with {drafting} (transformers: prompt lookup)"
             prompts = models.prompts([question.text for question in questions])
-            return Loaded(title, pairs, models.tokenizer, questions, prompts, MAX_ROWS_OF_MODEL, bool(args.sampled))
+            return Loaded(
+                title,
+                pairs,
+                models.tokenizer,
+                questions,
+                prompts,
+                MAX_ROWS_OF_MODEL,
+                bool(args.sampled),
+            )
     if not (folder / "target").is_dir():
         raise SystemExit(
-            f"{folder / 'target'} is missing; make it with examples/training/train_pair.py, or name another --pair"
+            f"{folder / 'target'} is missing; make it with examples/training/train_pair.py, or "
+            "name another --pair"
         )
     pairs = {name: load_pair(folder, dtype, num) for name, dtype in DTYPES.items()}
     questions = read_by_category(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
     title = "the bundled 7 M pair" if folder == PAIR else f"the pair in {folder}"
-    tokenizer, prompts = AutoTokenizer.from_pretrained(folder / "target"), [question.text for question in questions]
-    return Loaded(title, pairs, tokenizer, questions, prompts, BATCH_SIZES[0], args.sampled is not False)
+    tokenizer, prompts = (
+        AutoTokenizer.from_pretrained(folder / "target"),
+        [question.text for question in questions],
+    )
+    return Loaded(
+        title, pairs, tokenizer, questions, prompts, BATCH_SIZES[0], args.sampled is not False
+    )
 
 
 def run(args: argparse.Namespace, load: Loader) -> int:
@@ -248,7 +290,10 @@ def run(args: argparse.Namespace, load: Loader) -> int:
     lines = choose_methods(timing, loaded, args.max_new_tokens, budget_s, pair.head is not None)
     num_rows = lines[-1].batch_size
     length = args.num_assistant_tokens or f"adaptive (transformers: {ASSISTED_K})"
-    print(f"{len(singles)} prompts, 1 and {num_rows} at a time, {args.max_new_tokens} new tokens, K = {length},")
+    print(
+        f"{len(singles)} prompts, 1 and {num_rows} at a time, {args.max_new_tokens} new tokens, K "
+        f"= {length},"
+    )
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{dtype}, {torch.get_num_threads()} threads, {versions}")
     kinds = dict.fromkeys(question.kind for question in loaded.questions)

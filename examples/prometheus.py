@@ -2,8 +2,9 @@
 
     python examples/prometheus.py
 
-Decodes prompts on the bundled pair, serves the metrics on 127.0.0.1, and prints what a scrape of them gives. Needs
-`pip install ".[metrics]"`. `hf-speculate serve` has metrics of its own at `/metrics`.
+Decodes prompts on the bundled pair, serves the metrics on 127.0.0.1, and prints what a scrape of
+them gives. Needs `pip install ".[metrics]"`. `hf-speculate serve` has metrics of its own at
+`/metrics`.
 """
 
 import argparse
@@ -29,14 +30,19 @@ HOST = "127.0.0.1"
 class CallMetrics:
     """Metrics of calls: pass `on_round` as `speculation_callback`, and each call's statistics to `add`.
 
-    Tokens are counted while a call runs, under the names that the server gives them. Seconds are counted when it is
+    Tokens are counted while a call runs, under the names that the server gives them. Seconds are
+    counted when it is
     over: they are the statistics' own, by stage.
     """
 
     def __init__(self, registry: CollectorRegistry, source: str):
         self.tokens = SpeculationCounters(registry, source)
-        self.seconds = Counter("hf_speculate_stage_seconds", "Seconds by stage.", ["stage"], registry=registry)
-        self.round_seconds = Histogram("hf_speculate_round_seconds", "Seconds of a round.", registry=registry)
+        self.seconds = Counter(
+            "hf_speculate_stage_seconds", "Seconds by stage.", ["stage"], registry=registry
+        )
+        self.round_seconds = Histogram(
+            "hf_speculate_round_seconds", "Seconds of a round.", registry=registry
+        )
 
     def on_round(self, report: hf_speculate.RoundReport) -> None:
         self.tokens.add(sum(report.num_drafted), sum(report.num_accepted), sum(report.num_emitted))
@@ -54,7 +60,11 @@ def decode(folder: Path, num_prompts: int, max_new_tokens: int, metrics: CallMet
     draft = AutoModelForCausalLM.from_pretrained(folder / "draft")
     lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     stats = hf_speculate.SpeculationStats()
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens, "num_assistant_tokens": 5}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": max_new_tokens,
+        "num_assistant_tokens": 5,
+    }
     for line in lines[:num_prompts]:
         target.generate(
             **tokenizer(json.loads(line)["turns"][0], return_tensors="pt"),
@@ -67,13 +77,16 @@ def decode(folder: Path, num_prompts: int, max_new_tokens: int, metrics: CallMet
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-prompts", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--port", type=int, default=0, help="0: any that is free")
     parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
     args = parser.parse_args()
-    registry = CollectorRegistry()  # only what is counted here; the default one has counters of the process too
+    # only what is counted here; the default one has counters of the process too
+    registry = CollectorRegistry()
     metrics = CallMetrics(registry, "draft model")
     server, thread = start_http_server(args.port, addr=HOST, registry=registry)
     decode(args.pair, args.num_prompts, args.max_new_tokens, metrics)

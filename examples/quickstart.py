@@ -3,8 +3,9 @@
     python examples/quickstart.py
     python examples/quickstart.py --tiny    # the bundled 7 M pair, which needs no download
 
-With models of your own, `models.options` becomes `{"assistant_model": AutoModelForCausalLM.from_pretrained(<draft>)}`,
-and `models.target` becomes `hf_speculate.enable(AutoModelForCausalLM.from_pretrained(<target>))`.
+With models of your own, `models.options` becomes `{"assistant_model":
+AutoModelForCausalLM.from_pretrained(<draft>)}`, and `models.target` becomes
+`hf_speculate.enable(AutoModelForCausalLM.from_pretrained(<target>))`.
 """
 
 import argparse
@@ -20,9 +21,13 @@ def main() -> None:
     inputs = models.tokenizer(models.prompts(models.questions), return_tensors="pt", padding=True)
     inputs = inputs.to(models.target.device)
     stats = hf_speculate.SpeculationStats()
-    output = models.target.generate(**inputs, **models.options, max_new_tokens=80, speculation_stats=stats)
+    output = models.target.generate(
+        **inputs, **models.options, max_new_tokens=80, speculation_stats=stats
+    )
 
-    answers = models.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = models.tokenizer.batch_decode(
+        output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     for question, answer in zip(models.questions, answers, strict=True):
         print(f"{question.rstrip()}\n{answer}\n")
     print(stats)

@@ -5,9 +5,10 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
-A browser finds a chat page at http://127.0.0.1:8000/. `hf-speculate serve TARGET --draft DRAFT` serves
-models of your own. Eight requests share one running decoder, which drafts by prompt lookup; with --rows 1
-the model's draft head drafts, for one request at a time. A client that leaves frees its row.
+A browser finds a chat page at http://127.0.0.1:8000/. `hf-speculate serve TARGET --draft DRAFT`
+serves models of your own. Eight requests share one running decoder, which drafts by prompt lookup;
+with --rows 1 the model's draft head drafts, for one request at a time. A client that leaves frees
+its row.
 """
 
 import argparse
@@ -30,13 +31,19 @@ def load(is_tiny: bool, num_rows: int, max_queued: int) -> Engine:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve the examples' model in OpenAI's format.")
     parser.add_argument("--tiny", action="store_true", help="serve the bundled 7 M pair")
-    parser.add_argument("--host", default="127.0.0.1", help="there is no authentication: keep to this machine")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="there is no authentication: keep to this machine"
+    )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--rows", type=int, default=8, help="requests that are decoded at once")
     parser.add_argument("--max-queued", type=int, default=64, help="requests that wait for a row")
     arguments = parser.parse_args()
     try:
-        serve(lambda: load(arguments.tiny, arguments.rows, arguments.max_queued), arguments.host, arguments.port)
+        serve(
+            lambda: load(arguments.tiny, arguments.rows, arguments.max_queued),
+            arguments.host,
+            arguments.port,
+        )
     except hf_speculate.SpeculateError as error:
         raise SystemExit(str(error)) from error
 

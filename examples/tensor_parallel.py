@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-Every process runs this script and gets the same text: the first one's drafts, seeds and clocks count for all. On GPUs
-each process takes the one of its local rank.
+Every process runs this script and gets the same text: the first one's drafts, seeds and clocks
+count for all. On GPUs each process takes the one of its local rank.
 """
 
 import importlib.util
@@ -24,12 +24,18 @@ OPTIONS = {"max_new_tokens": 32, "do_sample": False}
 
 def main() -> None:
     if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("no process of torchrun; run: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
+        raise SystemExit(
+            "no process of torchrun; run: torchrun --nproc-per-node 2 examples/tensor_parallel.py"
+        )
     if importlib.util.find_spec("accelerate") is None:
         raise SystemExit('accelerate is not installed; run: pip install ".[ranks]"')
     split = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32, distributed_config=split)
-    draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).to(target.device)
+    target = AutoModelForCausalLM.from_pretrained(
+        PAIR / "target", dtype=torch.float32, distributed_config=split
+    )
+    draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).to(
+        target.device
+    )
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(target.device)
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -44,8 +50,13 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("\n\n".join(texts[0]))
         print(f"\n{stats}\n")
-        print(f"processes: {len(texts)}, all with one text: {all(one == texts[0] for one in texts)}")
-        print(f"rows as plain generate() has them: {int((plain == output).all(1).sum())} of {len(PROMPTS)}")
+        print(
+            f"processes: {len(texts)}, all with one text: {all(one == texts[0] for one in texts)}"
+        )
+        print(
+            f"rows as plain generate() has them: {int((plain == output).all(1).sum())} of "
+            f"{len(PROMPTS)}"
+        )
     dist.destroy_process_group()
 
 

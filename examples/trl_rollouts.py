@@ -4,10 +4,11 @@
     python examples/trl_rollouts.py
     python examples/trl_rollouts.py --without-trainer
 
-Eight samples of each prompt are drawn in each of three epochs. A `SuffixStore` with the prompt as its key keeps them,
-and prompt lookup copies from those of the same prompt. A draft never changes the distribution of the rollouts, so that
-training is what it was. The target's weights change between the calls, and nothing is kept of them.
-`--without-trainer` draws rollouts from a target that does not learn, and needs no trl.
+Eight samples of each prompt are drawn in each of three epochs. A `SuffixStore` with the prompt as
+its key keeps them, and prompt lookup copies from those of the same prompt. A draft never changes
+the distribution of the rollouts, so that training is what it was. The target's weights change
+between the calls, and nothing is kept of them. `--without-trainer` draws rollouts from a target
+that does not learn, and needs no trl.
 """
 
 import argparse
@@ -18,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import hf_speculate
 
@@ -71,7 +77,10 @@ def draw(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
 def tokens_per_forward(calls: list[hf_speculate.SpeculationStats]) -> list[float]:
     """Tokens of each row per target forward, for each epoch."""
     size = len(calls) // NUM_EPOCHS
-    epochs = [sum(calls[begin + 1 : begin + size], calls[begin]) for begin in range(0, size * NUM_EPOCHS, size)]
+    epochs = [
+        sum(calls[begin + 1 : begin + size], calls[begin])
+        for begin in range(0, size * NUM_EPOCHS, size)
+    ]
     return [stats.mean_acceptance_length for stats in epochs]
 
 
@@ -94,8 +103,12 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw rollouts of the bundled target, and train it with them.")
-    parser.add_argument("--without-trainer", action="store_true", help="draw rollouts only; needs no trl")
+    parser = argparse.ArgumentParser(
+        description="Draw rollouts of the bundled target, and train it with them."
+    )
+    parser.add_argument(
+        "--without-trainer", action="store_true", help="draw rollouts only; needs no trl"
+    )
     args = parser.parse_args()
     if not args.without_trainer and importlib.util.find_spec("trl") is None:
         raise SystemExit("trl is not installed; run: pip install trl, or add --without-trainer")

@@ -2,14 +2,16 @@
 
     python examples/whisper.py
 
-Weights of Whisper cannot be bundled, so the pair is a tiny random one that is built here, and the sounds are made too:
-what it "hears" is noise, but every step is the one that a real pair takes. With real ones, `make_pair` is
+Weights of Whisper cannot be bundled, so the pair is a tiny random one that is built here, and the
+sounds are made too: what it "hears" is noise, but every step is the one that a real pair takes.
+With real ones, `make_pair` is
 
     target = AutoModelForSpeechSeq2Seq.from_pretrained("openai/whisper-large-v3")
     draft = AutoModelForCausalLM.from_pretrained("distil-whisper/distil-large-v3")
     extractor = AutoFeatureExtractor.from_pretrained("openai/whisper-large-v3")
 
-and `AutoTokenizer.from_pretrained("openai/whisper-large-v3").batch_decode(ids)` makes text of the ids.
+and `AutoTokenizer.from_pretrained("openai/whisper-large-v3").batch_decode(ids)` makes text of the
+ids.
 """
 
 import copy
@@ -32,9 +34,13 @@ NUM_NEW = 32
 NOISE = 0.02  # how far the draft's weights are from the target's, as a share of their spread
 
 
-def make_pair() -> tuple[WhisperForConditionalGeneration, WhisperForCausalLM, WhisperFeatureExtractor]:
+def make_pair() -> tuple[
+    WhisperForConditionalGeneration, WhisperForCausalLM, WhisperFeatureExtractor
+]:
     """A random target, a draft near it without an encoder, and what makes features of a second of sound."""
-    extractor = WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1)
+    extractor = WhisperFeatureExtractor(
+        feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1
+    )
     config = WhisperConfig(
         vocab_size=256,
         d_model=64,
@@ -89,16 +95,25 @@ def main() -> None:
     target, draft, extractor = make_pair()
     hf_speculate.enable(target)
     arrays = [sound.numpy() for sound in make_sounds()]
-    features = extractor(arrays, sampling_rate=SAMPLING_RATE, return_tensors="pt")["input_features"].double()
+    features = extractor(arrays, sampling_rate=SAMPLING_RATE, return_tensors="pt")[
+        "input_features"
+    ].double()
 
     stats = hf_speculate.SpeculationStats()
     plain = target.generate(features, max_new_tokens=NUM_NEW)
     ours = target.generate(
-        features, assistant_model=draft, num_assistant_tokens=4, max_new_tokens=NUM_NEW, speculation_stats=stats
+        features,
+        assistant_model=draft,
+        num_assistant_tokens=4,
+        max_new_tokens=NUM_NEW,
+        speculation_stats=stats,
     )
     for number, ids in enumerate(ours.tolist()):
         print(f"sound {number}: {ids}")
-    print(f"mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.3f}")
+    print(
+        f"mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate "
+        f"{stats.acceptance_rate:.3f}"
+    )
     print(f"ids equal plain decoding's: {torch.equal(plain, ours)}")
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from hf_speculate.generation.enable import disable as disable
     from hf_speculate.generation.enable import enable as enable
     from hf_speculate.generation.enable import is_enabled as is_enabled
-    from hf_speculate.generation.generate import SpeculativeGenerationMixin as SpeculativeGenerationMixin
+    from hf_speculate.generation.generate import (
+        SpeculativeGenerationMixin as SpeculativeGenerationMixin,
+    )
     from hf_speculate.generation.generate import generate as generate
     from hf_speculate.options.candidates.to_candidate_generator import (
         DraftModelCandidateGenerator as DraftModelCandidateGenerator,
@@ -48,7 +50,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names by the module that defines them. They are imported on first use, so `import hf_speculate` loads none.
+# Public names by the module that defines them. They are imported on first use, so `import
+# hf_speculate` loads none.
 _NAMES = {
     "config": ("SpeculationConfig",),
     "draft.base": ("DraftRequest", "Drafter", "DrafterSetup"),

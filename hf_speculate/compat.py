@@ -34,21 +34,30 @@ CACHE_NAME = CACHE_NAMES[0]
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
-_OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # set by `generate` on its copy of a generation config
+# set by `generate` on its copy of a generation config
+_OF_PREPARED_CONFIGS = ("_pad_token_tensor",)
 
 
 def check_private_names(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` if a private name read by this module is missing."""
-    _check((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
+    _check(
+        (model, _OF_MODELS),
+        (model.config, _OF_CONFIGS),
+        (model.generation_config, _OF_GENERATION_CONFIGS),
+    )
 
 
 def _check(*holders: tuple[object, Sequence[str]]) -> None:
     missing = [
-        f"{type(holder).__name__}.{name}" for holder, names in holders for name in names if not hasattr(holder, name)
+        f"{type(holder).__name__}.{name}"
+        for holder, names in holders
+        for name in names
+        if not hasattr(holder, name)
     ]
     if missing:
         raise UnsupportedModelError(
-            f"transformers must have {', '.join(missing)}, which {transformers.__version__} lacks; hf_speculate was "
+            f"transformers must have {', '.join(missing)}, which {transformers.__version__} lacks; "
+            "hf_speculate was "
             f"tested with {_OLDEST} to {_NEWEST}: install one of these"
         )
 
@@ -68,8 +77,10 @@ def version_note(model_class: type) -> str:
     if not is_newer_than_tested():
         return ""
     return (
-        f"hf_speculate was tested with transformers {_OLDEST} to {_NEWEST}, got {transformers.__version__}; the first "
-        f"speculative call compares {model_class.__name__} with plain decoding and raises if they differ; install "
+        f"hf_speculate was tested with transformers {_OLDEST} to {_NEWEST}, got "
+        f"{transformers.__version__}; the first "
+        f"speculative call compares {model_class.__name__} with plain decoding and raises if they "
+        "differ; install "
         f"transformers=={_NEWEST} to be sure"
     )
 

@@ -10,7 +10,16 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.field_checks import Check, function, instance, integer, is_int, is_list, one_of, real
+from hf_speculate.field_checks import (
+    Check,
+    function,
+    instance,
+    integer,
+    is_int,
+    is_list,
+    one_of,
+    real,
+)
 from hf_speculate.kernels.noise import row_seeds
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import RoundReport
@@ -18,30 +27,40 @@ from hf_speculate.types import RoundReport
 MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # default of all schedules but "adaptive"
 DEFAULT_MAX_ASSISTANT_TOKENS = 10  # default of "adaptive"
-# the same for one row of a target whose weights are loaded for every forward: more tokens take no longer
+# the same for one row of a target whose weights are loaded for every forward: more tokens take no
+# longer
 OFFLOADED_MAX_ASSISTANT_TOKENS = 32
 
-_RUN_FACTOR = 0x3C6EF372FE94F82B  # odd and irregular: seeds of later runs differ from those of other rows
-_GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # sampling verifiers that are greedy at temperature 0
+# odd and irregular: seeds of later runs differ from those of other rows
+_RUN_FACTOR = 0x3C6EF372FE94F82B
+# sampling verifiers that are greedy at temperature 0
+_GREEDY_AT_ZERO = ("rejection", "block", "coupled")
 _LARGEST = sys.float_info.max
 
 
 def _is_draft_len(value: Any) -> bool:
     if is_int(value):
         return bool(0 <= value <= MAX_ASSISTANT_TOKENS)
-    return is_list(value, lambda num: is_int(num) and 0 <= num <= MAX_ASSISTANT_TOKENS) and len(value) > 0
+    return (
+        is_list(value, lambda num: is_int(num) and 0 <= num <= MAX_ASSISTANT_TOKENS)
+        and len(value) > 0
+    )
 
 
 def _is_span(value: Any) -> bool:
     return (
-        is_list(value, lambda token_id: is_int(token_id) and token_id >= 0) and len(value) == 2 and value[0] != value[1]
+        is_list(value, lambda token_id: is_int(token_id) and token_id >= 0)
+        and len(value) == 2
+        and value[0] != value[1]
     )
 
 
 _CHECKS: dict[str, Check] = {
     "typical_correction": one_of("argmax", "sample"),
     "draft_sampling": one_of("argmax", "sample"),
-    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", aliases=("heuristic_transient",)),
+    "num_assistant_tokens_schedule": one_of(
+        "adaptive", "constant", "heuristic", aliases=("heuristic_transient",)
+    ),
     "verifier_backend": one_of("auto", "torch", "triton"),
     "speculation_cache": one_of("auto", "dynamic", "preallocated"),
     "speculation_graphs": one_of("auto", "on", "off"),
@@ -51,14 +70,19 @@ _CHECKS: dict[str, Check] = {
     "entropy_epsilon": real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
     "assistant_confidence_threshold": real("in [0, 1]", lambda x: 0 <= x <= 1),
     "num_assistant_tokens": Check(
-        f"be in 0..{MAX_ASSISTANT_TOKENS}, or a list of one number in 0..{MAX_ASSISTANT_TOKENS} per output row",
+        f"be in 0..{MAX_ASSISTANT_TOKENS}, or a list of one number in 0..{MAX_ASSISTANT_TOKENS} "
+        "per output row",
         _is_draft_len,
     ),
     "prompt_lookup_num_tokens": integer(
         f"in 1..{MAX_ASSISTANT_TOKENS}", 1, MAX_ASSISTANT_TOKENS, "leave it out to copy none"
     ),
-    "grammar_draft": Check("be True or False", lambda value: isinstance(value, bool), "leave it out for the default"),
-    "max_matching_ngram_size": integer("at least 1", 1, torch.inf, "leave it out for the longest match"),
+    "grammar_draft": Check(
+        "be True or False", lambda value: isinstance(value, bool), "leave it out for the default"
+    ),
+    "max_matching_ngram_size": integer(
+        "at least 1", 1, torch.inf, "leave it out for the longest match"
+    ),
     "relax_only_inside": Check(
         "be two different token ids, one that opens a span and one that closes it",
         _is_span,
@@ -83,9 +107,12 @@ _CHECKS: dict[str, Check] = {
         shows_type=True,
     ),
     "drafter": function(
-        "make a Drafter when called with a DrafterSetup", "pass a class, a function or a functools.partial"
+        "make a Drafter when called with a DrafterSetup",
+        "pass a class, a function or a functools.partial",
     ),
-    "speculation_callback": function("be called after every round", "pass a function of one RoundReport"),
+    "speculation_callback": function(
+        "be called after every round", "pass a function of one RoundReport"
+    ),
 }
 
 
@@ -97,48 +124,55 @@ class SpeculationConfig:
         verifier: name of a registered verifier.
         posterior_threshold: epsilon of typical acceptance, in (0, 1).
         posterior_alpha: delta of typical acceptance, > 0.
-        typical_correction: "argmax" or "sample", how typical acceptance chooses the token after the accepted ones;
-            custom lossy verifiers may use it too.
-        relax_only_inside: ids (open, close) of tokens around spans, such as those of a thinking model; a lossy verifier
-            applies inside of them only, a lossless one elsewhere. `None` applies the verifier everywhere.
+        typical_correction: "argmax" or "sample", how typical acceptance chooses the token after the
+            accepted ones; custom lossy verifiers may use it too.
+        relax_only_inside: ids (open, close) of tokens around spans, such as those of a thinking
+            model; a lossy verifier applies inside of them only, a lossless one elsewhere. `None`
+            applies the verifier everywhere.
         draft_sampling: "sample" or "argmax", how the draft chooses tokens with `do_sample=True`.
-        num_assistant_tokens: tokens to draft per round, 0..128; with "adaptive" the maximum. `None` is 10 with
-            "adaptive" (32 for a draft model and one row of an offloaded target), else 5. With 0 nothing is drafted, by
-            prompt lookup neither. A list of one number per output row, 0..128, limits the drafts of each row, those of
-            prompt lookup too, in every round; a row with 0 decodes plainly.
-        num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is "constant" if
-            `num_assistant_tokens` is set, else "adaptive".
-        assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
-        prompt_lookup_num_tokens: largest number of tokens to copy per round from earlier text, 1..128. With an
-            assistant, each row uses the source with the higher throughput estimate. `None` disables prompt lookup.
+        num_assistant_tokens: tokens to draft per round, 0..128; with "adaptive" the maximum. `None`
+            is 10 with "adaptive" (32 for a draft model and one row of an offloaded target), else 5.
+            With 0 nothing is drafted, by prompt lookup neither. A list of one number per output
+            row, 0..128, limits the drafts of each row, those of prompt lookup too, in every round;
+            a row with 0 decodes plainly.
+        num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is
+            "constant" if `num_assistant_tokens` is set, else "adaptive".
+        assistant_confidence_threshold: a row stops drafting after a token of lower draft
+            probability, in [0, 1].
+        prompt_lookup_num_tokens: largest number of tokens to copy per round from earlier text,
+            1..128. With an assistant, each row uses the source with the higher throughput estimate.
+            `None` disables prompt lookup.
         grammar_draft: whether to draft first the text that a logits processor with `forced_text()`
-            leaves no choice about; needs `tokenizer`. `None` does so if a processor offers it and the
-            call has a draft source; `True` needs no other source.
-        max_matching_ngram_size: largest number of last tokens to search for in earlier text, >= 1; `None` and larger
-            numbers mean 64.
-        suffix_store: a `SuffixStore` with texts of earlier calls, which prompt lookup searches too; the outputs of this
-            call are added to it.
-        draft_state: a `DraftState` with the draft model's KV cache of earlier calls; this call replaces its content.
+            leaves no choice about; needs `tokenizer`. `None` does so if a processor offers it and
+            the call has a draft source; `True` needs no other source.
+        max_matching_ngram_size: largest number of last tokens to search for in earlier text, >= 1;
+            `None` and larger numbers mean 64.
+        suffix_store: a `SuffixStore` with texts of earlier calls, which prompt lookup searches too;
+            the outputs of this call are added to it.
+        draft_state: a `DraftState` with the draft model's KV cache of earlier calls; this call
+            replaces its content.
         seed: an int, or one int per output row.
         generator: draws the seed if none is given.
-        speculation_stats: filled in during the call; or a function that is called with the statistics of each call
-            when it has ended.
+        speculation_stats: filled in during the call; or a function that is called with the
+            statistics of each call when it has ended.
         speculation_callback: called with a `RoundReport` after every round.
-        candidate_generator: a `CandidateGenerator` of transformers that drafts instead of a model, or a function that
-            makes one from keywords; it chooses the draft length, up to `num_assistant_tokens`.
+        candidate_generator: a `CandidateGenerator` of transformers that drafts instead of a model,
+            or a function that makes one from keywords; it chooses the draft length, up to
+            `num_assistant_tokens`.
         drafter: makes a `Drafter` from the call's `DrafterSetup`, once per call.
         entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
-        verifier_backend: advanced; "auto", "torch" or "triton", the kernels that verify and sample; "auto" is Triton on
-            a GPU where it agrees with torch.
-        speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
-            the model supports it and no cache was passed.
-        speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications on a CUDA device run
-            from CUDA graphs of the eager forwards; "auto" uses them where a trial on the model shows that they are
-            right and faster, but not for models with forward hooks or KV buffers that may take more than an eighth of
-            the device's memory.
-        speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, forwards or modules that are
-            not those of known packages; "check" compares verifications with plain decoding once, and decodes plainly
-            where they differ; "trusted" drafts without a comparison; "plain" decodes plainly.
+        verifier_backend: advanced; "auto", "torch" or "triton", the kernels that verify and sample;
+            "auto" is Triton on a GPU where it agrees with torch.
+        speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache;
+            "auto" preallocates if the model supports it and no cache was passed.
+        speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications
+            on a CUDA device run from CUDA graphs of the eager forwards; "auto" uses them where a
+            trial on the model shows that they are right and faster, but not for models with forward
+            hooks or KV buffers that may take more than an eighth of the device's memory.
+        speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, forwards
+            or modules that are not those of known packages; "check" compares verifications with
+            plain decoding once, and decodes plainly where they differ; "trusted" drafts without a
+            comparison; "plain" decodes plainly.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.
@@ -177,12 +211,17 @@ class SpeculationConfig:
                 _CHECKS[entry.name](entry.name, value)
         if self.suffix_store is not None and self.prompt_lookup_num_tokens is None:
             raise ConfigError(
-                "suffix_store must come with prompt_lookup_num_tokens, got none; set it to 10, for example"
+                "suffix_store must come with prompt_lookup_num_tokens, got none; set it to 10, for "
+                "example"
             )
         if self.seed is not None and self.generator is not None:
-            raise ConfigError("seed and generator must not both be set, got both; a generator only draws the seed")
+            raise ConfigError(
+                "seed and generator must not both be set, got both; a generator only draws the seed"
+            )
         constant_for = {
-            "a number of num_assistant_tokens per row": isinstance(self.num_assistant_tokens, Sequence),
+            "a number of num_assistant_tokens per row": isinstance(
+                self.num_assistant_tokens, Sequence
+            ),
             "candidate_generator": self.candidate_generator is not None,
         }
         for constant, is_set in constant_for.items():
@@ -197,9 +236,12 @@ class SpeculationConfig:
         """Name of the schedule; "generator" if a candidate generator chooses the draft length."""
         if self.candidate_generator is not None:
             return "generator"
-        if self.num_assistant_tokens_schedule == "heuristic_transient":  # transformers' name; every call starts anew
+        # transformers' name; every call starts anew
+        if self.num_assistant_tokens_schedule == "heuristic_transient":
             return "heuristic"
-        return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
+        return self.num_assistant_tokens_schedule or (
+            "adaptive" if self.num_assistant_tokens is None else "constant"
+        )
 
     @property
     def max_draft_tokens(self) -> int:
@@ -236,7 +278,9 @@ class SpeculationConfig:
     def row_seeds(self, batch_size: int, do_sample: bool) -> Tensor:
         """Seeds [B] int64 of the output rows; torch's generator is used only if noise is needed."""
         seed = self.seed
-        needs_noise = do_sample or not (self.verifier == "greedy" or self.typical_correction == "argmax")
+        needs_noise = do_sample or not (
+            self.verifier == "greedy" or self.typical_correction == "argmax"
+        )
         if seed is None and not needs_noise:
             seed = 0
         if seed is None:
@@ -244,7 +288,9 @@ class SpeculationConfig:
             seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
         if not isinstance(seed, Sequence):
             return row_seeds(int(seed), batch_size)
-        _check_one_per_row("seed", seed, batch_size, "pass one int, from which every row gets its own")
+        _check_one_per_row(
+            "seed", seed, batch_size, "pass one int, from which every row gets its own"
+        )
         return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def draft_limits(self, batch_size: int) -> list[int]:
@@ -272,11 +318,13 @@ class SpeculationConfig:
 def _check_one_per_row(name: str, values: Sequence[int], batch_size: int, hint: str) -> None:
     if len(values) != batch_size:
         raise ConfigError(
-            f"{name} must be an int or one int per output row, {batch_size} of them, got {len(values)}; {hint}"
+            f"{name} must be an int or one int per output row, {batch_size} of them, got "
+            f"{len(values)}; {hint}"
         )
 
 
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
 _OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_callback"}
 _OBJECTS |= {"speculation_stats", "suffix_store"}
-PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))  # fields that a file or a command line can set
+# fields that a file or a command line can set
+PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))

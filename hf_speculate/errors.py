@@ -21,8 +21,8 @@ _ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft", "contextlib")
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):
     """Error for an unsupported model.
 
-    Its cache cannot be rolled back, for example. It is also a `ValueError`, because transformers raises one for an
-    unfit assistant.
+    Its cache cannot be rolled back, for example. It is also a `ValueError`, because transformers
+    raises one for an unfit assistant.
     """
 
 
@@ -51,7 +51,10 @@ class OtherRankError(SpeculateError, RuntimeError):
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of user code, outside the library and its callers in transformers."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _ON_THE_WAY:
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] in _ON_THE_WAY
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
 
@@ -86,6 +89,7 @@ def import_extra(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingExtraError(
-            f'{name.partition(".")[0]} must be installed for this, got none; run pip install "hf-speculate[{extra}]", '
+            f"{name.partition('.')[0]} must be installed for this, got none; run pip install "
+            f'"hf-speculate[{extra}]", '
             f'or pip install ".[{extra}]" in a clone of hf_speculate'
         ) from error

@@ -18,7 +18,8 @@ class Check(NamedTuple):
     hint: str = "leave it out for the default"
     shows_type: bool = False  # whether the error shows the value's type instead of the value
 
-    def __call__(self, name: str, value: Any, source: str = "") -> None:  # source is " at prompts.jsonl:3", for example
+    # source is " at prompts.jsonl:3", for example
+    def __call__(self, name: str, value: Any, source: str = "") -> None:
         if not self.is_allowed(value):
             got = type(value).__name__ if self.shows_type else repr(value)
             raise ConfigError(f"{name} must {self.allowed}, got {got}{source}; {self.hint}")
@@ -36,19 +37,27 @@ def is_list(value: object, is_entry: Callable[[Any], bool]) -> bool:
 
 def one_of(*choices: str, aliases: tuple[str, ...] = ()) -> Check:
     """Require one of these strings; errors do not name the aliases."""
-    return Check(f"be one of {', '.join(choices)}", lambda value: value in choices or value in aliases)
+    return Check(
+        f"be one of {', '.join(choices)}", lambda value: value in choices or value in aliases
+    )
 
 
-def real(allowed: str, holds: Callable[[Any], bool], hint: str = "leave it out for the default") -> Check:
+def real(
+    allowed: str, holds: Callable[[Any], bool], hint: str = "leave it out for the default"
+) -> Check:
     """Require a real number allowed by `holds`."""
     return Check(
-        f"be {allowed}", lambda value: isinstance(value, Real) and not isinstance(value, bool) and holds(value), hint
+        f"be {allowed}",
+        lambda value: isinstance(value, Real) and not isinstance(value, bool) and holds(value),
+        hint,
     )
 
 
 def integer(allowed: str, min_value: int, max_value: float, hint: str) -> Check:
     """Require an integer from `min_value` to `max_value`, both included."""
-    return Check(f"be {allowed}", lambda value: is_int(value) and min_value <= value <= max_value, hint)
+    return Check(
+        f"be {allowed}", lambda value: is_int(value) and min_value <= value <= max_value, hint
+    )
 
 
 def instance(name: str, of: type, hint: str) -> Check:

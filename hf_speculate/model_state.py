@@ -13,7 +13,8 @@ T = TypeVar("T")
 class ModelState:
     """Values by key.
 
-    The key is the class of the value. Each class has a typed accessor, for example `MemoryStore.of(model)`.
+    The key is the class of the value. Each class has a typed accessor, for example
+    `MemoryStore.of(model)`.
     """
 
     def __init__(self) -> None:

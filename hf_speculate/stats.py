@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # recorded draft lengths of rounds, in order: 128 KiB
 MAX_PLAIN_STEPS = 256  # recorded plain steps per number of rows
-ENOUGH_PLAIN_STEPS = 16  # plain steps per number of rows; with fewer, those of earlier calls count too
+# plain steps per number of rows; with fewer, those of earlier calls count too
+ENOUGH_PLAIN_STEPS = 16
 _PLAIN_STEPS = ("plain_step_s_by_rows", "earlier_plain_step_s_by_rows")
 _BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", *_PLAIN_STEPS)  # dicts with int keys
 _DERIVED = (  # properties in `as_dict`
     *("speedup", "mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position"),
-    *("verified_acceptance_rate", "verified_acceptance_rate_per_position", "tokens_per_s", "total_s"),
+    *(
+        "verified_acceptance_rate",
+        "verified_acceptance_rate_per_position",
+        "tokens_per_s",
+        "total_s",
+    ),
     *("num_target_forwards", "num_plain_forwards"),
 )
 
@@ -34,37 +40,52 @@ _DERIVED = (  # properties in `as_dict`
 class SpeculationStats:
     """Counts and seconds of one `generate()` call.
 
-    They cover all runs if a model decodes in several. Each call resets them. Times are measured on the host; on an
-    accelerator, the cost of work appears in the stage that waits for it.
+    They cover all runs if a model decodes in several. Each call resets them. Times are measured on
+    the host; on an accelerator, the cost of work appears in the stage that waits for it.
     """
 
-    has_draft_source: bool = True  #: whether the call had a draft source; False if it decoded plainly
+    #: whether the call had a draft source; False if it decoded plainly
+    has_draft_source: bool = True
     verifier: str = ""  #: name of the verifier
     plan: str = ""  #: plan of the call (drafter, KV caches, schedule, compiled parts), in one line
     cache: str = ""  #: KV cache of the target, "dynamic", "preallocated" or "hybrid"
-    compiled: list[str] = field(default_factory=list)  #: models compiled in all rounds, "target" and "draft"
-    graphed: list[str] = field(default_factory=list)  #: models that ran from device graphs in all rounds
+    #: models compiled in all rounds, "target" and "draft"
+    compiled: list[str] = field(default_factory=list)
+    #: models that ran from device graphs in all rounds
+    graphed: list[str] = field(default_factory=list)
     num_rounds: int = 0  #: rounds, each counted once per live row
     num_batch_rounds: int = 0  #: rounds of the batch
-    num_rescored: int = 0  #: of these, rounds scored again because a drafted token may have made logits NaN or infinite
+    #: of these, rounds scored again because a drafted token may have made logits NaN or infinite
+    num_rescored: int = 0
     num_drafted: int = 0  #: drafted tokens that counted, summed over rows
-    num_verified: int = 0  #: drafted tokens up to and including the first rejected token of each round
+    #: drafted tokens up to and including the first rejected token of each round
+    num_verified: int = 0
     num_accepted: int = 0  #: drafted tokens, accepted and emitted
     num_emitted: int = 0  #: tokens emitted by rounds, without the first token after the prompt
-    num_longest: int = 0  #: tokens added to the longest row by rounds; plain decoding takes as many steps
+    #: tokens added to the longest row by rounds; plain decoding takes as many steps
+    num_longest: int = 0
     num_host_syncs: int = 0  #: waits of our own code for the device
-    num_user_host_syncs: int = 0  #: calls of processors, criteria or streamers that may wait for the device
+    #: calls of processors, criteria or streamers that may wait for the device
+    num_user_host_syncs: int = 0
     status: int = 0  #: `Status` flags of all rounds, combined
     lock_step: bool = False  #: whether all rows advanced by the same number of tokens
     fallbacks: list[str] = field(default_factory=list)  #: deviations from the request, with reasons
-    drafted_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
-    verified_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
-    accepted_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
-    rounds_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
-    drafted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
-    accepted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
-    rounds_by_draft_len: dict[int, int] = field(default_factory=dict)  #: of the batch; 0 counts the plain steps
-    draft_lens: list[int] = field(default_factory=list)  #: of each round of the batch, in order; the first 16,384
+    #: one count per position in the draft
+    drafted_per_position: list[int] = field(default_factory=list)
+    #: one count per position in the draft
+    verified_per_position: list[int] = field(default_factory=list)
+    #: one count per position in the draft
+    accepted_per_position: list[int] = field(default_factory=list)
+    #: one count per output row; empty if rows are refilled
+    rounds_per_row: list[int] = field(default_factory=list)
+    #: one count per output row; empty if rows are refilled
+    drafted_per_row: list[int] = field(default_factory=list)
+    #: one count per output row; empty if rows are refilled
+    accepted_per_row: list[int] = field(default_factory=list)
+    #: of the batch; 0 counts the plain steps
+    rounds_by_draft_len: dict[int, int] = field(default_factory=dict)
+    #: of each round of the batch, in order; the first 16,384
+    draft_lens: list[int] = field(default_factory=list)
     #: seconds of rounds without drafts, by number of rows; the first 256 of each. A single one counts as no longer than
     #: the fastest round with drafts, because it may have been the first forward of its size
     plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
@@ -72,11 +93,13 @@ class SpeculationStats:
     earlier_plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
     #: steps of plain decoding for the emitted tokens, by number of live rows
     replaced_steps: dict[int, int] = field(default_factory=dict)
-    time_to_first_token_s: float = 0.0  #: seconds from the start of `generate()`; 0 if rows are refilled
+    #: seconds from the start of `generate()`; 0 if rows are refilled
+    time_to_first_token_s: float = 0.0
     rounds_s: float = 0.0  #: seconds of all rounds
     inputs_s: float = 0.0  #: seconds of transformers' preparation, as for plain decoding
     preparation_s: float = 0.0  #: seconds of our own preparation before the prefill
-    vocabulary_s: float = 0.0  #: seconds of comparing the draft model's vocabulary with the target's
+    #: seconds of comparing the draft model's vocabulary with the target's
+    vocabulary_s: float = 0.0
     prefill_s: float = 0.0  #: seconds of the target's prefill
     draft_s: float = 0.0  #: seconds of drafting
     score_s: float = 0.0  #: seconds of the target's forwards in rounds
@@ -89,7 +112,9 @@ class SpeculationStats:
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
         """Add the counts and seconds of two calls; differing names become empty."""
-        return SpeculationStats(**{name: add(getattr(self, name), getattr(other, name)) for name, add in _ADD.items()})
+        return SpeculationStats(
+            **{name: add(getattr(self, name), getattr(other, name)) for name, add in _ADD.items()}
+        )
 
     def add_fallback(self, reason: str) -> None:
         """Record a deviation from the request, once per reason."""
@@ -103,7 +128,9 @@ class SpeculationStats:
                 parts.remove(part)
         self.add_fallback(f"{part}: {reason}")
 
-    def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None) -> None:
+    def add_row(
+        self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None
+    ) -> None:
         """Count one row's round.
 
         Args:
@@ -121,7 +148,11 @@ class SpeculationStats:
         self.num_accepted += num_accepted
         self.num_emitted += num_emitted
         missing = num_drafted - len(self.drafted_per_position)
-        for counts in (self.drafted_per_position, self.verified_per_position, self.accepted_per_position):
+        for counts in (
+            self.drafted_per_position,
+            self.verified_per_position,
+            self.accepted_per_position,
+        ):
             counts += [0] * missing
         for position in range(num_drafted):
             self.drafted_per_position[position] += 1
@@ -179,7 +210,9 @@ class SpeculationStats:
     def verified_acceptance_rate_per_position(self) -> list[float]:
         """Accepted over verified tokens at each position, given accepted earlier positions."""
         num_positions = len([count for count in self.verified_per_position if count])
-        return _ratios(self.accepted_per_position[:num_positions], self.verified_per_position[:num_positions])
+        return _ratios(
+            self.accepted_per_position[:num_positions], self.verified_per_position[:num_positions]
+        )
 
     @property
     def speedup(self) -> float | None:
@@ -187,9 +220,10 @@ class SpeculationStats:
 
         None without measured plain steps.
 
-        The estimate for plain decoding leaves out our own preparation, and replaces the rounds by the steps of
-        `replaced_steps`. A step takes the median of the plain steps with the same number of rows, or interpolates
-        between two numbers. If the call took fewer than 16 plain steps, those of earlier calls of its type count too.
+        The estimate for plain decoding leaves out our own preparation, and replaces the rounds by
+        the steps of `replaced_steps`. A step takes the median of the plain steps with the same
+        number of rows, or interpolates between two numbers. If the call took fewer than 16 plain
+        steps, those of earlier calls of its type count too.
         """
         steps = self.measured_steps()
         if not steps or self.total_s <= 0:
@@ -197,8 +231,13 @@ class SpeculationStats:
         measured = sorted(steps)
         medians = [median(steps[num_rows]) for num_rows in measured]
         replaced = self.replaced_steps.items()
-        steps_s = sum(num_steps * float(np.interp(num_rows, measured, medians)) for num_rows, num_steps in replaced)
-        return (self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s) / self.total_s
+        steps_s = sum(
+            num_steps * float(np.interp(num_rows, measured, medians))
+            for num_rows, num_steps in replaced
+        )
+        return (
+            self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s
+        ) / self.total_s
 
     @property
     def num_target_forwards(self) -> int:
@@ -223,14 +262,17 @@ class SpeculationStats:
     @property
     def tokens_per_s(self) -> float:
         """Emitted tokens per second after the prefill, over all rows; 0 before the first round."""
-        decoding_s = self.total_s - self.inputs_s - self.preparation_s - self.vocabulary_s - self.prefill_s
+        decoding_s = (
+            self.total_s - self.inputs_s - self.preparation_s - self.vocabulary_s - self.prefill_s
+        )
         return self.num_emitted / decoding_s if decoding_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return all counts and derived rates as JSON-compatible values."""
         by_number = {name: dict(sorted(getattr(self, name).items())) for name in _BY_NUMBER}
         with_text_keys = {
-            name: {str(key): value for key, value in counts.items()} for name, counts in by_number.items()
+            name: {str(key): value for key, value in counts.items()}
+            for name, counts in by_number.items()
         }
         return asdict(self) | with_text_keys | {name: getattr(self, name) for name in _DERIVED}
 
@@ -268,7 +310,9 @@ class SpeculationStats:
 
     __rich__ = as_table
 
-    def _repr_mimebundle_(self, include: Sequence[str], exclude: Sequence[str], **options: Any) -> dict[str, str]:
+    def _repr_mimebundle_(
+        self, include: Sequence[str], exclude: Sequence[str], **options: Any
+    ) -> dict[str, str]:
         """Show the table in a notebook."""
         return self.as_table()._repr_mimebundle_(include, exclude, **options)
 
@@ -305,20 +349,34 @@ class SpeculationStats:
         return steps
 
 
-_COUNTS = tuple(entry.name for entry in fields(SpeculationStats) if entry.name.endswith(("_per_position", "_per_row")))
+_COUNTS = tuple(
+    entry.name
+    for entry in fields(SpeculationStats)
+    if entry.name.endswith(("_per_position", "_per_row"))
+)
 # Addition of two values, by name of the field.
 _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **{entry.name: operator.add for entry in fields(SpeculationStats)},
-    **dict.fromkeys(("verifier", "plan", "cache"), lambda first, second: first if first == second else ""),
-    **dict.fromkeys(("compiled", "graphed", "fallbacks"), lambda first, second: list(dict.fromkeys([*first, *second]))),
-    **dict.fromkeys(("status", "lock_step", "has_draft_source"), operator.or_),
-    **dict.fromkeys(_COUNTS, lambda first, second: [sum(pair) for pair in zip_longest(first, second, fillvalue=0)]),
     **dict.fromkeys(
-        ("rounds_by_draft_len", "replaced_steps"), lambda first, second: dict(Counter(first) + Counter(second))
+        ("verifier", "plan", "cache"), lambda first, second: first if first == second else ""
+    ),
+    **dict.fromkeys(
+        ("compiled", "graphed", "fallbacks"),
+        lambda first, second: list(dict.fromkeys([*first, *second])),
+    ),
+    **dict.fromkeys(("status", "lock_step", "has_draft_source"), operator.or_),
+    **dict.fromkeys(
+        _COUNTS,
+        lambda first, second: [sum(pair) for pair in zip_longest(first, second, fillvalue=0)],
+    ),
+    **dict.fromkeys(
+        ("rounds_by_draft_len", "replaced_steps"),
+        lambda first, second: dict(Counter(first) + Counter(second)),
     ),
     "draft_lens": lambda first, second: (first + second)[:MAX_DRAFT_LENS],
     "plain_step_s_by_rows": lambda first, second: {
-        num_rows: [*first.get(num_rows, ()), *second.get(num_rows, ())][:MAX_PLAIN_STEPS] for num_rows in first | second
+        num_rows: [*first.get(num_rows, ()), *second.get(num_rows, ())][:MAX_PLAIN_STEPS]
+        for num_rows in first | second
     },
     # The second call may know the steps of the first.
     "earlier_plain_step_s_by_rows": lambda first, second: second | first,
@@ -326,7 +384,10 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _ratios(numerators: list[int], denominators: list[int]) -> list[float]:
-    return [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
+    return [
+        numerator / denominator
+        for numerator, denominator in zip(numerators, denominators, strict=True)
+    ]
 
 
 def _rendering() -> Any:

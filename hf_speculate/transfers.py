@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 
-def upload(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(
+    numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """Copy numbers to a tensor on a device without waiting for the copy."""
     return send(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
@@ -38,9 +40,13 @@ def download(rows: Tensor, *counts: Tensor) -> list[Any]:
     num_rows, num_ids = rows.shape
     width = 2 * num_ids  # the ids as int32, which one operator joins with the counts
     ids = rows.to(torch.int64).reshape(-1).view(torch.int32).view(num_rows, width)
-    packed = torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)  # [B, 2 N + C]
+    # [B, 2 N + C]
+    packed = torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)
     if packed.device.type == "cuda":  # copy to pinned memory, then wait for the event after it
-        packed, stream = packed.to("cpu", non_blocking=True), torch.cuda.current_stream(packed.device)
+        packed, stream = (
+            packed.to("cpu", non_blocking=True),
+            torch.cuda.current_stream(packed.device),
+        )
         copied = torch.cuda.Event()
         copied.record(stream)
         copied.synchronize()

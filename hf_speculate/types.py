@@ -28,7 +28,8 @@ class CachedDraft(NamedTuple):
     Set for a draft proposed without the model in some or all rows.
     """
 
-    num_ahead: int  # cached tokens past each row's sequence; negative: sequence tokens missing in the cache
+    # cached tokens past each row's sequence; negative: sequence tokens missing in the cache
+    num_ahead: int
     is_own: Sequence[bool]  # [B] rows with a cached draft; the other rows have free proposals
 
 
@@ -37,9 +38,11 @@ class DraftOut(NamedTuple):
 
     token_ids: Tensor  # [B, K] int64
     lens: Tensor  # [B] int32, valid tokens of each row
-    token_logits: Tensor | None  # [B, K, V], the exact sampling distribution, warpers included; None for a point mass
+    # [B, K, V], the exact sampling distribution, warpers included; None for a point mass
+    token_logits: Tensor | None
     logsumexp: Tensor | None  # [B, K] float32 of token_logits; None if token_logits is None
-    cached: CachedDraft | None = None  # None if the draft cache holds all but the last drafted token of every row
+    # None if the draft cache holds all but the last drafted token of every row
+    cached: CachedDraft | None = None
 
 
 class DraftNames(NamedTuple):
@@ -52,10 +55,11 @@ class DraftNames(NamedTuple):
 class Kept(NamedTuple):
     """Feedback: the tokens emitted since the last call.
 
-    A drafter with `hidden_layers` gets every token with its source state: state i of a row is the target's state at the
-    token before `token_ids[i]`. The newest token has no state yet, because the target has not read it. Such a drafter
-    gets a `Kept` in its first call too: all prompt tokens read by the target except the first, without padding, then
-    the emitted tokens. If the prompt is embeddings with fewer ids, or none, only tokens with ids are included.
+    A drafter with `hidden_layers` gets every token with its source state: state i of a row is the
+    target's state at the token before `token_ids[i]`. The newest token has no state yet, because
+    the target has not read it. Such a drafter gets a `Kept` in its first call too: all prompt
+    tokens read by the target except the first, without padding, then the emitted tokens. If the
+    prompt is embeddings with fewer ids, or none, only tokens with ids are included.
     """
 
     token_ids: Tensor  # [B, N] int64, padded with -1; N is at most K+1, and more after plain steps
@@ -75,9 +79,12 @@ class Scored(NamedTuple):
     """The outputs of a model's forward."""
 
     logits: Tensor  # [B, Q', V]
-    hidden_states: tuple[Tensor, ...] | None = None  # by layer, each [B, Q, D]; None unless requested
-    attentions: tuple[Tensor, ...] | None = None  # by layer, each [B, H, Q, T]; None unless requested
-    captured: Tensor | None = None  # [B, Q, A * D], layer states for the drafter; None unless captured
+    # by layer, each [B, Q, D]; None unless requested
+    hidden_states: tuple[Tensor, ...] | None = None
+    # by layer, each [B, H, Q, T]; None unless requested
+    attentions: tuple[Tensor, ...] | None = None
+    # [B, Q, A * D], layer states for the drafter; None unless captured
+    captured: Tensor | None = None
 
 
 class Verified(NamedTuple):
@@ -89,11 +96,14 @@ class Verified(NamedTuple):
     num_accepted: list[int]  # [B]
     status: int  # `Status` flags of all rows, combined
     scores: Tensor  # [B, N, V] processed logits
-    is_stopped: list[bool] | None = None  # [B] result of the stopping criteria, if they ran between positions
+    # [B] result of the stopping criteria, if they ran between positions
+    is_stopped: list[bool] | None = None
     num_host_syncs: int = 1  # waits of the library for the device
     num_user_host_syncs: int = 0  # calls of user code, each a possible wait for the device
-    device_num_accepted: Tensor | None = None  # [B] int32 on the target's device; None if it is not there
-    has_bad_logits: bool = False  # whether target logits are not finite, perhaps due to a drafted token
+    # [B] int32 on the target's device; None if it is not there
+    device_num_accepted: Tensor | None = None
+    # whether target logits are not finite, perhaps due to a drafted token
+    has_bad_logits: bool = False
     is_rescored: bool = False  # whether the target scored the round again because of bad logits
 
     def of_equal_lengths(self) -> "Verified":
@@ -160,15 +170,17 @@ class RoundRecord(NamedTuple):
 class RoundReport(NamedTuple):
     """The public record of one round.
 
-    It is passed to `generate(..., speculation_callback=...)`. All values are on the host. Rounds and seconds start
-    again with each run if a call decodes in several runs, like Whisper over long audio.
+    It is passed to `generate(..., speculation_callback=...)`. All values are on the host. Rounds
+    and seconds start again with each run if a call decodes in several runs, like Whisper over long
+    audio.
     """
 
     num_round: int  # number of the batch's round, counted from 1
     row_ids: tuple[int, ...]  # [N] live output rows
     num_drafted: tuple[int, ...]  # [N] valid drafted tokens of each row; 0 in a plain step
     num_accepted: tuple[int, ...]  # [N] drafted tokens accepted by the verifier
-    num_emitted: tuple[int, ...]  # [N] tokens added to the output; a probe may leave out accepted ones
+    # [N] tokens added to the output; a probe may leave out accepted ones
+    num_emitted: tuple[int, ...]
     draft_s: float = 0.0
     score_s: float = 0.0
     other_s: float = 0.0  # verifying, trimming, rolling back and recording

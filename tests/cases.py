@@ -142,13 +142,23 @@ EXCLUDED: dict[Pair, str] = {
     (("family", "mamba2"), ("cache", "preallocated")): _RECURRENT,
     (("family", "t5"), ("cache", "preallocated")): _READS_ENCODER,
     MAMBA_CACHE: "it takes its cache under another name",
-    **{(("drafter", "generator"), ("batch", size)): "a generator drafts for one row" for size in ("2", "3", "8")},
-    **{(("batch", size), ("outputs", "states")): "hidden states are those of one row" for size in ("2", "3", "8")},
-    **{(("padding", side), ("cache", "preallocated")): "buffers hold no masked tokens" for side in ("right", "holes")},
+    **{
+        (("drafter", "generator"), ("batch", size)): "a generator drafts for one row"
+        for size in ("2", "3", "8")
+    },
+    **{
+        (("batch", size), ("outputs", "states")): "hidden states are those of one row"
+        for size in ("2", "3", "8")
+    },
+    **{
+        (("padding", side), ("cache", "preallocated")): "buffers hold no masked tokens"
+        for side in ("right", "holes")
+    },
     (("cache", "static"), ("outputs", "passed cache")): "transformers takes one or the other",
 }
 
-SERVED_NOW = {MAMBA_CACHE} if CACHE_NAME == "cache" else set()  # pairs supported by newer versions of transformers
+# pairs supported by newer versions of transformers
+SERVED_NOW = {MAMBA_CACHE} if CACHE_NAME == "cache" else set()
 
 
 def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
@@ -158,7 +168,10 @@ def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     mechanism needs no product.
     """
     values = [list(axis) for axis in axes.values()]
-    rows = [tuple(axis[number % len(axis)] for axis in values) for number in range(max(map(len, values)))]
+    rows = [
+        tuple(axis[number % len(axis)] for axis in values)
+        for number in range(max(map(len, values)))
+    ]
     return pytest.mark.parametrize(tuple(axes), rows)
 
 
@@ -186,7 +199,11 @@ def plain_and_ours(
     `num_assistant_tokens` is 5 by default: the adaptive schedule never calls drafts of target size.
     """
     own: dict[str, Any] = {"num_assistant_tokens": 5}
-    own |= {name: options.pop(name) for name in list(options) if name in ("num_assistant_tokens", "speculation_stats")}
+    own |= {
+        name: options.pop(name)
+        for name in list(options)
+        if name in ("num_assistant_tokens", "speculation_stats")
+    }
     plain = target.generate(**inputs, **options)
     ours = target.generate(**inputs, assistant_model=draft, **own, **options)
     return plain, ours
@@ -209,7 +226,10 @@ OWN_FIELDS = (
 
 
 def assert_decodes_as_plain(
-    target: PreTrainedModel, draft: PreTrainedModel | None, inputs: Mapping[str, Any], **options: Any
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    inputs: Mapping[str, Any],
+    **options: Any,
 ) -> hf_speculate.SpeculationStats:
     """Assert ids of plain decoding for a call with `draft` and return its statistics.
 
@@ -226,4 +246,6 @@ def assert_decodes_as_plain(
 def assert_equal_ids(plain: Tensor, ours: Tensor) -> None:
     """Assert equal shapes and ids of two tensors [B, T] int64."""
     assert plain.shape == ours.shape, f"{list(plain.shape)} against {list(ours.shape)}"
-    assert torch.equal(plain, ours), f"rows {(plain != ours).any(1).nonzero().flatten().tolist()} differ"
+    assert torch.equal(plain, ours), (
+        f"rows {(plain != ours).any(1).nonzero().flatten().tolist()} differ"
+    )

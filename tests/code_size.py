@@ -4,8 +4,8 @@
 
 The report begins with the files run and loaded by one plain greedy call with a tiny draft model. A
 file is run if one of its functions is called between the start and the end of `generate()`. The
-kernels and the `__init__` of packages do not count there. Then come the longest files and functions,
-and the lines of each package.
+kernels and the `__init__` of packages do not count there. Then come the longest files and
+functions, and the lines of each package.
 """
 
 import ast
@@ -24,7 +24,8 @@ from tests.support.tiny import make_model
 from tests.test_floors import library_files, package_of
 
 LIBRARY = Path(hf_speculate.__file__).parent
-PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # counted with the enclosing function or module
+# counted with the enclosing function or module
+PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 NUM_SHOWN = 10
 
 
@@ -56,7 +57,9 @@ def lines_by_file(files: Iterable[str | None]) -> dict[str, int]:
     paths = sorted(Path(file) for file in files if file is not None)
     own = [path for path in paths if path.is_relative_to(LIBRARY) and path.name != "__init__.py"]
     names = {path.relative_to(LIBRARY).as_posix(): path for path in own}
-    return {name: num_lines(path) for name, path in names.items() if not name.startswith("kernels/")}
+    return {
+        name: num_lines(path) for name, path in names.items() if not name.startswith("kernels/")
+    }
 
 
 def traced_call() -> tuple[dict[str, int], dict[str, int]]:
@@ -65,7 +68,13 @@ def traced_call() -> tuple[dict[str, int], dict[str, int]]:
     draft = make_model("llama", num_hidden_layers=1)  # small enough for drafts in the first round
     prompt, stats = torch.tensor([[5, 6, 7, 8]]), hf_speculate.SpeculationStats()
     with called_files() as called:
-        target.generate(prompt, assistant_model=draft, do_sample=False, max_new_tokens=16, speculation_stats=stats)
+        target.generate(
+            prompt,
+            assistant_model=draft,
+            do_sample=False,
+            max_new_tokens=16,
+            speculation_stats=stats,
+        )
     assert stats.num_drafted
     loaded = [getattr(module, "__file__", None) for module in sys.modules.values()]
     return lines_by_file(called), lines_by_file(loaded)
@@ -75,7 +84,9 @@ def lines_by_function(path: Path) -> dict[str, int]:
     """Count lines of each function of a file, by name and first line."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {f"{node.name}, line {node.lineno}": node.end_lineno - node.lineno + 1 for node in functions}
+    return {
+        f"{node.name}, line {node.lineno}": node.end_lineno - node.lineno + 1 for node in functions
+    }
 
 
 def print_longest(title: str, lines: Mapping[str, int], num_shown: int | None = NUM_SHOWN) -> None:
@@ -88,7 +99,11 @@ def main() -> None:
     for verb, files in zip(("runs", "loads"), traced_call(), strict=True):
         print(f"A plain greedy call {verb} {len(files)} files of {sum(files.values()):,} lines")
     files = library_files()
-    functions = {f"{name}: {key}": num for name, path in files.items() for key, num in lines_by_function(path).items()}
+    functions = {
+        f"{name}: {key}": num
+        for name, path in files.items()
+        for key, num in lines_by_function(path).items()
+    }
     packages: Counter[str] = Counter()
     for name, path in files.items():
         packages[package_of(name)] += num_lines(path)

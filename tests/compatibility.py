@@ -116,7 +116,11 @@ def prompts_of(batch_size: int) -> dict[str, Tensor]:
 
 def keywords(call: Call) -> dict[str, Any]:
     """Return all keywords of the call for `generate()` except the draft."""
-    options = call.options if not callable(call.options) else call.options(plain_text(call.family, call.rows))
+    options = (
+        call.options
+        if not callable(call.options)
+        else call.options(plain_text(call.family, call.rows))
+    )
     sampling = {"do_sample": True, "verifier": "coupled", "seed": 5} if call.samples else {}
     return {**prompts_of(call.rows), "max_new_tokens": NUM_NEW, **sampling, **options}
 
@@ -124,7 +128,9 @@ def keywords(call: Call) -> dict[str, Any]:
 @contextmanager
 def placed(model: PreTrainedModel, given: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
     """Yield the keywords of a call with its fields in the named place; configs get no `None`."""
-    fields = {name: value for name, value in given.items() if name in _IN_CONFIGS and value is not None}
+    fields = {
+        name: value for name, value in given.items() if name in _IN_CONFIGS and value is not None
+    }
     others = {name: value for name, value in given.items() if name not in _IN_CONFIGS}
     if where == "keyword":
         yield given
@@ -156,7 +162,11 @@ def decode_plainly(call: Call, without: str | None = None) -> Tensor:
 def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor:
     """Decode with an enabled model and a draft; `more` are further keywords."""
     _, enabled, draft = models(call.family)
-    return decode(enabled, {"assistant_model": draft, "num_assistant_tokens": 4, **keywords(call), **more}, where)
+    return decode(
+        enabled,
+        {"assistant_model": draft, "num_assistant_tokens": 4, **keywords(call), **more},
+        where,
+    )
 
 
 def refusal(call: Call, where: str = "keyword") -> str:
@@ -192,21 +202,27 @@ def render() -> str:
         MODELS,
         _table(("model", "KV cache"), [(as_code(name), cache) for name, cache in family_rows()]),
         "Not supported:\n",
-        _table(("model", "message"), [(as_code(name), as_code(message)) for name, message in refused_rows()]),
+        _table(
+            ("model", "message"),
+            [(as_code(name), as_code(message)) for name, message in refused_rows()],
+        ),
     ]
     return "\n".join([*parts, *_types()])
 
 
 def _types() -> list[str]:
     limited = [
-        (as_code(quirk.model_type), LIMITS[quirk.limit], quirk.reason) for quirk in QUIRKS if quirk.limit in LIMITS
+        (as_code(quirk.model_type), LIMITS[quirk.limit], quirk.reason)
+        for quirk in QUIRKS
+        if quirk.limit in LIMITS
     ]
     versions = {
         version: [name for name, since in TESTED_TYPES.items() if since == version]
         for version in dict.fromkeys(TESTED_TYPES.values())
     }
     lists = [
-        f"- Since transformers {version}: {', '.join(map(as_code, names))}." for version, names in versions.items()
+        f"- Since transformers {version}: {', '.join(map(as_code, names))}."
+        for version, names in versions.items()
     ]
     served = ", ".join(map(as_code, SERVED_TARGETS))
     return [
@@ -219,7 +235,10 @@ def _types() -> list[str]:
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:
-    cells = [(f"`{row.name}`" if " " not in row.name else row.name, row.state, _note(row)) for row in rows]
+    cells = [
+        (f"`{row.name}`" if " " not in row.name else row.name, row.state, _note(row))
+        for row in rows
+    ]
     return f"## {title}\n\n" + _table(("name", "state", "note, error or reason"), cells)
 
 
@@ -249,7 +268,15 @@ def family_rows() -> list[tuple[str, str]]:
     """Return each tested model class and its KV cache in a call."""
     rows = {
         _family_row(name)
-        for name in (*TINY_FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES, "t5", "bart", "whisper", *READER_NAMES)
+        for name in (
+            *TINY_FAMILIES,
+            *MORE_FAMILIES,
+            *RECURRENT_FAMILIES,
+            "t5",
+            "bart",
+            "whisper",
+            *READER_NAMES,
+        )
     }
     for make in _WITH_PICTURES:
         target = make()
@@ -260,7 +287,9 @@ def family_rows() -> list[tuple[str, str]]:
 def _family_row(name: str) -> tuple[str, str]:
     target, inputs = target_of(name)[0], prompts_of_case(Case(name))
     class_name = type(target).__name__
-    return f"{class_name} with ALiBi" if name == "falcon_alibi" else class_name, _cache_of(target, inputs)
+    return f"{class_name} with ALiBi" if name == "falcon_alibi" else class_name, _cache_of(
+        target, inputs
+    )
 
 
 def _cache_of(target: PreTrainedModel, inputs: dict[str, Any]) -> str:
@@ -285,6 +314,8 @@ def refused_rows() -> Iterator[tuple[str, str]]:
 
 if __name__ == "__main__":
     if transformers.__version__ != pinned_version():
-        raise SystemExit(f"the page is for transformers {pinned_version()}, this is {transformers.__version__}")
+        raise SystemExit(
+            f"the page is for transformers {pinned_version()}, this is {transformers.__version__}"
+        )
     PAGE.write_text(render(), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -25,7 +25,8 @@ from transformers.generation import SynthIDTextWatermarkingConfig
 from tests.cases import Streamed
 from tests.support.tiny_tokenizers import letters_tokenizer
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
+# one for each of the 64 ids
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 TOKENIZER = letters_tokenizer(CHARACTERS, pad_token="a")
 
 Options = Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
@@ -38,8 +39,10 @@ class Call:
     options: Options  # keywords, or a function of the new ids of plain greedy decoding
     rows: int = 1  # 0 leaves the prompt out
     family: str = "llama"  # model family, see `tests.support.tiny.KINDS`
-    samples: bool = False  # with `verifier="coupled"`, equal to decoding without a draft; else greedy
-    changes: bool = True  # the text depends on the row's name, so a name without effect fails the test
+    # with `verifier="coupled"`, equal to decoding without a draft; else greedy
+    samples: bool = False
+    # the text depends on the row's name, so a name without effect fails the test
+    changes: bool = True
     in_configs: bool = True  # the name is also valid in a `GenerationConfig`
 
 
@@ -59,8 +62,8 @@ class Row:
 def _row(state: str, name: str, note: str = "", value: Any = None, **more: Any) -> Row:
     """Make a row, with a call if it has a value or further options.
 
-    `more` may hold fields of the call. A function or a mapping as the value holds all options of the
-    call.
+    `more` may hold fields of the call. A function or a mapping as the value holds all options of
+    the call.
     """
     settings = {field.name: more.pop(field.name) for field in fields(Call) if field.name in more}
     is_whole = isinstance(value, FunctionType | Mapping)
@@ -69,7 +72,9 @@ def _row(state: str, name: str, note: str = "", value: Any = None, **more: Any) 
     return Row(name, state, note, call)
 
 
-supported, refused, ignored = (partial(_row, state) for state in ("supported", "not supported", "no effect"))
+supported, refused, ignored = (
+    partial(_row, state) for state in ("supported", "not supported", "no effect")
+)
 same = partial(supported, changes=False)  # supported without a change of the text
 
 
@@ -98,8 +103,10 @@ class StopAtSum(StoppingCriteria):
 WITH_PROMPT = "read with the prompt"
 READ_WITH_PROMPT = (
     "image_sizes mm_encoder_outputs pixel_attention_mask second_per_grid_ts "
-    "aspect_ratio_ids aspect_ratio_mask audio_attention_mask audio_embed_sizes audio_input_features "
-    "feature_attention_mask image_attention_mask image_patches image_patches_indices image_pixel_values "
+    "aspect_ratio_ids aspect_ratio_mask audio_attention_mask audio_embed_sizes "
+    "audio_input_features "
+    "feature_attention_mask image_attention_mask image_patches image_patches_indices "
+    "image_pixel_values "
     "input_features input_features_mask input_values input_values_mask padding_mask"
 )
 LOCK_STEP = "rows move in lock step"
@@ -107,13 +114,17 @@ SETTINGS = "see [settings](settings.md#where-a-field-is-set)"
 UNDECLARED = f"{LOCK_STEP} for one that is not declared with `register_row_wise`"
 COMPILED = '`"static"`, see [compiled rounds](compiled.md#compiled-rounds)'
 PAGED = '`"paged"` as a keyword; a config with it decodes plainly in transformers too'
-QUANTIZED = '`"quantized"`, whatever the `cache_config`; transformers makes the cache first, if it can'
+QUANTIZED = (
+    '`"quantized"`, whatever the `cache_config`; transformers makes the cache first, if it can'
+)
 MAPPED = (
-    "transformers encodes the text's end again for a draft of another tokenizer; here ids are mapped to ids, and no "
+    "transformers encodes the text's end again for a draft of another tokenizer; here ids are "
+    "mapped to ids, and no "
     "text is encoded"
 )
 BEAMS = (
-    "only beam search, which is not supported, reads it; greedy decoding and sampling ignore it, in transformers too"
+    "only beam search, which is not supported, reads it; greedy decoding and sampling ignore it, "
+    "in transformers too"
 )
 ENDED = "behind a row's end 0 at the padding id and -inf elsewhere; plain decoding has what it computed for padding"
 WARPERS = {"temperature": 0.4, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "top_h": 0.2}
@@ -136,14 +147,24 @@ ARGUMENTS = (
     same("logits_processor", UNDECLARED, LogitsProcessorList([Shift()]), rows=3),
     same("stopping_criteria", UNDECLARED, StoppingCriteriaList([StopAtSum()]), rows=3),
     supported("prefix_allowed_tokens_fn", LOCK_STEP, EVERY_SECOND, rows=3),
-    supported("synced_gpus", "not with every source of drafts, see [scaling](scaling.md#ranks-of-a-distributed-call)"),
+    supported(
+        "synced_gpus",
+        "not with every source of drafts, see [scaling](scaling.md#ranks-of-a-distributed-call)",
+    ),
     supported("assistant_model"),
     refused(
-        "assistant_model", "beside `assistant_early_exit`, `drafter` or `candidate_generator`", assistant_early_exit=1
+        "assistant_model",
+        "beside `assistant_early_exit`, `drafter` or `candidate_generator`",
+        assistant_early_exit=1,
     ),
     same("streamer", value=Streamed()),
     refused("streamer", "more than one row", Streamed(), rows=2),
-    supported("negative_prompt_ids", f"with `guidance_scale`; {LOCK_STEP}", _ids(9, 8, 7), guidance_scale=1.7),
+    supported(
+        "negative_prompt_ids",
+        f"with `guidance_scale`; {LOCK_STEP}",
+        _ids(9, 8, 7),
+        guidance_scale=1.7,
+    ),
     supported(
         "negative_prompt_attention_mask",
         f"with `negative_prompt_ids`; {LOCK_STEP}",
@@ -152,13 +173,17 @@ ARGUMENTS = (
         guidance_scale=1.7,
     ),
     supported("custom_generate", "a repository"),
-    refused("custom_generate", "a function", {"custom_generate": lambda model, input_ids: input_ids}),
+    refused(
+        "custom_generate", "a function", {"custom_generate": lambda model, input_ids: input_ids}
+    ),
     supported("trust_remote_code", "for `custom_generate`"),
     supported("tokenizer", "for `stop_strings` and drafts of other vocabularies"),
     same("assistant_tokenizer", value=TOKENIZER, tokenizer=TOKENIZER),
     supported("input_ids"),
     same("attention_mask", value={}, rows=3),
-    refused("attention_mask", "of another shape than the prompt", torch.ones(1, 3, dtype=torch.int64)),
+    refused(
+        "attention_mask", "of another shape than the prompt", torch.ones(1, 3, dtype=torch.int64)
+    ),
     *_each(supported, "position_ids token_type_ids"),
     same(
         "inputs_embeds",
@@ -166,15 +191,26 @@ ARGUMENTS = (
         torch.ones(1, 3, 32).double() / 8,
         rows=0,
     ),
-    refused("inputs_embeds", "with `prefill_chunk_size`", torch.zeros(1, 3, 32).double(), prefill_chunk_size=2, rows=0),
+    refused(
+        "inputs_embeds",
+        "with `prefill_chunk_size`",
+        torch.zeros(1, 3, 32).double(),
+        prefill_chunk_size=2,
+        rows=0,
+    ),
     supported(
         "cache",
-        "a `DynamicCache` or a `StaticCache`, or an `EncoderDecoderCache` of two; rows that end early hold their "
+        "a `DynamicCache` or a `StaticCache`, or an `EncoderDecoderCache` of two; rows that end "
+        "early hold their "
         "padding, as in plain",
     ),
     supported("past_key_values", "another name of `cache`, with a warning since transformers 5.24"),
-    supported("cache_params", "the same, in models with recurrent layers alone before transformers 5.24"),
-    ignored("logits_to_keep", "only the last position of a prompt is used", 3, rows=3, in_configs=False),
+    supported(
+        "cache_params", "the same, in models with recurrent layers alone before transformers 5.24"
+    ),
+    ignored(
+        "logits_to_keep", "only the last position of a prompt is used", 3, rows=3, in_configs=False
+    ),
     supported("encoder_outputs", "for drafts without an encoder"),
     *_each(supported, "decoder_input_ids decoder_attention_mask"),
     *_each(
@@ -182,11 +218,18 @@ ARGUMENTS = (
         "image_grid_thw mm_token_type_ids pixel_values",
         f"{WITH_PROMPT}, also by a [draft model that takes it](drafts.md#pictures)",
     ),
-    *_each(supported, "pixel_values_videos video_grid_thw vision_feature_layer vision_feature_select_strategy"),
+    *_each(
+        supported,
+        "pixel_values_videos video_grid_thw vision_feature_layer vision_feature_select_strategy",
+    ),
     *_each(supported, READ_WITH_PROMPT, WITH_PROMPT),
     supported("cross_attention_mask", "the last token's goes on for those that follow"),
-    *_each(supported, "global_attention_mask pixel_values", "read by the encoder of an encoder-decoder"),
-    ignored("output_router_logits", "plain decoding returns none of them either", True, family="mixtral"),
+    *_each(
+        supported, "global_attention_mask pixel_values", "read by the encoder of an encoder-decoder"
+    ),
+    ignored(
+        "output_router_logits", "plain decoding returns none of them either", True, family="mixtral"
+    ),
     supported("adapter_names", "PEFT's, one adapter a row"),
     refused(
         "any other model argument",
@@ -203,7 +246,10 @@ FIELDS = (
     supported("min_new_tokens", value=lambda text: {"min_new_tokens": 9, "eos_token_id": text[3]}),
     ignored("early_stopping", BEAMS, True),
     same("max_time", "looked at once a round", 600.0),
-    supported("stop_strings", value=lambda text: {"stop_strings": CHARACTERS[text[4]], "tokenizer": TOKENIZER}),
+    supported(
+        "stop_strings",
+        value=lambda text: {"stop_strings": CHARACTERS[text[4]], "tokenizer": TOKENIZER},
+    ),
     refused("stop_strings", "without `tokenizer`", ["a"]),
     same("do_sample", value={}, samples=True),
     refused("do_sample", 'with `verifier="greedy"`', True, verifier="greedy"),
@@ -225,13 +271,17 @@ FIELDS = (
         'only `cache_implementation="quantized"` reads it, whose caches are not supported',
         {"cache_config": {}},
     ),
-    same("max_cache_len", "with a static cache or compiled rounds", 64, cache_implementation="static"),
+    same(
+        "max_cache_len", "with a static cache or compiled rounds", 64, cache_implementation="static"
+    ),
     *(supported(name, value=value, samples=True) for name, value in WARPERS.items()),
     supported("repetition_penalty", value=1.6, rows=3),
     supported("encoder_repetition_penalty", value=3.0, rows=3),
     ignored("length_penalty", BEAMS, 2.0),
     supported("no_repeat_ngram_size", value=1, rows=3),
-    supported("bad_words_ids", value=lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
+    supported(
+        "bad_words_ids", value=lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}
+    ),
     same("renormalize_logits", value=True, samples=True),
     supported("forced_bos_token_id", "after a prompt of one token", 9, bos_token_id=5, rows=0),
     supported("forced_eos_token_id", value=9),
@@ -253,14 +303,17 @@ FIELDS = (
     *_each(refused, STATES, "more than one row", True, return_dict_in_generate=True, rows=2),
     *_each(same, "output_scores output_logits", ENDED, True, return_dict_in_generate=True, rows=3),
     same("return_dict_in_generate", value=True, rows=3),
-    supported("pad_token_id", value=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, rows=3),
+    supported(
+        "pad_token_id", value=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, rows=3
+    ),
     same("bos_token_id", "the prompt of a call without one", 5, rows=0),
     supported("eos_token_id", value=lambda text: {"eos_token_id": [text[3], text[7]]}),
     supported("encoder_no_repeat_ngram_size", value=1, rows=3),
     supported("decoder_start_token_id"),
     same(
         "is_assistant",
-        "adds transformers' confidence criterion, which needs recorded scores, as in plain decoding; meant for its "
+        "adds transformers' confidence criterion, which needs recorded scores, as in plain "
+        "decoding; meant for its "
         f"own draft models; {LOCK_STEP}",
         True,
         return_dict_in_generate=True,
@@ -269,7 +322,13 @@ FIELDS = (
     same("num_assistant_tokens", SETTINGS, 3),
     same("num_assistant_tokens_schedule", SETTINGS, "heuristic"),
     same("assistant_confidence_threshold", SETTINGS, 0.9, rows=3),
-    same("prompt_lookup_num_tokens", "alone, or beside `assistant_model`", 3, assistant_model=None, rows=3),
+    same(
+        "prompt_lookup_num_tokens",
+        "alone, or beside `assistant_model`",
+        3,
+        assistant_model=None,
+        rows=3,
+    ),
     same("max_matching_ngram_size", "64 where unset", 1, prompt_lookup_num_tokens=3),
     same("assistant_early_exit", value=1, assistant_model=None, rows=3),
     *_each(ignored, "assistant_lookbehind target_lookbehind", MAPPED, 3),
@@ -277,7 +336,9 @@ FIELDS = (
     refused("speculation_type", value="dflash"),
     same("compile_config", "compiles where plain decoding would", CompileConfig()),
     same("disable_compile", value=True, cache_implementation="static"),
-    ignored("continuous_batching_config", "only `generate_batch()` reads it, which is not speculative"),
+    ignored(
+        "continuous_batching_config", "only `generate_batch()` reads it, which is not speculative"
+    ),
     ignored("low_memory", BEAMS, True),
     refused("penalty_alpha", "greedy, with `top_k` above 1, as it is by default", 0.6),
     ignored("penalty_alpha", "sampling passes over it", 0.6, samples=True),
@@ -292,10 +353,15 @@ FIELDS = (
 
 OWN_FIELDS = (
     same("verifier", value="block"),
-    *_each(supported, "posterior_threshold posterior_alpha entropy_epsilon typical_correction", 'for `"typical"`'),
+    *_each(
+        supported,
+        "posterior_threshold posterior_alpha entropy_epsilon typical_correction",
+        'for `"typical"`',
+    ),
     supported(
         "relax_only_inside",
-        "with a lossy verifier: two ids, between which it decides; outside the text is plain decoding's",
+        "with a lossy verifier: two ids, between which it decides; outside the text is plain "
+        "decoding's",
     ),
     refused("relax_only_inside", value=(3, 5)),
     same("draft_sampling", "under `do_sample=True`", "argmax", samples=True),

@@ -48,7 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--fail-on-skip") and not hasattr(config, "workerinput"):  # workers report to one process
+    # workers report to one process
+    if config.getoption("--fail-on-skip") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Unserved())
 
 
@@ -72,7 +73,9 @@ class Unserved:
         if not report.skipped or hasattr(report, "wasxfail"):
             return
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if reason.removeprefix("Skipped: ") not in {why for why, is_here in NEEDS.values() if not is_here}:
+        if reason.removeprefix("Skipped: ") not in {
+            why for why, is_here in NEEDS.values() if not is_here
+        }:
             self.lines.append(f"{report.nodeid}: {reason}")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

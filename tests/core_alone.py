@@ -19,7 +19,17 @@ from tests.support.missing_options import Missing, hide
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, OPTIONS = "hf_speculate", "options"
-PACKAGES = ("cache", "draft", "engine", "generation", "models", "processors", "reliability", "schedule", "verify")
+PACKAGES = (
+    "cache",
+    "draft",
+    "engine",
+    "generation",
+    "models",
+    "processors",
+    "reliability",
+    "schedule",
+    "verify",
+)
 MISSING = f"No module named '{LIBRARY}.{OPTIONS}"
 REASON = "needs an option"
 FINDER = pytest.StashKey[Missing]()
@@ -72,9 +82,21 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         link(folder)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.core_alone", "-m", "not slow", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.core_alone",
+            "-m",
+            "not slow",
+            *arguments,
+        ]
         command += [f"tests/{package}" for package in PACKAGES]
-        return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": name}).returncode
+        return subprocess.run(
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": name}
+        ).returncode
 
 
 if __name__ == "__main__":

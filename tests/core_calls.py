@@ -22,11 +22,25 @@ GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 
 # Draft source and settings of each call. A text is compared if plain decoding gives the same one.
 CALLS = (
     ("model", GREEDY),
-    ("model", {**GREEDY, "num_assistant_tokens": 3, "speculation_cache": "dynamic", "eos_token_id": 7}),
-    ("model", {**GREEDY, "repetition_penalty": 1.3, "return_dict_in_generate": True, "output_scores": True}),
+    (
+        "model",
+        {**GREEDY, "num_assistant_tokens": 3, "speculation_cache": "dynamic", "eos_token_id": 7},
+    ),
+    (
+        "model",
+        {
+            **GREEDY,
+            "repetition_penalty": 1.3,
+            "return_dict_in_generate": True,
+            "output_scores": True,
+        },
+    ),
     ("lookup", {**GREEDY, "speculation_cache": "preallocated"}),
     ("custom", {**GREEDY, "num_assistant_tokens_schedule": "heuristic"}),
-    *(("model", {**SAMPLED, "verifier": verifier}) for verifier in ("rejection", "block", "coupled", "typical")),
+    *(
+        ("model", {**SAMPLED, "verifier": verifier})
+        for verifier in ("rejection", "block", "coupled", "typical")
+    ),
 )
 
 
@@ -41,7 +55,11 @@ def copy_without(options: Iterable[str], folder: Path) -> None:
 
 
 def decode(
-    folder: Path, left_out: Sequence[str], target: PreTrainedModel, draft: PreTrainedModel, batch_sizes: Sequence[int]
+    folder: Path,
+    left_out: Sequence[str],
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    batch_sizes: Sequence[int],
 ) -> None:
     """Decode every call with the copy in `folder`, without the options `left_out`."""
     sys.path.insert(0, str(folder))
@@ -76,13 +94,20 @@ def decode(
         for batch_size in batch_sizes:
             stats = hf_speculate.SpeculationStats()
             call = {**ragged_prompts(batch_size, seed=1), "max_new_tokens": 12}
-            ours = hf_speculate.generate(target, **call, **sources[source], **settings, speculation_stats=stats)
+            ours = hf_speculate.generate(
+                target, **call, **sources[source], **settings, speculation_stats=stats
+            )
             assert stats.num_rounds, (source, settings)
             if settings["do_sample"]:
                 continue
             own = ("num_assistant_tokens", "num_assistant_tokens_schedule", "speculation_cache")
-            plain = target.generate(**call, **{name: value for name, value in settings.items() if name not in own})
-            ids = [output if isinstance(output, torch.Tensor) else output.sequences for output in (ours, plain)]
+            plain = target.generate(
+                **call, **{name: value for name, value in settings.items() if name not in own}
+            )
+            ids = [
+                output if isinstance(output, torch.Tensor) else output.sequences
+                for output in (ours, plain)
+            ]
             assert torch.equal(*ids), (source, settings, batch_size)
 
 
@@ -101,7 +126,9 @@ def main() -> None:
     draft = noisy_copy(target)
     for name in [name for name in sys.modules if name.partition(".")[0] == "hf_speculate"]:
         del sys.modules[name]  # the copy is imported anew
-    options = sorted(path.name for path in (LIBRARY / OPTIONS).iterdir() if (path / "__init__.py").is_file())
+    options = sorted(
+        path.name for path in (LIBRARY / OPTIONS).iterdir() if (path / "__init__.py").is_file()
+    )
     copies = {"all": options, **{option: [option] for option in options}}
     failed = []
     for name, left_out in copies.items():

@@ -32,7 +32,9 @@ def check_version() -> None:
 
 def check_command() -> None:
     program = Path(sysconfig.get_path("scripts"), "hf-speculate")
-    shown = subprocess.run([program, "--help"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    shown = subprocess.run(
+        [program, "--help"], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     missing = [name for name in ("generate", "serve", "bench", "doctor") if name not in shown]
     assert not missing, f"hf-speculate --help shows no {missing}"
 
@@ -40,7 +42,10 @@ def check_command() -> None:
 def check_generate() -> hf_speculate.SpeculationStats:
     """Compare a call of two rows with plain decoding; the draft is the first layer of two."""
     torch.manual_seed(0)
-    target, draft = (LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num)).double().eval() for num in (2, 1))
+    target, draft = (
+        LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num)).double().eval()
+        for num in (2, 1)
+    )
     draft.load_state_dict(target.state_dict(), strict=False)
     ids = torch.tensor(PROMPTS)
     call = {"input_ids": ids, "attention_mask": (ids > 0).long(), "max_new_tokens": NUM_NEW_TOKENS}
@@ -48,7 +53,9 @@ def check_generate() -> hf_speculate.SpeculationStats:
     plain = target.generate(**call)
     stats = hf_speculate.SpeculationStats()
     hf_speculate.enable(target)
-    drafted = target.generate(**call, assistant_model=draft, num_assistant_tokens=4, speculation_stats=stats)
+    drafted = target.generate(
+        **call, assistant_model=draft, num_assistant_tokens=4, speculation_stats=stats
+    )
     assert torch.equal(plain, drafted), f"{drafted.tolist()} is not {plain.tolist()}"
     assert stats.num_accepted > 0 and not stats.fallbacks, str(stats)
     return stats
@@ -59,6 +66,8 @@ if __name__ == "__main__":
     check_command()
     stats = check_generate()
     print(
-        f"hf_speculate {hf_speculate.__version__} with Python {sys.version.split()[0]} and torch {torch.__version__}: "
-        f"texts equal plain decoding, {stats.num_accepted} of {stats.num_drafted} drafted tokens accepted"
+        f"hf_speculate {hf_speculate.__version__} with Python {sys.version.split()[0]} and torch "
+        f"{torch.__version__}: "
+        f"texts equal plain decoding, {stats.num_accepted} of {stats.num_drafted} drafted tokens "
+        "accepted"
     )

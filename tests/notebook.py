@@ -28,7 +28,10 @@ def execute(notebook: dict[str, Any], folder: Path) -> list[list[dict[str, Any]]
     names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.chdir(folder):
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        return [_run("".join(cell["source"]), names, number) for number, cell in enumerate(cells, start=1)]
+        return [
+            _run("".join(cell["source"]), names, number)
+            for number, cell in enumerate(cells, start=1)
+        ]
 
 
 def _run(source: str, names: dict[str, Any], number: int) -> list[dict[str, Any]]:
@@ -44,7 +47,12 @@ def _run(source: str, names: dict[str, Any], number: int) -> list[dict[str, Any]
         text = printed.getvalue().splitlines(keepends=True)
         outputs.append({"output_type": "stream", "name": "stdout", "text": text})
     if value is not None:
-        shown = {"output_type": "execute_result", "execution_count": number, "metadata": {}, "data": _data(value)}
+        shown = {
+            "output_type": "execute_result",
+            "execution_count": number,
+            "metadata": {},
+            "data": _data(value),
+        }
         outputs.append(shown)
     return outputs
 
@@ -61,7 +69,9 @@ def _data(value: Any) -> dict[str, Any]:
 def main() -> None:
     notebook = read()
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    for number, (cell, outputs) in enumerate(zip(cells, execute(notebook, TUTORIAL.parent), strict=True), start=1):
+    for number, (cell, outputs) in enumerate(
+        zip(cells, execute(notebook, TUTORIAL.parent), strict=True), start=1
+    ):
         cell |= {"execution_count": number, "outputs": outputs}
     TUTORIAL.write_text(json.dumps(notebook, indent=1) + "\n", encoding="utf-8")
 

@@ -26,7 +26,8 @@ STAND_INS = {
     "meta-llama/Llama-3.1-8B-Instruct": "target",
     "meta-llama/Llama-3.2-1B-Instruct": "draft",
 }
-CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # the cards leave models' names open
+# the cards leave models' names open
+CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))
 # Blocks with a reader's head or assistant, a server, or a library of make test-integrations, where
 # they run.
 NOT_RUN = (
@@ -46,10 +47,21 @@ NOT_RUN = (
 def names_of_the_example() -> dict[str, Any]:
     """Return the names of the quick start; other pages continue from them."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
-    target, draft = (AutoModelForCausalLM.from_pretrained(PAIR / name) for name in ("target", "draft"))
-    names = {"hf_speculate": hf_speculate, "tokenizer": tokenizer, "model": hf_speculate.enable(target), "draft": draft}
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(PAIR / name) for name in ("target", "draft")
+    )
+    names = {
+        "hf_speculate": hf_speculate,
+        "tokenizer": tokenizer,
+        "model": hf_speculate.enable(target),
+        "draft": draft,
+    }
     prompts = ["def main():\n", "class Stack:\n"]
-    return {**names, "prompts": prompts, "inputs": tokenizer(prompts, return_tensors="pt", padding=True)}
+    return {
+        **names,
+        "prompts": prompts,
+        "inputs": tokenizer(prompts, return_tensors="pt", padding=True),
+    }
 
 
 def run_blocks(page: str) -> Iterator[str]:

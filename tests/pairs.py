@@ -43,12 +43,16 @@ def pairs_in(row: Row) -> set[Pair]:
     return set(itertools.combinations(row.items(), 2))
 
 
-def cover(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], seed: int = 0) -> list[Row]:
+def cover(
+    axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], seed: int = 0
+) -> list[Row]:
     """Choose rows for all required pairs: repeatedly take the best of some random rows."""
     draw, missing, rows = random.Random(seed), pairs_of(axes, excluded), []
     while missing:
         start = dict(draw.choice(sorted(missing)))
-        tried = [row for _ in range(NUM_TRIES) if (row := _filled(axes, excluded, start, missing, draw))]
+        tried = [
+            row for _ in range(NUM_TRIES) if (row := _filled(axes, excluded, start, missing, draw))
+        ]
         if not tried:
             raise ValueError(f"no row holds {start}: exclude it, or exclude fewer pairs beside it")
         best = max(tried, key=lambda row: len(pairs_in(row) & missing))
@@ -58,7 +62,11 @@ def cover(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], seed:
 
 
 def _filled(
-    axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], row: Row, missing: set[Pair], draw: random.Random
+    axes: Mapping[str, Sequence[str]],
+    excluded: Mapping[Pair, str],
+    row: Row,
+    missing: set[Pair],
+    draw: random.Random,
 ) -> Row | None:
     """Fill all axes of the row with the values that add most missing pairs.
 
@@ -68,7 +76,9 @@ def _filled(
     for name in draw.sample(sorted(axes.keys() - row.keys()), len(axes) - len(row)):
         rows = []
         for value in draw.sample(axes[name], len(axes[name])):
-            longer = {axis: {**row, name: value}[axis] for axis in axes if axis in row or axis == name}
+            longer = {
+                axis: {**row, name: value}[axis] for axis in axes if axis in row or axis == name
+            }
             if not pairs_in(longer) & excluded.keys():
                 rows.append(longer)
         if not rows:
@@ -82,7 +92,10 @@ def case_of(row: Row, seed: int) -> Case:
     samples = VERIFIERS[row["verifier"]]["do_sample"]
     drafter = {"argmax": "model"}.get(row["drafter"], row["drafter"])
     warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
-    processors = {"pure": ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"), "warpers": warpers}
+    processors = {
+        "pure": ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"),
+        "warpers": warpers,
+    }
     return Case(
         family=row["family"],
         prompt_seed=seed,
@@ -95,14 +108,18 @@ def case_of(row: Row, seed: int) -> Case:
         drafter=drafter,
         num_assistant_tokens=NUM_DRAFTED,
         samples=samples,
-        verifier=row["verifier"].partition(",")[0] if row["verifier"] not in ("greedy", "coupled") else "",
+        verifier=row["verifier"].partition(",")[0]
+        if row["verifier"] not in ("greedy", "coupled")
+        else "",
         draft_sampling="argmax" if row["drafter"] == "argmax" else "",
         ends={"eos": (6,), "two eos": (4, 9)}.get(row["stops"], ()),
         own_processor=row["processors"] == "custom",
         has_grammar=row["processors"] == "grammar",
         own_criterion=row["stops"] == "criterion",
         processors=processors.get(row["processors"], ()),
-        outputs={"scores": ("scores", "logits"), "states": ("hidden_states",)}.get(row["outputs"], ()),
+        outputs={"scores": ("scores", "logits"), "states": ("hidden_states",)}.get(
+            row["outputs"], ()
+        ),
     )
 
 
@@ -123,7 +140,9 @@ def decode(case: Case, row: int | None = None, **more: Any) -> Any:
     seeds = [case.prompt_seed + index for index in range(case.batch_size)]
     if row is not None:
         inputs = {name: value[row : row + 1] for name, value in inputs.items()}
-    return model.generate(**inputs, **options | {"seed": seeds if row is None else seeds[row]}).sequences
+    return model.generate(
+        **inputs, **options | {"seed": seeds if row is None else seeds[row]}
+    ).sequences
 
 
 def find_seed(row: Row) -> int:

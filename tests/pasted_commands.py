@@ -13,12 +13,22 @@ from tests.support.pages import ROOT
 FEW = "--num-prompts 2 --max-new-tokens 8"
 DEMO = 'DEMO_ARGS="--prompts 2 --max-new-tokens 8 --passes 1"'
 ADDED = {
-    "README.md": {"make demo": DEMO, "hf-speculate bench": FEW, "hf-speculate batch": "--max-new-tokens 4"},
+    "README.md": {
+        "make demo": DEMO,
+        "hf-speculate bench": FEW,
+        "hf-speculate batch": "--max-new-tokens 4",
+    },
     "docs/install.md": {"make demo": DEMO},
     "docs/batch.md": dict.fromkeys(("hf-speculate batch", "torchrun"), "--max-new-tokens 4")
     | {"accelerate launch --multi_gpu": "--max-new-tokens 4 --device cpu"},
-    "docs/benchmarks.md": {"python benchmarks/suffix.py": "--lengths 512 1024 --batch-sizes 1 --rounds 50"},
-    "docs/cli.md": {"hf-speculate bench": FEW, "hf-speculate tune": FEW, "hf-speculate batch": "--max-new-tokens 4"},
+    "docs/benchmarks.md": {
+        "python benchmarks/suffix.py": "--lengths 512 1024 --batch-sizes 1 --rounds 50"
+    },
+    "docs/cli.md": {
+        "hf-speculate bench": FEW,
+        "hf-speculate tune": FEW,
+        "hf-speculate batch": "--max-new-tokens 4",
+    },
     "docs/measuring.md": {"hf-speculate bench": FEW, "hf-speculate tune": FEW},
     "docs/tutorial.md": {"hf-speculate generate my-model": "--max-new-tokens 4"},
     "examples/training/README.md": {
@@ -34,7 +44,9 @@ Result = subprocess.CompletedProcess[str]
 
 
 def git(tree: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=tree, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=tree, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def make_clone(tree: Path, environment: Path) -> None:
@@ -51,11 +63,16 @@ def make_clone(tree: Path, environment: Path) -> None:
             (tree / ".venv" / path.name).symlink_to(path)
     for stamp in STAMPS:  # newer than their prerequisites in `make`
         (tree / ".venv" / stamp).touch()
-    shutil.copytree(tree / "examples" / "pair" / "target", tree / "my-model")  # a block of Python makes it
+    # a block of Python makes it
+    shutil.copytree(tree / "examples" / "pair" / "target", tree / "my-model")
 
 
 def paste(
-    page: str, commands: Iterable[str], clone: Path, variables: dict[str, str], left_out: Iterable[str] = ()
+    page: str,
+    commands: Iterable[str],
+    clone: Path,
+    variables: dict[str, str],
+    left_out: Iterable[str] = (),
 ) -> Iterator[tuple[str, Result]]:
     """Run a page's commands in order; yield each with its result.
 
@@ -70,12 +87,24 @@ def paste(
         if command.startswith("cd "):
             folder = folder / command.removeprefix("cd ")
         elif not command.startswith(left_out):
-            added = [words for begin, words in ADDED.get(page, {}).items() if command.startswith(begin)]
+            added = [
+                words for begin, words in ADDED.get(page, {}).items() if command.startswith(begin)
+            ]
             pasted = ["bash", "-c", " ".join([command, *added])]
-            options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": LIMIT_S}
-            yield command, subprocess.run(pasted, cwd=folder, env=environment, check=False, **options)
+            options = {
+                "stdin": subprocess.DEVNULL,
+                "capture_output": True,
+                "text": True,
+                "timeout": LIMIT_S,
+            }
+            yield (
+                command,
+                subprocess.run(pasted, cwd=folder, env=environment, check=False, **options),
+            )
     assert git(clone, "diff", "--name-only") == ""
-    assert git(clone, "ls-files", "--others", "--exclude-standard") == "", "left in the clone, not in .gitignore"
+    assert git(clone, "ls-files", "--others", "--exclude-standard") == "", (
+        "left in the clone, not in .gitignore"
+    )
 
 
 def has_run(command: str, result: Result) -> bool:

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.pasted_commands import Result, has_run, make_clone, paste
-from tests.support.pages import DOCS, ROOT, blocks, commands, extras_named_in, extras_of_scripts, named_commands
+from tests.support.pages import (
+    DOCS,
+    ROOT,
+    blocks,
+    commands,
+    extras_named_in,
+    extras_of_scripts,
+    named_commands,
+)
 from tests.support.shown_commands import problems_in
 
 PLAIN_PAGES = ("README.md", "examples/README.md", *(page for page in DOCS if page.count("/") == 1))
@@ -62,8 +70,15 @@ EXTRA_MODULES = (
 def shown_commands(page: str) -> list[str]:
     """Return commands of a page: in blocks, complete ones in the text, scripts of a table."""
     named = [command for command in named_commands(page) if not problems_in(command)]
-    scripts = [name for name in extras_of_scripts() if name.endswith(".py") and page == "examples/README.md"]
-    run = [" ".join(["python", f"examples/{name}", *ADDED_TO_SCRIPTS.get(name, "").split()]) for name in scripts]
+    scripts = [
+        name
+        for name in extras_of_scripts()
+        if name.endswith(".py") and page == "examples/README.md"
+    ]
+    run = [
+        " ".join(["python", f"examples/{name}", *ADDED_TO_SCRIPTS.get(name, "").split()])
+        for name in scripts
+    ]
     return list(dict.fromkeys([*commands(page), *named, *run]))
 
 
@@ -75,7 +90,11 @@ def extras_of(command: str) -> set[str]:
     """Return the extras of a command, by the examples' table and `EXTRA_OF_WORDS`."""
     needed = [extras for words, extras in EXTRA_OF_WORDS.items() if words in command]
     if "--tiny" not in command:
-        needed += [extras for name, extras in extras_of_scripts().items() if f"python examples/{name}" in command]
+        needed += [
+            extras
+            for name, extras in extras_of_scripts().items()
+            if f"python examples/{name}" in command
+        ]
     return set().union(*needed)
 
 
@@ -118,10 +137,14 @@ def test_commands_run_or_name_their_extra(page: str, environment: Path, tmp_path
 
 
 @pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if blocks(page, "python")])
-def test_python_blocks_run_or_name_their_extra(page: str, environment: Path, tmp_path: Path) -> None:
+def test_python_blocks_run_or_name_their_extra(
+    page: str, environment: Path, tmp_path: Path
+) -> None:
     for name in ("examples", "tests"):  # these import the installed library, not the tree's
         (tmp_path / name).symlink_to(ROOT / name)
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "examples"), "HF_HUB_OFFLINE": "1"}
-    result = run([environment / "bin" / "python", "-m", "tests.page_code", page], cwd=tmp_path, env=variables)
+    result = run(
+        [environment / "bin" / "python", "-m", "tests.page_code", page], cwd=tmp_path, env=variables
+    )
     assert result.returncode == 0, result.stderr
     assert extras_named_in(result.stdout) == EXTRAS_OF_CODE.get(page, set()), result.stdout

@@ -28,11 +28,20 @@ from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READI
 from tests.support.tiny_wrappers import WRAPPERS
 
 LARGEST_PROMPT_ID = 48  # larger ids are pictures, sounds and Whisper's times; heads have 32 ids
-_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}
-_MAKERS |= {family: partial(make_model, family) for family in (*TINY_FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES)}
+_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "t5": make_t5,
+    "bart": make_bart,
+    **COLUMN_COUNTERS,
+}
+_MAKERS |= {
+    family: partial(make_model, family)
+    for family in (*TINY_FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES)
+}
 _MAKERS |= {name: partial(make_family, name) for name in FAMILIES}
 _MAKERS |= {"mpt": partial(make_model, "mpt", dtype=torch.float32), "whisper": make_whisper}
-_READERS = READINGS | READERS | ENCODERS | {name: wrapper.make for name, wrapper in WRAPPERS.items()}
+_READERS = (
+    READINGS | READERS | ENCODERS | {name: wrapper.make for name, wrapper in WRAPPERS.items()}
+)
 READER_NAMES = tuple(_READERS)
 HEAD_NAMES = tuple(f"{family} head" for family in HEADS)  # used as families, with their targets
 FAMILY_NAMES = (*_MAKERS, *READER_NAMES, *HEAD_NAMES)
@@ -40,7 +49,16 @@ FAMILY_NAMES = (*_MAKERS, *READER_NAMES, *HEAD_NAMES)
 PADDINGS = ("none", "left", "right", "holes", "empty row")
 CACHES = ("auto", "dynamic", "preallocated", "static")
 PASSED = ("no", "empty", "with config")
-DRAFTERS = ("model", "other model", "lookup", "model and lookup", "early exit", "generator", "store", "state")
+DRAFTERS = (
+    "model",
+    "other model",
+    "lookup",
+    "model and lookup",
+    "early exit",
+    "generator",
+    "store",
+    "state",
+)
 WITH_MODELS = ("model", "other model", "model and lookup", "state")
 SCHEDULES = ("constant", "heuristic", "adaptive")
 OUTPUTS = ("scores", "logits", "hidden_states", "attentions")
@@ -102,17 +120,26 @@ class Case:
             if value == getattr(plain, name):
                 continue
             if isinstance(value, tuple):
-                cases += [replace(self, **{name: value[:at] + value[at + 1 :]}) for at in range(len(value))]
+                cases += [
+                    replace(self, **{name: value[:at] + value[at + 1 :]})
+                    for at in range(len(value))
+                ]
             cases.append(replace(self, **{name: getattr(plain, name)}))
         return cases
 
     def __repr__(self) -> str:
         plain = Case(self.family)
-        changed = (f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(plain, name))
+        changed = (
+            f"{name}={value!r}"
+            for name, value in vars(self).items()
+            if value != getattr(plain, name)
+        )
         return f"Case({self.family!r}, {', '.join(changed)})"
 
 
-def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, faults: tuple[str, ...] = ()) -> Case:
+def draw_case(
+    seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, faults: tuple[str, ...] = ()
+) -> Case:
     """Draw the case of this number, the same each time, with one of the faults in its draft."""
     draw = random.Random(f"{seed}:{index}")
     family = families[index % len(families)]
@@ -155,9 +182,15 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, f
     )
     if is_head:
         case = replace(case, drafter="head", embeds=False)
-    if faults:  # drafting calls only: few models are refused "auto", and "adaptive" calls no draft of its target's size
+    # drafting calls only: few models are refused "auto", and "adaptive" calls no draft of its
+    # target's size
+    if faults:
         cache_kind = "auto" if case.cache == "preallocated" else case.cache
-        schedule = "heuristic" if case.schedule == "adaptive" and case.drafter != "other model" else case.schedule
+        schedule = (
+            "heuristic"
+            if case.schedule == "adaptive" and case.drafter != "other model"
+            else case.schedule
+        )
         case = replace(case, cache=cache_kind, schedule=schedule)
         case = replace(case, fault=draw.choice(faults), fault_at=draw.choice((1, 1, 2, 3, 4, 6, 9)))
     return case
@@ -232,7 +265,11 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
     """Return the options shared with plain decoding."""
     options: dict[str, Any] = {"max_new_tokens": case.max_new_tokens}
     options |= {name: (PROCESSORS | WARPERS)[name] for name in case.processors}
-    own = {"eos_token_id": eos_token_ids, "prefill_chunk_size": case.prefill_chunk_size, "verifier": case.verifier}
+    own = {
+        "eos_token_id": eos_token_ids,
+        "prefill_chunk_size": case.prefill_chunk_size,
+        "verifier": case.verifier,
+    }
     own["logits_processor"] = [Shift()] if case.own_processor else []
     if case.has_grammar:
         size = min(vocab_size_of(target_of(case.family)[0]), LARGEST_PROMPT_ID)
@@ -241,7 +278,11 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
     own["stopping_criteria"] = [StopAtSum()] if case.own_criterion else []
     options |= {name: value for name, value in own.items() if value}
     if case.samples:
-        options |= {"do_sample": True, "verifier": case.verifier or "coupled", "seed": case.prompt_seed}
+        options |= {
+            "do_sample": True,
+            "verifier": case.verifier or "coupled",
+            "seed": case.prompt_seed,
+        }
         options["num_return_sequences"] = case.num_return_sequences
     outputs = {f"output_{name}": True for name in ("logits", *case.outputs)}
     return options | outputs | {"return_dict_in_generate": True}
@@ -253,12 +294,16 @@ def draft_options(case: Case) -> dict[str, Any]:
     if case.drafter != "generator":
         options["num_assistant_tokens_schedule"] = case.schedule
     if case.cache != "auto":
-        options["cache_implementation" if case.cache == "static" else "speculation_cache"] = case.cache
+        options["cache_implementation" if case.cache == "static" else "speculation_cache"] = (
+            case.cache
+        )
     own = {"draft_sampling": case.draft_sampling, "assistant_confidence_threshold": case.confidence}
     options |= {name: value for name, value in own.items() if value}
     match case.drafter:
         case "generator":
-            options["candidate_generator"] = PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
+            options["candidate_generator"] = PromptLookupCandidateGenerator(
+                num_output_tokens=case.num_assistant_tokens
+            )
         case "early exit":
             options["assistant_early_exit"] = 1
         case "head":
@@ -268,13 +313,17 @@ def draft_options(case: Case) -> dict[str, Any]:
         case "model" | "model and lookup" | "state":
             options["assistant_model"] = draft_of(case.family, case.noise)
     if case.fault:
-        options["assistant_model"] = with_fault(options["assistant_model"], case.fault, case.fault_at, case.prompt_seed)
+        options["assistant_model"] = with_fault(
+            options["assistant_model"], case.fault, case.fault_at, case.prompt_seed
+        )
     if case.drafter in ("lookup", "store", "model and lookup"):
         options["prompt_lookup_num_tokens"] = case.num_assistant_tokens
     if case.drafter in ("store", "state"):
         is_store = case.drafter == "store"
         options |= (
-            {"suffix_store": hf_speculate.SuffixStore()} if is_store else {"draft_state": hf_speculate.DraftState()}
+            {"suffix_store": hf_speculate.SuffixStore()}
+            if is_store
+            else {"draft_state": hf_speculate.DraftState()}
         )
     return options
 

@@ -26,7 +26,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import EncoderDecoderCache
 
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.errors import (
+    ConfigError,
+    SpeculateError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
 from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import StopAtSum
 from tests.random_calls import (
@@ -41,7 +46,8 @@ from tests.random_calls import (
     target_of,
 )
 
-TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}  # some families take softmax in float32 for every dtype
+# some families take softmax in float32 for every dtype
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}
 # Only recurrent models raise these, because transformers cannot read their prompts in chunks.
 _OF_TRANSFORMERS = ("prefill chunking without a cache", "can only be called on Attention layers")
 
@@ -79,17 +85,27 @@ def run_case(case: Case) -> Result:
         lens = _live_lens(case, expected.sequences, num_prompt, eos)
         difference = compare(expected, got, lens, TOLERANCES[model.dtype], case.cache != "static")
         if difference:
-            return Result("tie" if _is_tie(expected, got) else "different", f"turn {turn}: {difference}")
+            return Result(
+                "tie" if _is_tie(expected, got) else "different", f"turn {turn}: {difference}"
+            )
         num_accepted += got.speculation.num_accepted
         num_verified += got.speculation.num_verified
         fallbacks += got.speculation.fallbacks
-        if "input_ids" not in inputs or model.config.is_encoder_decoder or case.num_return_sequences > 1:
+        if (
+            "input_ids" not in inputs
+            or model.config.is_encoder_decoder
+            or case.num_return_sequences > 1
+        ):
             break
         inputs = _longer(inputs, expected.sequences, vocab_size_of(model))
-    return Result("equal", "", num_accepted, num_verified - num_accepted, tuple(dict.fromkeys(fallbacks)))
+    return Result(
+        "equal", "", num_accepted, num_verified - num_accepted, tuple(dict.fromkeys(fallbacks))
+    )
 
 
-def _decode(case: Case, own: dict[str, Any], inputs: dict[str, Any], eos: list[int], cache: Any) -> Any:
+def _decode(
+    case: Case, own: dict[str, Any], inputs: dict[str, Any], eos: list[int], cache: Any
+) -> Any:
     model, options = target_of(case.family)[0], options_of(case, eos) | own
     if model.config.is_encoder_decoder:
         options.pop("prefill_chunk_size", None)  # plain decoding cuts the encoder's mask too
@@ -167,19 +183,26 @@ def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor
     tensors = {"sequences": output.sequences}
     for name in ("scores", "logits"):
         for step, tensor in enumerate(getattr(output, name) or ()):
-            tensors[f"{name} of step {step}"] = tensor[[row for row, length in enumerate(lens) if step < length]]
+            tensors[f"{name} of step {step}"] = tensor[
+                [row for row, length in enumerate(lens) if step < length]
+            ]
     for name in ("hidden_states", "attentions", "decoder_hidden_states", "encoder_hidden_states"):
         tensors |= {
-            f"{name}, tensor {number}": tensor for number, tensor in enumerate(tree_leaves(getattr(output, name, None)))
+            f"{name}, tensor {number}": tensor
+            for number, tensor in enumerate(tree_leaves(getattr(output, name, None)))
         }
     cache = output.get(CACHE_NAME) if has_caches else None
     parts = (
-        (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
+        (cache.self_attention_cache, cache.cross_attention_cache)
+        if type(cache) is EncoderDecoderCache
+        else (cache,)
     )
     for number, part in enumerate(parts):
         for place, layer in enumerate(getattr(part, "layers", ())):
             owner = f"layer {place} of a {type(part).__name__} ({number})"
-            tensors |= {f"{name} of {owner}": getattr(layer, name, None) for name in ("keys", "values")}
+            tensors |= {
+                f"{name} of {owner}": getattr(layer, name, None) for name in ("keys", "values")
+            }
     return tensors
 
 
@@ -204,7 +227,9 @@ def shrunk(case: Case, detail: str) -> Case:
     return case
 
 
-def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[str, ...] = ()) -> Counter[str]:
+def search(
+    seed: int, numbers: range, families: tuple[str, ...], faults: tuple[str, ...] = ()
+) -> Counter[str]:
     """Run cases by number, print the different ones, and return the count of each kind."""
     counts: Counter[str] = Counter()
     with contextlib.suppress(KeyboardInterrupt):  # keeps the counts so far
@@ -214,11 +239,16 @@ def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[s
             counts[result.outcome] += 1
             if result.outcome in ("different", "tie"):
                 small = shrunk(case, result.detail) if result.outcome == "different" else case
-                print(f'{seed}:{index} {result.outcome}: {result.detail[:300]}\n  --case "{small}"', flush=True)
+                print(
+                    f'{seed}:{index} {result.outcome}: {result.detail[:300]}\n  --case "{small}"',
+                    flush=True,
+                )
             elif result.outcome != "equal":
                 counts[f"{result.outcome}: {result.detail[:110]}"] += 1
             if faults:
-                counts[f"with {case.fault}: drafts ended"] += any("drafter" in reason for reason in result.fallbacks)
+                counts[f"with {case.fault}: drafts ended"] += any(
+                    "drafter" in reason for reason in result.fallbacks
+                )
                 counts[f"with {case.fault}: tokens accepted"] += result.num_accepted
     return counts
 
@@ -229,7 +259,9 @@ def main(faults: tuple[str, ...] = ()) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=200, help="cases")
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
-    parser.add_argument("--family", action="append", choices=FAMILY_NAMES, help="these families only")
+    parser.add_argument(
+        "--family", action="append", choices=FAMILY_NAMES, help="these families only"
+    )
     parser.add_argument("--case", help="one case as it was printed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

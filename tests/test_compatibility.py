@@ -44,7 +44,9 @@ def with_places(state, in_configs):
 
 
 def test_table_has_a_row_for_every_field_and_argument():
-    arguments, fields, ours = ({row.name for row in rows} for rows in (ARGUMENTS, FIELDS, OWN_FIELDS))
+    arguments, fields, ours = (
+        {row.name for row in rows} for rows in (ARGUMENTS, FIELDS, OWN_FIELDS)
+    )
     served = calls._DECODER_KWARGS | calls._ENCODER_DECODER_KWARGS
     assert (fields, ours) == (set(CONFIG_FIELDS), set(FIELD_NAMES) - set(CONFIG_FIELDS))
     assert (SIGNATURE | served) - fields <= arguments
@@ -80,7 +82,9 @@ def test_supported_value_gives_the_text_of_plain_decoding(row, where):
     assert stats.lock_step == (LOCK_STEP in row.note)
     if call.changes and where == "keyword":
         without = decode_plainly(call, without=row.name)
-        assert plain.shape != without.shape or not torch.equal(plain, without), "the value has no effect here"
+        assert plain.shape != without.shape or not torch.equal(plain, without), (
+            "the value has no effect here"
+        )
 
 
 @pytest.mark.parametrize(("row", "where"), with_places("no effect", WHERE[:2]))

@@ -29,7 +29,13 @@ VALUES = {
     "relax_only_inside": ((1, 2), (3, 4), (5, 6), (7, 8), None),
     "draft_sampling": ("sample", "argmax", "sample", "argmax", "sample"),
     "num_assistant_tokens": (2, 3, 4, 6, None),
-    "num_assistant_tokens_schedule": ("heuristic", "constant", "heuristic_transient", "heuristic", None),
+    "num_assistant_tokens_schedule": (
+        "heuristic",
+        "constant",
+        "heuristic_transient",
+        "heuristic",
+        None,
+    ),
     "assistant_confidence_threshold": (0.1, 0.2, 0.3, 0.4, None),
     "prompt_lookup_num_tokens": (5, 6, 7, 8, None),
     "grammar_draft": (False, True, False, True, None),
@@ -55,7 +61,9 @@ class Pair:
 
     def generate(self, **options) -> SpeculationStats:
         options = {"max_new_tokens": 24, "speculation_stats": SpeculationStats(), **options}
-        hf_speculate.generate(self.target, **ragged_prompts(1, seed=1), assistant_model=self.draft, **options)
+        hf_speculate.generate(
+            self.target, **ragged_prompts(1, seed=1), assistant_model=self.draft, **options
+        )
         return options["speculation_stats"]
 
     def generate_from(self, sources: dict[str, dict], **options) -> SpeculationStats:
@@ -97,9 +105,14 @@ def seen(registry):
 @pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
 def test_fields_come_from_the_strongest_source(models, seen, strongest):
     assert set(VALUES) == set(PLAIN_NAMES)
-    assert all(value != later for values in VALUES.values() for value, later in itertools.pairwise(values))
+    assert all(
+        value != later for values in VALUES.values() for value, later in itertools.pairwise(values)
+    )
     places = [strength for strength in range(len(SOURCES)) if strength >= strongest]
-    sources = {SOURCES[strength]: {name: values[strength] for name, values in VALUES.items()} for strength in places}
+    sources = {
+        SOURCES[strength]: {name: values[strength] for name, values in VALUES.items()}
+        for strength in places
+    }
     grammar = {"logits_processor": [PureForcedGrammar(TextMachine(64), 0)], "tokenizer": pieces(64)}
     models.generate_from(sources, do_sample=True, max_new_tokens=3, **grammar)
     expected = {name: values[strongest] for name, values in VALUES.items()}
@@ -107,7 +120,8 @@ def test_fields_come_from_the_strongest_source(models, seen, strongest):
 
 
 HEURISTIC, TWO = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}
-STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # every draft has one token
+# every draft has one token
+STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}
 
 
 @pytest.mark.parametrize(
@@ -115,12 +129,24 @@ STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # e
     [
         ({"keyword": HEURISTIC, "model": TWO}, 7),  # drafts of 2, 4 and 6 tokens, with room for 7
         ({"model": HEURISTIC | TWO}, 7),
-        *(({"keyword": TWO, weaker: HEURISTIC | {"num_assistant_tokens": 7}}, 2) for weaker in SOURCES[1:]),
+        *(
+            ({"keyword": TWO, weaker: HEURISTIC | {"num_assistant_tokens": 7}}, 2)
+            for weaker in SOURCES[1:]
+        ),
         ({"keyword": {"num_assistant_tokens_schedule": "constant"}}, 5),
         ({"keyword": HEURISTIC}, 8),
         *(({weaker: STRICT}, 1) for weaker in SOURCES[1:]),
-        *(({weaker: STRICT, "keyword": {"assistant_confidence_threshold": None}}, 5) for weaker in SOURCES[1:]),
-        ({"model": STRICT, "passed": {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 5}}, 5),
+        *(
+            ({weaker: STRICT, "keyword": {"assistant_confidence_threshold": None}}, 5)
+            for weaker in SOURCES[1:]
+        ),
+        (
+            {
+                "model": STRICT,
+                "passed": {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 5},
+            },
+            5,
+        ),
     ],
     ids=str,
 )
@@ -129,7 +155,10 @@ def test_schedules_and_thresholds_yield_to_stronger_counts(models, sources, long
     configs = [models.target.generation_config, models.draft.generation_config]
     assert longest_draft(stats) == longest
     for source, config in zip(("model", "draft"), configs, strict=True):
-        assert config.to_dict() == GenerationConfig(pad_token_id=0, **sources.get(source, {})).to_dict()
+        assert (
+            config.to_dict()
+            == GenerationConfig(pad_token_id=0, **sources.get(source, {})).to_dict()
+        )
 
 
 @pytest.mark.parametrize("owner", ["target", "draft"])
@@ -148,9 +177,15 @@ def test_repository_fields_rank_between_call_and_model(models, tmp_path):
     fields = {"num_assistant_tokens": 3, "verifier": "typical", "do_sample": True, "unknown": 1}
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(fields), encoding="utf-8")
-    models.target.generation_config = GenerationConfig(pad_token_id=0, num_assistant_tokens=7, verifier="rejection")
+    models.target.generation_config = GenerationConfig(
+        pad_token_id=0, num_assistant_tokens=7, verifier="rejection"
+    )
     passed = {"generation_config": GenerationConfig(num_assistant_tokens=4)}
-    for source, options, longest in ((path, {}, 3), (fields, passed, 4), (fields, {"num_assistant_tokens": 2}, 2)):
+    for source, options, longest in (
+        (path, {}, 3),
+        (fields, passed, 4),
+        (fields, {"num_assistant_tokens": 2}, 2),
+    ):
         stats = models.generate(fields_from=source, **options)
         assert (stats.verifier, longest_draft(stats)) == ("typical", longest)
 
@@ -186,7 +221,9 @@ def test_values_of_another_type_are_refused(fields):
 def test_numpy_integers_decode_as_ints(models):
     options = {"assistant_model": models.draft, "do_sample": True, "max_new_tokens": 8}
     texts = [
-        models.target.generate(**ragged_prompts(1, seed=1), **options, seed=integer(3), num_assistant_tokens=integer(2))
+        models.target.generate(
+            **ragged_prompts(1, seed=1), **options, seed=integer(3), num_assistant_tokens=integer(2)
+        )
         for integer in (int, np.int64)
     ]
     assert torch.equal(*texts)
@@ -197,7 +234,12 @@ def test_resolve_fills_in_sampling_defaults_only(name):
     config = SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
     greedy = "greedy" if name == "coupled" else name
     for do_sample, verifier, correction in ((True, name, "sample"), (False, greedy, "argmax")):
-        assert config.resolve(do_sample) == replace(config, verifier=verifier, typical_correction=correction)
+        assert config.resolve(do_sample) == replace(
+            config, verifier=verifier, typical_correction=correction
+        )
     assert config == SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
     for correction, do_sample in (("argmax", True), ("sample", False)):
-        assert SpeculationConfig(typical_correction=correction).resolve(do_sample).typical_correction == correction
+        assert (
+            SpeculationConfig(typical_correction=correction).resolve(do_sample).typical_correction
+            == correction
+        )

@@ -28,7 +28,9 @@ def sources() -> dict[str, str]:
     """Return the text of each library file except the kernels, by path below `hf_speculate`."""
     library, kernels = ROOT / "hf_speculate", ROOT / "hf_speculate" / "kernels"
     paths = (path for path in library_files().values() if not path.is_relative_to(kernels))
-    return {path.relative_to(library).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    return {
+        path.relative_to(library).as_posix(): path.read_text(encoding="utf-8") for path in paths
+    }
 
 
 @cache
@@ -47,7 +49,12 @@ def imports_of(source: str, files: Mapping[str, str]) -> Iterator[str]:
     """Return the library files imported by a source."""
     for names in imported_names(source):
         bases = [name.removeprefix("hf_speculate.").replace(".", "/") for name in names]
-        matches = (path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in files)
+        matches = (
+            path
+            for base in bases
+            for path in (f"{base}.py", f"{base}/__init__.py")
+            if path in files
+        )
         yield from islice(matches, 1)
 
 
@@ -66,7 +73,10 @@ def option_imports(files: Mapping[str, str]) -> set[tuple[str, str]]:
 
 
 def import_problems(found: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"{path} must not import {imported} ({option_of(imported)})" for path, imported in sorted(found)]
+    return [
+        f"{path} must not import {imported} ({option_of(imported)})"
+        for path, imported in sorted(found)
+    ]
 
 
 def test_core_imports_no_option():
@@ -81,7 +91,11 @@ def test_core_imports_no_option():
             "from hf_speculate.options.compiled.graphs import x",
             "options/compiled/graphs.py",
         ),
-        ("engine/decoder.py", "from hf_speculate.options.compiled import graphs", "options/compiled/graphs.py"),
+        (
+            "engine/decoder.py",
+            "from hf_speculate.options.compiled import graphs",
+            "options/compiled/graphs.py",
+        ),
         (
             "engine/decoder.py",
             "if x:\n    import hf_speculate.options.compiled.graphs",
@@ -91,13 +105,23 @@ def test_core_imports_no_option():
         ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
         ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
         ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),
-        ("options/heads/source.py", "from hf_speculate.options.compiled.language_model import x", None),
-        ("tools/checks/pair.py", "from hf_speculate.options.sources.hybrid import HybridDrafter", None),
+        (
+            "options/heads/source.py",
+            "from hf_speculate.options.compiled.language_model import x",
+            None,
+        ),
+        (
+            "tools/checks/pair.py",
+            "from hf_speculate.options.sources.hybrid import HybridDrafter",
+            None,
+        ),
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )
 def test_added_import_is_found(path, line, imported):
-    more = dict.fromkeys(("options/spans/rule.py", "options/spans/other.py", "options/cpu/top.py"), "")
+    more = dict.fromkeys(
+        ("options/spans/rule.py", "options/spans/other.py", "options/cpu/top.py"), ""
+    )
     files = {**sources(), **more, "options/heads/source.py": ""}
     imports = option_imports({**files, path: f"{files[path]}\n{line}\n"})
     assert imports == ({(path, imported)} if imported else set())

@@ -28,7 +28,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "grammar": {"logits_processor": RollbackGrammar},
     "spans": {"verifier": "typical", "relax_only_inside": (3, 5)},
 }
-ALONG = ("passed cache", "draft state", "hidden states", "embeddings", "other vocabulary", "encoder")
+ALONG = (
+    "passed cache",
+    "draft state",
+    "hidden states",
+    "embeddings",
+    "other vocabulary",
+    "encoder",
+)
 
 
 @pytest.mark.fallback("lock step")
@@ -38,11 +45,16 @@ def test_batch_is_decoded_on_its_device(name):
     draft = cheaper_copy(target) if name == "adaptive" else draft
     inputs = ragged_prompts(3, seed=4)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": int(text[0, -NUM_NEW + 4]), "pad_token_id": 0}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "eos_token_id": int(text[0, -NUM_NEW + 4]),
+        "pad_token_id": 0,
+    }
     own = {"assistant_model": draft, "num_assistant_tokens": 3, **CALLS[name]}
 
     def decode():
-        more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}  # a separate state each
+        # a separate state each
+        more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}
         return target.generate(**inputs, **options, **{**own, **more})
 
     expected = decode()
@@ -63,7 +75,9 @@ class ReadsStates(Drafter):
         query_token_ids, kept = request.query_token_ids, request.kept
         assert kept.hidden_states.device == query_token_ids.device == kept.num_emitted.device
         ids = query_token_ids[:, : request.num_draft_tokens]
-        return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device="cpu"), None, None)
+        return DraftOut(
+            ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device="cpu"), None, None
+        )
 
     def rows(self, indices):
         pass
@@ -88,5 +102,7 @@ def test_arguments_of_a_call_stay_on_their_device(name):
         if name == "passed cache":
             options[CACHE_NAME] = DynamicCache(config=target.config)
         with torch.device("meta"):
-            ours = target.generate(**inputs, **options, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+            ours = target.generate(
+                **inputs, **options, max_new_tokens=NUM_NEW, num_assistant_tokens=3
+            )
         assert_equal_ids(expected, ours)

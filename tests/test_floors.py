@@ -44,13 +44,17 @@ def library_files() -> dict[str, Path]:
     """Return the files of the library by module name."""
     files = {}
     for path in sorted((ROOT / "hf_speculate").rglob("*.py")):
-        files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+        files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = (
+            path
+        )
     return files
 
 
 def layers_of(files: Mapping[str, Path]) -> dict[str, int]:
     """Return the table, and the layer of the top-level files that have no line in it."""
-    top_level = [name for name, path in files.items() if name.count(".") == 1 and path.name != "__init__.py"]
+    top_level = [
+        name for name, path in files.items() if name.count(".") == 1 and path.name != "__init__.py"
+    ]
     return dict.fromkeys(top_level, FILE_LAYER) | FLOORS
 
 
@@ -61,7 +65,11 @@ def package_of(module: str) -> str:
     """Return the package or top-level file of `module`, or an empty string without a layer."""
     if module == "hf_speculate":
         return module
-    packages = [package for package in LAYERS if package != "hf_speculate" and f"{module}.".startswith(f"{package}.")]
+    packages = [
+        package
+        for package in LAYERS
+        if package != "hf_speculate" and f"{module}.".startswith(f"{package}.")
+    ]
     return max(packages, key=len, default="")
 
 
@@ -80,7 +88,9 @@ def import_problem(name: str, package: str, is_local: bool, is_for_annotations: 
     root, target = name.partition(".")[0], package_of(name)
     if root == "triton_kernels" or (root == "triton" and package != KERNELS):
         return "only the kernels import triton, and are themselves imported as hf_speculate.kernels"
-    if root == "transformers" and (package == KERNELS or ("._" in name and package != "hf_speculate.compat")):
+    if root == "transformers" and (
+        package == KERNELS or ("._" in name and package != "hf_speculate.compat")
+    ):
         return "transformers is not for the kernels, and its private names are for compat.py"
     if root != "hf_speculate":
         return ""
@@ -97,7 +107,11 @@ def import_problem(name: str, package: str, is_local: bool, is_for_annotations: 
 
 def nodes_for_annotations(tree: ast.AST) -> set[ast.AST]:
     """Return the nodes under `if TYPE_CHECKING:`, which never run."""
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING]
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING
+    ]
     return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
 
 
@@ -107,12 +121,16 @@ def problems_of(source: str, module: str) -> Iterator[str]:
     if not package:
         yield f"{module} has no layer: add its package to FLOORS"
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    imported = {
+        (alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names
+    }
     for node in ast.walk(tree):
         is_written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
         if is_written and ast.unparse(node).split(".")[0] in imported:
             yield f"{module}:{node.lineno}: assigns to an attribute of something imported"
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     local = {inner for function in functions for inner in ast.walk(function)}
     for_annotations = nodes_for_annotations(tree)
     for node in ast.walk(tree) if package else ():
@@ -123,7 +141,9 @@ def problems_of(source: str, module: str) -> Iterator[str]:
 
 def test_modules_keep_the_import_rules() -> None:
     problems = [
-        problem for module, path in library_files().items() for problem in problems_of(path.read_text(), module)
+        problem
+        for module, path in library_files().items()
+        for problem in problems_of(path.read_text(), module)
     ]
     assert not problems, "\n".join(problems)
 
@@ -154,8 +174,16 @@ FOR_ANNOTATIONS = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 @pytest.mark.parametrize(
     ("module", "source", "text"),
     [
-        ("engine.decoder", "from hf_speculate.generation.enable import enable", "layer 11 from layer 10"),
-        ("types", "from transformers import Cache as C\nC.update = print", "assigns to an attribute"),
+        (
+            "engine.decoder",
+            "from hf_speculate.generation.enable import enable",
+            "layer 11 from layer 10",
+        ),
+        (
+            "types",
+            "from transformers import Cache as C\nC.update = print",
+            "assigns to an attribute",
+        ),
         ("types", "from hf_speculate import transfers", "layer 0 from layer 0"),
         ("newpackage.part", "import torch", "has no layer"),
         ("cache.base", "def f():\n    from hf_speculate.types import KVState", "inside a function"),
@@ -164,8 +192,16 @@ FOR_ANNOTATIONS = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ("kernels.reference", "from hf_speculate.kernels.types import Verdict", "are relative"),
         ("engine.plan", "from transformers.generation.utils import _x", "private names"),
         ("cache.base", "from hf_speculate import enable", "layer 14 from layer 6"),
-        ("cache.base", f"{FOR_ANNOTATIONS}from hf_speculate.options.heads import load", "layer 12 from layer 6"),
-        ("cache.base", f"{FOR_ANNOTATIONS}pass\nfrom hf_speculate.engine import plan", "layer 10 from layer 6"),
+        (
+            "cache.base",
+            f"{FOR_ANNOTATIONS}from hf_speculate.options.heads import load",
+            "layer 12 from layer 6",
+        ),
+        (
+            "cache.base",
+            f"{FOR_ANNOTATIONS}pass\nfrom hf_speculate.engine import plan",
+            "layer 10 from layer 6",
+        ),
         ("cache.base", f"{FOR_ANNOTATIONS}from hf_speculate.engine.plan import Plan", ""),
         ("engine.decoder", "from hf_speculate import errors, types", ""),
         ("kernels.rejection", "from .types import Verdict\ndef f():\n    import triton", ""),
@@ -179,7 +215,10 @@ def test_checker_finds_forbidden_imports_and_writes(module: str, source: str, te
 
 
 def test_packages_need_a_line_and_top_level_files_none() -> None:
-    files = {"hf_speculate.new": ROOT / "new.py", "hf_speculate.folder": ROOT / "folder" / "__init__.py"}
+    files = {
+        "hf_speculate.new": ROOT / "new.py",
+        "hf_speculate.folder": ROOT / "folder" / "__init__.py",
+    }
     layers = layers_of(files)
     assert "hf_speculate.folder" not in layers
     assert layers["hf_speculate.config"] < layers["hf_speculate.new"] < layers["hf_speculate.cache"]

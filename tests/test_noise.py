@@ -15,13 +15,21 @@ BAR = re.compile(r"^Loading weights: +\d+%.*it/s\]$")
 
 def lines_of_errors(code: str) -> tuple[str, list[str]]:
     """Return standard output and the lines of standard error of a new process."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout, [line for line in done.stderr.split("\n") if line and not BAR.match(line.split("\r")[-1])]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout, [
+        line for line in done.stderr.split("\n") if line and not BAR.match(line.split("\r")[-1])
+    ]
 
 
 def test_readme_example_prints_texts_and_statistics_only():
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
-    code = code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", TARGET).replace("tokens=64", "tokens=16")
+    code = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
+    )[1]
+    code = code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", TARGET).replace(
+        "tokens=64", "tokens=16"
+    )
     out, errors = lines_of_errors(AS_INSTALLED + code)
     assert errors == []
     assert out.startswith("def area_of_square(")
@@ -30,9 +38,15 @@ def test_readme_example_prints_texts_and_statistics_only():
 
 def test_commands_print_nothing_of_other_packages():
     pair = [TARGET, "--draft", DRAFT]
-    commands = ["--help"], ["generate", "--help"], ["generate", *pair, "def f():", "-n", "8"], ["check", *pair]
+    commands = (
+        ["--help"],
+        ["generate", "--help"],
+        ["generate", *pair, "def f():", "-n", "8"],
+        ["check", *pair],
+    )
     out, errors = lines_of_errors(
-        f"from hf_speculate.tools.cli.main import main\nassert [main(words) for words in {commands!r}] == [0] * 4"
+        "from hf_speculate.tools.cli.main import main\nassert [main(words) for words in "
+        f"{commands!r}] == [0] * 4"
     )
     assert len(errors) == 1, errors
     assert re.fullmatch(r"8 tokens in .* accepted", errors[0])

@@ -55,7 +55,9 @@ def run_python(*arguments: str | Path) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build from a source distribution, away from the repository, as for a package index."""
     folder = tmp_path_factory.mktemp("sdist")
-    run_python("setup.py", "-q", "egg_info", "-e", folder, "sdist", "--formats=gztar", "--dist-dir", folder)
+    run_python(
+        "setup.py", "-q", "egg_info", "-e", folder, "sdist", "--formats=gztar", "--dist-dir", folder
+    )
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
@@ -70,8 +72,16 @@ def test_wheel_holds_the_package_with_its_kernels(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {f"hf_speculate/{name}" for name in python_files("hf_speculate")}
-    templates = {"bench/report/page.html", "hub/card.md.jinja", "hub/generate.py.jinja", "server/page.html"}
-    assert names == expected | {"hf_speculate/py.typed", *(f"hf_speculate/tools/{name}" for name in templates)}
+    templates = {
+        "bench/report/page.html",
+        "hub/card.md.jinja",
+        "hub/generate.py.jinja",
+        "server/page.html",
+    }
+    assert names == expected | {
+        "hf_speculate/py.typed",
+        *(f"hf_speculate/tools/{name}" for name in templates),
+    }
     assert os.readlink(ROOT / "triton_kernels") == os.path.join("hf_speculate", "kernels")
 
 
@@ -98,8 +108,14 @@ def test_container_build_finds_its_files_and_options() -> None:
     assert problems_in(shlex.join([*entry, "TARGET", "--draft", "DRAFT"])) == []
     (port,) = {*re.findall(r"(?:^EXPOSE |127\.0\.0\.1:)(\d+)", text, re.M)}
     assert int(port) == Serve(target="TARGET").port
-    copied = [words.split()[:-1] for step, words in steps if step == "COPY" and "--from=" not in words]
-    context = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [
+        words.split()[:-1] for step, words in steps if step == "COPY" and "--from=" not in words
+    ]
+    context = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert {name for names in copied for name in names} == context
     assert [name for name in context if not (ROOT / name).exists()] == []
 
@@ -137,14 +153,27 @@ def test_wheel_works_beside_another_triton_kernels_package(wheel: Path, tmp_path
     without = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS.split()!r}))\n"
     (packages / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n{without}")
     (packages / "triton_kernels").mkdir()
-    (packages / "triton_kernels" / "__init__.py").write_text('def matmul():\n    return "foreign"\n')
-    run_python("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
+    (packages / "triton_kernels" / "__init__.py").write_text(
+        'def matmul():\n    return "foreign"\n'
+    )
+    run_python(
+        "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel
+    )
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     target, draft = save_pair(tmp_path)
     away = {"cwd": tmp_path, "env": alone}
     run(python, "-c", BESIDE_A_FOREIGN_PACKAGE, **away)
     run(python, "-I", ROOT / "tests" / "installed_wheel.py", **away)
-    words = [python.with_name("hf-speculate"), "generate", target, "def", "-n", "8", "--device", "cpu"]
+    words = [
+        python.with_name("hf-speculate"),
+        "generate",
+        target,
+        "def",
+        "-n",
+        "8",
+        "--device",
+        "cpu",
+    ]
     text = run(*words, **away)
     assert text.strip()
     assert run(*words, "-d", draft, "-k", "3", **away) == text
@@ -152,7 +181,9 @@ def test_wheel_works_beside_another_triton_kernels_package(wheel: Path, tmp_path
 
 def test_library_imports_only_its_requirements() -> None:
     required = requirement_names(setup_cfg()["options"]["install_requires"])
-    nodes = [node for path in library_files().values() for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [
+        node for path in library_files().values() for node in ast.walk(ast.parse(path.read_text()))
+    ]
     imported = {name.split(".")[0] for node in nodes for name in imported_modules(node)}
     # Only a call for the kernels imports them, and only they import Triton. The others are extras.
     optional = {
@@ -177,9 +208,13 @@ def test_version_is_defined_once_and_requirements_are_pinned() -> None:
     named = requirement_names(parser["options"]["install_requires"])
     for requirements in parser["options.extras_require"].values():
         named |= requirement_names(requirements)
-    named, pinned = ({re.sub(r"[-_.]+", "-", name).lower() for name in names} for names in (named, pins()))
+    named, pinned = (
+        {re.sub(r"[-_.]+", "-", name).lower() for name in names} for names in (named, pins())
+    )
     assert named - {"hf-speculate"} <= pinned
-    (line,) = [line for line in parser["options"]["install_requires"].split("\n") if "transformers" in line]
+    (line,) = [
+        line for line in parser["options"]["install_requires"].split("\n") if "transformers" in line
+    ]
     oldest = pins("constraints-oldest.txt")["transformers"].removesuffix(".0")
     assert line == f"transformers>={oldest},<6"
     assert f"\nTORCH ?= torch=={pins()['torch']}\n" in (ROOT / "Makefile").read_text()
@@ -211,7 +246,8 @@ def test_import_of_the_package_loads_no_library():
         "print([name for name in sys.modules if name.startswith('hf_speculate.')])\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
         "hf_speculate.enable, hf_speculate.generate\n"
-        "print([name for name in sys.modules if name.startswith(('hf_speculate.tools', 'typer', 'matplotlib'))])\n"
+        "print([name for name in sys.modules if name.startswith(('hf_speculate.tools', 'typer', "
+        "'matplotlib'))])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n" * 3

@@ -37,9 +37,13 @@ def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.fallback("eager forwards")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_python_blocks_run_in_order(page: str, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run_in_order(
+    page: str, away: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert list(run_blocks(page)) == []
-    for num_equal, num, dtype in re.findall(r"(\d+) of (\d+) rows? equal plain .* in (\w+)", capsys.readouterr().out):
+    for num_equal, num, dtype in re.findall(
+        r"(\d+) of (\d+) rows? equal plain .* in (\w+)", capsys.readouterr().out
+    ):
         assert (num_equal, dtype) == (num, "float32")  # the reader's first check: all equal
 
 
@@ -50,12 +54,18 @@ def test_shown_commands_are_accepted(page: str) -> None:
     for code in blocks(page, "json"):
         json.loads(code)
     assert [problem for code in blocks(page, "sh") for problem in problems_in(code)] == []
-    assert [problem for code in named_commands(page) for problem in problems_in(code, is_whole=False)] == []
+    assert [
+        problem for code in named_commands(page) for problem in problems_in(code, is_whole=False)
+    ] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.stem
+)
 def test_example_commands_are_accepted(path: Path) -> None:
-    shown = re.findall(r"^ {4}(.*(?:\\\n.*)*)$", ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "", re.M)
+    shown = re.findall(
+        r"^ {4}(.*(?:\\\n.*)*)$", ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "", re.M
+    )
     assert [problem for code in shown if PROGRAM.match(code) for problem in problems_in(code)] == []
 
 
@@ -67,10 +77,19 @@ def test_example_commands_are_accepted(path: Path) -> None:
         ("hf-speculate check --draft DRAFT", "Missing argument"),
         ("python examples/dem.py", "no file dem.py"),
         ("HF_HUB_OFFLINE=1 python examples/demo.py --promts 3", "takes no --promts"),
-        ("accelerate launch --num_processes 2 -m hf_speculate.tools.cli.main generat TARGET", "no command generat"),
+        (
+            "accelerate launch --num_processes 2 -m hf_speculate.tools.cli.main generat TARGET",
+            "no command generat",
+        ),
         ("hf_speculate check TARGET", "not looked at"),
         ('hf-speculate --debug generate TARGET "def main():" \\\n  --draft DRAFT > out.txt', ""),
-        ("python -m hf_speculate.tools.cli.main check TARGET --draft DRAFT | python -m json.tool", ""),
+        (
+            (
+                "python -m hf_speculate.tools.cli.main check TARGET --draft DRAFT | python -m "
+                "json.tool"
+            ),
+            "",
+        ),
     ],
 )
 def test_command_parser_tells_wrong_from_right(command: str, problem: str) -> None:
@@ -91,10 +110,16 @@ def test_links_lead_to_files_and_headings() -> None:
 def test_lists_of_settings_benchmarks_and_names_are_complete() -> None:
     settings, benchmarks = map(read, ("docs/settings.md", "docs/benchmarks.md"))
     assert [name for name in FIELD_NAMES if f"`{name}`" not in settings] == []
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")}
+    scripts = {
+        path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")
+    }
     assert set(re.findall(r"^\| `(\w+\.py)` \|", benchmarks, re.M)) == scripts
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.rst"))
-    shown = set(re.findall(r"^\.\. auto(?:function|class|exception):: (?:[a-z_]+\.)*(\w+)", text, re.M))
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.rst")
+    )
+    shown = set(
+        re.findall(r"^\.\. auto(?:function|class|exception):: (?:[a-z_]+\.)*(\w+)", text, re.M)
+    )
     assert sorted({*hf_speculate.__all__, *kernels.__all__} - shown) == []
 
 

@@ -17,7 +17,16 @@ from hf_speculate import RoundReport
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.engine.observers import PlainSteps, StatsObserver
 from hf_speculate.stats import ENOUGH_PLAIN_STEPS, MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
-from hf_speculate.types import CachedDraft, DraftNames, DraftOut, RoundRecord, Scored, StageSeconds, Trimmed, Verified
+from hf_speculate.types import (
+    CachedDraft,
+    DraftNames,
+    DraftOut,
+    RoundRecord,
+    Scored,
+    StageSeconds,
+    Trimmed,
+    Verified,
+)
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, new_pair, pair
 from tests.support.tiny import make_model, ragged_prompts
 
@@ -36,16 +45,31 @@ def full_stats() -> SpeculationStats:
     for num in (3, 3, 0):
         stats.num_batch_rounds += 1
         stats.add_draft_len(num)
-    stats.prefill_s, stats.draft_s, stats.score_s, stats.verify_s, stats.bookkeeping_s = 0.5, 0.25, 1.0, 0.5, 0.25
+    stats.prefill_s, stats.draft_s, stats.score_s, stats.verify_s, stats.bookkeeping_s = (
+        0.5,
+        0.25,
+        1.0,
+        0.5,
+        0.25,
+    )
     stats.plain_step_s_by_rows, stats.replaced_steps, stats.rounds_s = {2: [0.5]}, {2: 6}, 2.0
-    stats.cache, stats.compiled, stats.fallbacks = "dynamic", ["target"], ["first [reason]", "a <b> & c"]
+    stats.cache, stats.compiled, stats.fallbacks = (
+        "dynamic",
+        ["target"],
+        ["first [reason]", "a <b> & c"],
+    )
     return stats
 
 
 def test_counts_and_rates_of_rounds_and_positions():
     """Count the first rejected token of a round as verified, and no later one."""
     stats = make_stats((5, 2, 3), (3, 3, 4), (4, 0, 1), (0, 0, 1), (1, 1, 2))
-    assert (stats.num_rounds, stats.num_drafted, stats.num_verified, stats.num_accepted) == (5, 13, 3 + 3 + 1 + 1, 6)
+    assert (stats.num_rounds, stats.num_drafted, stats.num_verified, stats.num_accepted) == (
+        5,
+        13,
+        3 + 3 + 1 + 1,
+        6,
+    )
     assert stats.drafted_per_position == [4, 3, 3, 2, 1]
     assert stats.verified_per_position == [4, 2, 2, 0, 0]
     assert stats.accepted_per_position == [3, 2, 1, 0, 0]
@@ -54,7 +78,8 @@ def test_counts_and_rates_of_rounds_and_positions():
     assert stats.mean_acceptance_length == 11 / 5
     assert stats.acceptance_rate_per_position == [3 / 4, 2 / 3, 1 / 3, 0.0, 0.0]
     assert stats.verified_acceptance_rate_per_position == [3 / 4, 1.0, 1 / 2]
-    stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_verified=2)  # the text ended after them
+    # the text ended after them
+    stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_verified=2)
     assert stats.verified_per_position == [5, 3, 2, 0, 0]
 
 
@@ -62,9 +87,16 @@ def test_reset_stats_are_zero_and_readable():
     stats = full_stats()
     stats.reset()
     assert stats == SpeculationStats()
-    assert stats.acceptance_rate == stats.verified_acceptance_rate == stats.mean_acceptance_length == 0.0
+    assert (
+        stats.acceptance_rate
+        == stats.verified_acceptance_rate
+        == stats.mean_acceptance_length
+        == 0.0
+    )
     assert (stats.tokens_per_s, stats.speedup) == (0.0, None)
-    assert "rate" not in str(stats) and str(stats).startswith("no token was decoded after the prompt\n")
+    assert "rate" not in str(stats) and str(stats).startswith(
+        "no token was decoded after the prompt\n"
+    )
     assert stats.summary() == "no verification: no rounds in 0.00 s"
 
 
@@ -79,10 +111,19 @@ def test_calls_add_up():
         stats.fallbacks += ["both", f"only {num}"]
         stats.add_to_row(num - 3, num, 1)
     total = first + second
-    assert (total.num_rounds, total.num_drafted, total.num_accepted, total.num_emitted) == (3, 8, 4, 7)
+    assert (total.num_rounds, total.num_drafted, total.num_accepted, total.num_emitted) == (
+        3,
+        8,
+        4,
+        7,
+    )
     assert total.drafted_per_position == [3, 2, 2, 1]
     assert total.rounds_by_draft_len == {3: 1, 4: 1}
-    assert (total.rounds_per_row, total.drafted_per_row, total.accepted_per_row) == ([1, 1], [3, 4], [1, 1])
+    assert (total.rounds_per_row, total.drafted_per_row, total.accepted_per_row) == (
+        [1, 1],
+        [3, 4],
+        [1, 1],
+    )
     assert (total.draft_lens, total.plain_step_s_by_rows) == ([3, 4], {1: [0.3], 4: [0.4]})
     assert (total.replaced_steps, total.time_to_first_token_s) == ({1: 4, 2: 1}, 0.75)
     assert (total.score_s, total.status, total.verifier) == (3.0, 7, "greedy")
@@ -94,7 +135,13 @@ def test_calls_add_up():
 def test_speedup_compares_the_call_with_plain_steps_of_its_rows():
     """Spend 4 + 1 + 1 + 4 s; plain decoding needs the first 4 and steps of 3, 2 and 1 rows."""
     stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
-    stats.prefill_s, stats.preparation_s, stats.vocabulary_s, stats.draft_s, stats.score_s = 4.0, 0.75, 0.25, 1.0, 4.0
+    stats.prefill_s, stats.preparation_s, stats.vocabulary_s, stats.draft_s, stats.score_s = (
+        4.0,
+        0.75,
+        0.25,
+        1.0,
+        4.0,
+    )
     stats.rounds_s, stats.replaced_steps = 5.0, {3: 4, 2: 2, 1: 2}
     assert stats.speedup is None
     assert "not measured (no call of this type has taken a plain step yet)" in stats.headline
@@ -113,7 +160,8 @@ def test_speedup_compares_the_call_with_plain_steps_of_its_rows():
 
 TIMES = (
     "inputs 0.000 s (0%), preparation 0.000 s (0%), vocabulary 0.000 s (0%), "
-    "prefill 0.500 s (20%), draft 0.250 s (10%), score 1.000 s (40%), verify 0.500 s (20%), bookkeeping 0.250 s (10%)"
+    "prefill 0.500 s (20%), draft 0.250 s (10%), score 1.000 s (40%), verify 0.500 s (20%), "
+    "bookkeeping 0.250 s (10%)"
 )
 
 
@@ -138,8 +186,10 @@ def test_stats_print_readable_text():
         "fallback: a <b> & c",
     ]
     assert stats.summary() == (
-        "about 1.40x the speed of plain decoding (estimated from 1 plain step); greedy verification: "
-        "7 tokens in 3 rounds, 3 target forwards (plain 6), mean acceptance length 2.33, acceptance rate 0.667, "
+        "about 1.40x the speed of plain decoding (estimated from 1 plain step); greedy "
+        "verification: "
+        "7 tokens in 3 rounds, 3 target forwards (plain 6), mean acceptance length 2.33, "
+        "acceptance rate 0.667, "
         "2.50 s, 3.5 tokens/s"
     )
 
@@ -174,13 +224,18 @@ def test_call_with_a_perfect_draft_is_counted_exactly():
 def test_verified_tokens_in_lock_step_are_those_reached(is_lock_step):
     stats, reports = SpeculationStats(), []
     processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])
-    generate(speculation_stats=stats, speculation_callback=reports.append, logits_processor=processors)
+    generate(
+        speculation_stats=stats, speculation_callback=reports.append, logits_processor=processors
+    )
     assert stats.lock_step == is_lock_step
     num_verified = 0
     for report in reports:
-        most = 1 + min(report.num_accepted) if is_lock_step else 3  # no row is read past the first rejection
+        # no row is read past the first rejection
+        most = 1 + min(report.num_accepted) if is_lock_step else 3
         rows = zip(report.num_drafted, report.num_accepted, strict=True)
-        num_verified += sum(min(num_drafted, num_accepted + 1, most) for num_drafted, num_accepted in rows)
+        num_verified += sum(
+            min(num_drafted, num_accepted + 1, most) for num_drafted, num_accepted in rows
+        )
     assert stats.num_verified == num_verified
     assert stats.num_accepted < stats.num_verified < stats.num_drafted
 
@@ -297,7 +352,13 @@ def test_dict_of_stats_survives_json():
     assert values["rounds_by_draft_len"] == {"0": 1, "3": 2}
     assert values["plain_step_s_by_rows"] == {"2": [0.5]}
     assert (values["num_target_forwards"], values["num_plain_forwards"]) == (3, 6)
-    for name in ("speedup", "acceptance_rate", "acceptance_rate_per_position", "mean_acceptance_length", "total_s"):
+    for name in (
+        "speedup",
+        "acceptance_rate",
+        "acceptance_rate_per_position",
+        "mean_acceptance_length",
+        "total_s",
+    ):
         assert values[name] == getattr(stats, name)
     values["fallbacks"].append("more")
     assert stats.fallbacks == ["first [reason]", "a <b> & c"]
@@ -310,12 +371,16 @@ def test_lens_and_plain_steps_in_order_stay_bounded():
         stats.add_plain_step(1.0)
     assert (len(stats.draft_lens), stats.draft_lens[:4]) == (MAX_DRAFT_LENS, [0, 1, 2, 0])
     assert sum(stats.rounds_by_draft_len.values()) == MAX_DRAFT_LENS + 10
-    assert {num: len(steps) for num, steps in stats.plain_step_s_by_rows.items()} == {1: MAX_PLAIN_STEPS}
+    assert {num: len(steps) for num, steps in stats.plain_step_s_by_rows.items()} == {
+        1: MAX_PLAIN_STEPS
+    }
 
 
 def test_dataframe_has_one_row_per_call():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
-    frame = pandas.concat([full_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
+    frame = pandas.concat(
+        [full_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True
+    )
     assert list(frame["num_emitted"]) == [7, 2]
     assert frame["acceptance_rate_3"].isna().tolist() == [False, True]
     assert frame["fallbacks"][0] == "first [reason]; a <b> & c"
@@ -332,7 +397,16 @@ def test_plot_has_three_labelled_panels():
     assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
     assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
-    assert [text.get_text() for text in seconds.texts] == ["0%", "0%", "0%", "20%", "10%", "40%", "20%", "10%"]
+    assert [text.get_text() for text in seconds.texts] == [
+        "0%",
+        "0%",
+        "0%",
+        "20%",
+        "10%",
+        "40%",
+        "20%",
+        "10%",
+    ]
     stats.num_batch_rounds = 50  # more than the kept records
     assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
     assert SpeculationStats().plot().axes[0].texts[0].get_text() == "nothing was drafted"
@@ -343,7 +417,8 @@ def test_missing_library_error_names_the_extra(monkeypatch, library, ask):
     for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        hf_speculate.MissingExtraError, match=rf'^{library} must .*; run pip install "hf-speculate\[plot\]"'
+        hf_speculate.MissingExtraError,
+        match=rf'^{library} must .*; run pip install "hf-speculate\[plot\]"',
     ):
         getattr(full_stats(), ask)()
 
@@ -375,8 +450,12 @@ def test_callback_gets_every_round_as_counted(options):
     for name in ("num_drafted", "num_accepted", "num_emitted"):
         assert sum(sum(getattr(report, name)) for report in reports) == getattr(stats, name) > 0
     assert all(type(num) is int for report in reports for part in report[1:5] for num in part)
-    assert all(report.draft_s > 0 and report.score_s > 0 and report.other_s > 0 for report in reports)
-    assert all(report.round_s == report.draft_s + report.score_s + report.other_s for report in reports)
+    assert all(
+        report.draft_s > 0 and report.score_s > 0 and report.other_s > 0 for report in reports
+    )
+    assert all(
+        report.round_s == report.draft_s + report.score_s + report.other_s for report in reports
+    )
     assert sum(report.score_s for report in reports) == pytest.approx(stats.score_s)
     run_s = stats.total_s - stats.inputs_s - stats.preparation_s
     assert reports[-1].total_s <= run_s  # it leaves out work after the last round
@@ -389,7 +468,10 @@ def test_callback_names_rows_by_output_index():
     generate(**options)  # the first call of a type measures a plain step
     text = generate(speculation_callback=reports.append, **options, speculation_stats=told)
     assert_equal_ids(generate(**options, speculation_stats=quiet), text)
-    assert (quiet.num_host_syncs, quiet.num_user_host_syncs) == (told.num_host_syncs, told.num_user_host_syncs)
+    assert (quiet.num_host_syncs, quiet.num_user_host_syncs) == (
+        told.num_host_syncs,
+        told.num_user_host_syncs,
+    )
     ends = [(row[12:] == 5).nonzero()[:1, 0] for row in text]
     emitted = [1, 1, 1]  # the prompt's token comes before the first round
     for report in reports:
@@ -402,9 +484,13 @@ def test_callback_names_rows_by_output_index():
 def test_call_with_drafts_logs_one_line_at_info(caplog):
     reports: list[RoundReport] = []
     with caplog.at_level(logging.INFO, logger="hf_speculate"):
-        pair("llama")[0].generate(**ragged_prompts(1), max_new_tokens=3, speculation_callback=reports.append)
+        pair("llama")[0].generate(
+            **ragged_prompts(1), max_new_tokens=3, speculation_callback=reports.append
+        )
         assert (caplog.records, reports) == ([], [])
         generate()
     (record,) = [record for record in caplog.records if record.name == "hf_speculate"]
     assert record.levelno == logging.INFO
-    assert re.search(r"greedy verification: 39 tokens in \d+ rounds, .* \d+\.\d tokens/s$", record.getMessage())
+    assert re.search(
+        r"greedy verification: 39 tokens in \d+ rounds, .* \d+\.\d tokens/s$", record.getMessage()
+    )

@@ -16,4 +16,5 @@ def find_visible(cls, fullname, path=None, target=None):
     return None if fullname.partition(".")[0] in HIDDEN else find_all(fullname, path, target)
 
 
-PathFinder.find_spec = classmethod(find_visible)  # itself, because pytest calls it without looking at sys.meta_path
+# itself, because pytest calls it without looking at sys.meta_path
+PathFinder.find_spec = classmethod(find_visible)

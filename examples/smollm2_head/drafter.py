@@ -13,30 +13,39 @@ from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads
 
 GROWTH = 256  # columns that the buffers grow by at least
-USUAL_GAIN = 0.4  # accepted tokens of a draft of the head before any was measured in a row: the mean over questions
+# accepted tokens of a draft of the head before any was measured in a row: the mean over questions
+USUAL_GAIN = 0.4
 GAIN_RATE = 0.2  # weight of a row's newest draft in the mean of its drafts
 
 
 class HeadDrafter:
     """A `Drafter` over a `DraftHead`, with a cache of its own.
 
-    `generate(drafter=functools.partial(HeadDrafter, head))` makes one for every call. Pairs that the target has read
-    stay in the cache; what the head wrote for its own drafts is overwritten in the next call.
+    `generate(drafter=functools.partial(HeadDrafter, head))` makes one for every call. Pairs that
+    the target has read stay in the cache; what the head wrote for its own drafts is overwritten in
+    the next call.
 
     Args:
         head: trained for the target.
         setup: of the call.
-        confidence: a row's draft ends before the token whose most likely choice brings the product of probabilities
-            below this, in 0..1, also before the first. It depends on distributions only, not on what was drawn, so
-            sampling stays exact.
-        copies: whether a row copies what followed its last tokens earlier in its text, as prompt lookup does, where
-            that is expected to gain as much as the head has gained in the row so far.
+        confidence: a row's draft ends before the token whose most likely choice brings the product
+            of probabilities below this, in 0..1, also before the first. It depends on distributions
+            only, not on what was drawn, so sampling stays exact.
+        copies: whether a row copies what followed its last tokens earlier in its text, as prompt
+            lookup does, where that is expected to gain as much as the head has gained in the row so
+            far.
     """
 
-    def __init__(self, head: DraftHead, setup: DrafterSetup, confidence: float = 0.0, copies: bool = False):
+    def __init__(
+        self, head: DraftHead, setup: DrafterSetup, confidence: float = 0.0, copies: bool = False
+    ):
         self.head, self.confidence, self.proposes = head, confidence, copies
         self.hidden_layers = tuple(head.hidden_layers)
-        self.vocab_size, self.processors, self.stream = setup.vocab_size, setup.processors, setup.stream
+        self.vocab_size, self.processors, self.stream = (
+            setup.vocab_size,
+            setup.processors,
+            setup.stream,
+        )
         self.lens = torch.zeros(setup.batch_size, dtype=torch.int64)  # [B] true pairs in the cache
         config = head.config
         self.num_groups = config.num_attention_heads // config.num_key_value_heads
@@ -72,13 +81,20 @@ class HeadDrafter:
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`."""
-        query_token_ids, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
+        query_token_ids, kept, num_draft_tokens = (
+            request.query_token_ids,
+            request.kept,
+            request.num_draft_tokens,
+        )
         is_sampled = request.sample_strategy is SampleStrategy.RANDOM
         counts = kept.num_emitted.to(torch.int64).cpu()  # [B]
         if is_sampled:
             self._follow(query_token_ids, kept)
         self._grow(int(self.lens.max()) + kept.token_ids.shape[1] + num_draft_tokens)
-        output = self._run(kept.token_ids.clamp_min(0), self.head.project(kept.hidden_states), self.lens)  # [B, N, D]
+        # [B, N, D]
+        output = self._run(
+            kept.token_ids.clamp_min(0), self.head.project(kept.hidden_states), self.lens
+        )
         self.lens = self.lens + counts
         copies = self._copies(num_draft_tokens) if self.proposes else [[]] * len(counts)
         self.has_drafted = [not ids for ids in copies]
@@ -98,7 +114,9 @@ class HeadDrafter:
         self.lens, self.states = self.lens[kept], self.states[:, kept.to(self.states.device)]
         self.processors = self.processors.rows(indices)
         self.lookup.rows(indices)
-        self.gains, self.has_drafted = ([values[row] for row in indices] for values in (self.gains, self.has_drafted))
+        self.gains, self.has_drafted = (
+            [values[row] for row in indices] for values in (self.gains, self.has_drafted)
+        )
         if self.text is not None:
             self.text.rows(indices)
 
@@ -112,7 +130,8 @@ class HeadDrafter:
 
     def _chain(self, chooser: "_Chooser", states: Tensor, num_draft_tokens: int) -> DraftOut:
         ids: list[Tensor] = []
-        sure = states.new_ones(len(states), dtype=torch.float32)  # [B] product of the likeliest tokens' probabilities
+        # [B] product of the likeliest tokens' probabilities
+        sure = states.new_ones(len(states), dtype=torch.float32)
         lens = torch.zeros(len(states), dtype=torch.int32, device=states.device)
         for step in range(num_draft_tokens):
             logits = self.head.logits(states[:, 0])  # [B, Vd]
@@ -135,14 +154,18 @@ class HeadDrafter:
         keys, values = self.states
         keys[rows, :, places] = heads.key.transpose(1, 2)
         values[rows, :, places] = heads.value.transpose(1, 2)
-        return self.head.finish(residual, self._attend(heads, places, int(starts.max()) + num_pairs))
+        return self.head.finish(
+            residual, self._attend(heads, places, int(starts.max()) + num_pairs)
+        )
 
     def _attend(self, heads: Heads, places: Tensor, num_columns: int) -> Tensor:
         """[B, H, N, D]; a pair sees its row's columns up to its own."""
         keys, values = self.states[:, :, :, :num_columns]
         mask = None
-        if bool((places[:, :1] != num_columns - 1).any()):  # else every row's one pair stands in the last column
-            mask = torch.arange(num_columns, device=places.device) <= places[:, None, :, None]  # [B, 1, N, C]
+        # else every row's one pair stands in the last column
+        if bool((places[:, :1] != num_columns - 1).any()):
+            # [B, 1, N, C]
+            mask = torch.arange(num_columns, device=places.device) <= places[:, None, :, None]
             mask = mask.repeat(1, 1, self.num_groups, 1)  # [B, 1, G * N, C]
         query = heads.query.unflatten(1, (-1, self.num_groups)).flatten(2, 3)  # [B, Hkv, G * N, D]
         mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
@@ -176,7 +199,11 @@ def _mixed(drafted: DraftOut, copies: list[list[int]]) -> DraftOut:
         lens[row] = len(ids)
         token_ids[row, : len(ids)] = torch.tensor(ids, device=token_ids.device)
         if logits is not None:
-            logits[row] = logits[row].new_full(logits[row].shape, -torch.inf).scatter(-1, token_ids[row, :, None], 0.0)
+            logits[row] = (
+                logits[row]
+                .new_full(logits[row].shape, -torch.inf)
+                .scatter(-1, token_ids[row, :, None], 0.0)
+            )
             sums[row] = 0.0
     return DraftOut(token_ids, lens, logits, sums)
 
@@ -194,7 +221,10 @@ class _Chooser:
     def result(self, ids: list[Tensor], lens: Tensor) -> DraftOut:
         """The draft of the tokens chosen, of which there may be none."""
         return DraftOut(
-            torch.stack(ids, 1) if ids else lens.new_empty(len(lens), 0, dtype=torch.int64), lens, None, None
+            torch.stack(ids, 1) if ids else lens.new_empty(len(lens), 0, dtype=torch.int64),
+            lens,
+            None,
+            None,
         )
 
 
@@ -209,7 +239,9 @@ class _Drawer(_Chooser):
     def choose(self, logits: Tensor) -> Tensor:
         full = logits.new_full((len(logits), self.drafter.vocab_size), -torch.inf)  # [B, V]
         full[:, self.target_ids] = logits
-        full = self.drafter.processors(self.text.token_ids, full[:, None], prefix_lens=self.text.lens)[:, 0]
+        full = self.drafter.processors(
+            self.text.token_ids, full[:, None], prefix_lens=self.text.lens
+        )[:, 0]
         self.processed.append(full)
         ids = self.draws.draw(full)
         self.text.append(ids[:, None])
@@ -219,4 +251,6 @@ class _Drawer(_Chooser):
         if not ids:
             return super().result(ids, lens)
         self.text.drop(len(ids))
-        return DraftOut(torch.stack(ids, 1), lens, torch.stack(self.processed, 1), self.draws.logsumexps())
+        return DraftOut(
+            torch.stack(ids, 1), lens, torch.stack(self.processed, 1), self.draws.logsumexps()
+        )

@@ -1,13 +1,14 @@
 """An EAGLE head: one transformer layer that reads the target's hidden states and drafts token by token.
 
-A pair is a token with the state of the token before it. `fc` joins the token's embedding and the state; the layer's
-output predicts the target's next last state, and through the target's output matrix the token after the pair's.
-At a true pair the state is the target's last one, corrected by a projection of two earlier layers, as EAGLE-3 reads
-several; at a drafted pair it is the head's own output. The output matrix is cut to the most frequent tokens, as FR-Spec
-does; it and the embeddings are the target's and are not stored.
+A pair is a token with the state of the token before it. `fc` joins the token's embedding and the
+state; the layer's output predicts the target's next last state, and through the target's output
+matrix the token after the pair's. At a true pair the state is the target's last one, corrected by a
+projection of two earlier layers, as EAGLE-3 reads several; at a drafted pair it is the head's own
+output. The output matrix is cut to the most frequent tokens, as FR-Spec does; it and the embeddings
+are the target's and are not stored.
 
-Source: Li et al., "EAGLE" (arXiv:2401.15077), section 4; "EAGLE-3" (arXiv:2503.01840), section 3; Zhao et al.,
-"FR-Spec" (arXiv:2502.14856), section 3.
+Source: Li et al., "EAGLE" (arXiv:2401.15077), section 4; "EAGLE-3" (arXiv:2503.01840), section 3;
+Zhao et al., "FR-Spec" (arXiv:2502.14856), section 3.
 """
 
 import json
@@ -87,8 +88,8 @@ class Layer(nn.Module):
 class DraftHead(nn.Module):
     """The head's weights, and the parts of its forward.
 
-    States are divided by the weight of the target's last norm, and its output matrix is multiplied by it instead, so
-    that the head works on values of about one size.
+    States are divided by the weight of the target's last norm, and its output matrix is multiplied
+    by it instead, so that the head works on values of about one size.
 
     Args:
         config: of its layer.
@@ -97,7 +98,13 @@ class DraftHead(nn.Module):
         target: shares its embeddings and its output matrix.
     """
 
-    def __init__(self, config: LlamaConfig, aux_layers: list[int], target_ids: Tensor, target: PreTrainedModel):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        aux_layers: list[int],
+        target_ids: Tensor,
+        target: PreTrainedModel,
+    ):
         super().__init__()
         self.config, self.aux_layers = config, aux_layers
         self.hidden_layers = [*aux_layers, -1]
@@ -110,7 +117,9 @@ class DraftHead(nn.Module):
         self.layer = Layer(config)
         self.rotary = LlamaRotaryEmbedding(config)
         self.register_buffer("target_ids", target_ids)  # [Vd]
-        output = target.get_output_embeddings().weight.detach()[target_ids.to(self.embeddings.device)]
+        output = target.get_output_embeddings().weight.detach()[
+            target_ids.to(self.embeddings.device)
+        ]
         self.register_buffer("output", output * self.scale, persistent=False)  # [Vd, D]
         self.to(self.embeddings.device)
 
@@ -118,13 +127,17 @@ class DraftHead(nn.Module):
         """States of true pairs [B, N, D] from the target's `hidden_layers` [B, N, (A + 1) * D]."""
         *aux, last = hidden.chunk(len(self.hidden_layers), dim=-1)
         last = last / self.scale
-        return last + self.aux_proj(torch.cat([norm(x) for norm, x in zip(self.aux_norm, aux, strict=True)], dim=-1))
+        return last + self.aux_proj(
+            torch.cat([norm(x) for norm, x in zip(self.aux_norm, aux, strict=True)], dim=-1)
+        )
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, N, D] of positions [B, N] int64."""
         return self.rotary(self.embeddings, positions)
 
-    def attend_from(self, token_ids: Tensor, states: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Heads, Tensor]:
+    def attend_from(
+        self, token_ids: Tensor, states: Tensor, turns: tuple[Tensor, Tensor]
+    ) -> tuple[Heads, Tensor]:
         """What pairs attend with, and their residual [B, N, D].
 
         Args:
@@ -151,7 +164,10 @@ class DraftHead(nn.Module):
         layer = {key: getattr(self.config, key) for key in LAYER_FIELDS}
         config = {"target": target_name, "aux_layers": self.aux_layers, "layer": layer}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in self.named_parameters()}
+        weights = {
+            name: tensor.detach().to(torch.bfloat16).contiguous()
+            for name, tensor in self.named_parameters()
+        }
         save_file(weights | {"target_ids": self.target_ids.int()}, folder / WEIGHTS)
 
     @classmethod
@@ -160,6 +176,8 @@ class DraftHead(nn.Module):
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         weights = load_file(folder / WEIGHTS)
         weights["target_ids"] = weights["target_ids"].long()
-        head = cls(LlamaConfig(**config["layer"]), config["aux_layers"], weights["target_ids"], target)
+        head = cls(
+            LlamaConfig(**config["layer"]), config["aux_layers"], weights["target_ids"], target
+        )
         head.load_state_dict(weights)
         return head.to(head.embeddings.dtype).requires_grad_(False).eval()

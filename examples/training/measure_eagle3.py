@@ -2,8 +2,8 @@
 
     cd examples && python -m training.measure_eagle3    # writes heads/measurements.json
 
-Greedy decoding with K constant. Acceptance counts every prompt once. Times are those of passes in which plain decoding,
-the draft model and the head take turns, prompt by prompt, on one row.
+Greedy decoding with K constant. Acceptance counts every prompt once. Times are those of passes in
+which plain decoding, the draft model and the head take turns, prompt by prompt, on one row.
 """
 
 import argparse
@@ -35,7 +35,10 @@ def encoded(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> dict[str,
 
 
 def measure_acceptance(
-    target: LlamaForCausalLM, drafts: dict[str, Any], batch: dict[str, Tensor], args: argparse.Namespace
+    target: LlamaForCausalLM,
+    drafts: dict[str, Any],
+    batch: dict[str, Tensor],
+    args: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
     """By draft: acceptance, mean acceptance length, and how many texts equal plain decoding's."""
     plain = target.generate(**batch, max_new_tokens=args.max_new_tokens, do_sample=False)
@@ -46,14 +49,19 @@ def measure_acceptance(
         found[name] = {
             "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
             "acceptance_rate_per_position": _rounded(stats.acceptance_rate_per_position),
-            "verified_acceptance_rate_per_position": _rounded(stats.verified_acceptance_rate_per_position),
+            "verified_acceptance_rate_per_position": _rounded(
+                stats.verified_acceptance_rate_per_position
+            ),
             "texts_equal_to_plain": int((texts == plain).all(dim=1).sum()),
         }
     return found
 
 
 def measure_times(
-    target: LlamaForCausalLM, drafts: dict[str, Any], rows: list[dict[str, Tensor]], args: argparse.Namespace
+    target: LlamaForCausalLM,
+    drafts: dict[str, Any],
+    rows: list[dict[str, Tensor]],
+    args: argparse.Namespace,
 ) -> dict[str, dict[str, float]]:
     """By draft: the speed over plain decoding in each pass over the prompts; median, least and greatest."""
     methods: dict[str, Any] = {"plain": None, **drafts}
@@ -75,7 +83,9 @@ def measure_times(
     for name in drafts:
         ratios = [plain / ours for plain, ours in zip(seconds["plain"], seconds[name], strict=True)]
         found[name] = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-    return {name: {key: round(value, 3) for key, value in one.items()} for name, one in found.items()}
+    return {
+        name: {key: round(value, 3) for key, value in one.items()} for name, one in found.items()
+    }
 
 
 def _rounded(rates: list[float]) -> list[float]:
@@ -83,16 +93,31 @@ def _rounded(rates: list[float]) -> list[float]:
 
 
 def _decoded(
-    target: LlamaForCausalLM, draft: Any, row: dict[str, Tensor], args: argparse.Namespace, **more: Any
+    target: LlamaForCausalLM,
+    draft: Any,
+    row: dict[str, Tensor],
+    args: argparse.Namespace,
+    **more: Any,
 ) -> Tensor:
-    options = {"num_assistant_tokens": args.num_assistant_tokens, "num_assistant_tokens_schedule": "constant", **more}
+    options = {
+        "num_assistant_tokens": args.num_assistant_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        **more,
+    }
     return hf_speculate.generate(
-        target, **row, assistant_model=draft, max_new_tokens=args.max_new_tokens, do_sample=False, **options
+        target,
+        **row,
+        assistant_model=draft,
+        max_new_tokens=args.max_new_tokens,
+        do_sample=False,
+        **options,
     )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--head", type=Path, default=EAGLE3)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--timed-prompts", type=int, default=8, help="how many of them are timed")

@@ -2,9 +2,10 @@
 
     cd examples && python -m training.train_dflash dflash2    # ten minutes on one core, and ten to write the text
 
-The text is that of the EAGLE-3 head, `training/train_eagle3.py`. In every step the head fills blocks at random columns
-of a few rows, and learns the target's distribution in each of their slots. A DFlash 2 head learns it twice: without the
-token before a slot, which chooses the candidates, and with it. The target stays as it is.
+The text is that of the EAGLE-3 head, `training/train_eagle3.py`. In every step the head fills
+blocks at random columns of a few rows, and learns the target's distribution in each of their slots.
+A DFlash 2 head learns it twice: without the token before a slot, which chooses the candidates, and
+with it. The target stays as it is.
 """
 
 import argparse
@@ -35,7 +36,12 @@ SHORTEST_CONTEXT = 8
 CHECKED_EVERY = 250  # steps
 NUM_CHECKED_ROWS = 32
 PARALLEL_SHARE = 0.5  # weight in the loss of logits without the token before, over those with it
-SELECTION = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16}
+SELECTION = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 32,
+    "selector_top_k": 16,
+}
 
 
 class Settings(NamedTuple):
@@ -54,9 +60,21 @@ class Settings(NamedTuple):
 
 def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]:
     """The config of the head's layers: those of the target, with an MLP of their own width."""
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
-    fields = {name: getattr(target.config, name) for name in (*names, "vocab_size", "rope_parameters")}
-    own = {"num_hidden_layers": settings.num_layers, "intermediate_size": settings.intermediate_size}
+    names = (
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+    )
+    fields = {
+        name: getattr(target.config, name) for name in (*names, "vocab_size", "rope_parameters")
+    }
+    own = {
+        "num_hidden_layers": settings.num_layers,
+        "intermediate_size": settings.intermediate_size,
+    }
     return {"model_type": "qwen3", "max_position_embeddings": 2048, **own, **fields}
 
 
@@ -72,7 +90,9 @@ def new_head(kind: str, target: LlamaForCausalLM, settings: Settings, seed: int)
         if kind == "dflash2":
             num_taps, group_size, rank, num_candidates = SELECTION.values()
             selection = {"num_taps": num_taps, "group_size": group_size, "selector_rank": rank}
-            options = DFlash2Options(**fields, **selection, num_candidates=num_candidates, vocab_size=num_ids)
+            options = DFlash2Options(
+                **fields, **selection, num_candidates=num_candidates, vocab_size=num_ids
+            )
             network: DFlashNetwork = DFlash2Network(plan._replace(options=options))
         else:
             network = DFlashNetwork(plan._replace(options=DFlashOptions(**fields)))
@@ -103,9 +123,19 @@ class DFlashTraining:
     """
 
     def __init__(
-        self, network: DFlashNetwork, target: LlamaForCausalLM, batches: list[Rows], settings: Settings, seed: int
+        self,
+        network: DFlashNetwork,
+        target: LlamaForCausalLM,
+        batches: list[Rows],
+        settings: Settings,
+        seed: int,
     ):
-        self.network, self.target, self.settings, self.seed = network, target.requires_grad_(False), settings, seed
+        self.network, self.target, self.settings, self.seed = (
+            network,
+            target.requires_grad_(False),
+            settings,
+            seed,
+        )
         self.batches, self.held_out = batches[:-1], batches[-1]
         self.parts = TargetParts(target, network.vocabulary, target.device, target.dtype)
         self.weights = settings.decay ** torch.arange(settings.block_size - 1)
@@ -122,7 +152,11 @@ class DFlashTraining:
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             optimizer.step(warm_then_linear(step / num_steps, WARMUP))
             if (step + 1) % CHECKED_EVERY == 0 or step + 1 == num_steps:
-                print(f"step {step + 1}, {time.monotonic() - begin:.0f} s, held out, {self._checked()}", flush=True)
+                print(
+                    f"step {step + 1}, {time.monotonic() - begin:.0f} s, held out, "
+                    f"{self._checked()}",
+                    flush=True,
+                )
         return self.network.eval().requires_grad_(False)
 
     def _measured(self, rows: Rows, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -133,7 +167,8 @@ class DFlashTraining:
         columns = (starts[:, :, None] + torch.arange(num_slots)).flatten(1)  # [R, M * (b-1)]
         read = rows.last.float().gather(1, columns[:, :, None].expand(-1, -1, rows.last.shape[2]))
         with torch.no_grad():
-            wanted = self.target.lm_head(read).unflatten(1, (-1, num_slots)).flatten(0, 1)  # [N, b-1, V]
+            # [N, b-1, V]
+            wanted = self.target.lm_head(read).unflatten(1, (-1, num_slots)).flatten(0, 1)
             probs, best = wanted.softmax(-1), wanted.argmax(-1)
         logits = block_logits(self.network, self.parts, rows.ids, rows.states.float(), starts)
         nats = -(probs * logits.selected.log_softmax(-1)).sum(-1).mean(0)
@@ -143,13 +178,18 @@ class DFlashTraining:
 
     @torch.no_grad()
     def _checked(self) -> str:
-        rows = Rows(*(part[: 2 * NUM_CHECKED_ROWS : 2, -READ_LEN:] for part in self.held_out))  # written greedily
+        # written greedily
+        rows = Rows(*(part[: 2 * NUM_CHECKED_ROWS : 2, -READ_LEN:] for part in self.held_out))
         nats, accuracy = self._measured(rows, torch.Generator().manual_seed(self.seed))
-        loss, shares = (" ".join(f"{value:.3f}" for value in part.tolist()) for part in (nats, accuracy))
+        loss, shares = (
+            " ".join(f"{value:.3f}" for value in part.tolist()) for part in (nats, accuracy)
+        )
         return f"by slot: nats {loss}, accuracy {shares}"
 
 
-def save_head(kind: str, network: DFlashNetwork, target: LlamaForCausalLM, settings: Settings, folder: Path) -> None:
+def save_head(
+    kind: str, network: DFlashNetwork, target: LlamaForCausalLM, settings: Settings, folder: Path
+) -> None:
     """Save a head in bfloat16, as z-lab does."""
     folder.mkdir(parents=True, exist_ok=True)
     own = SELECTION if kind == "dflash2" else {}
@@ -158,22 +198,30 @@ def save_head(kind: str, network: DFlashNetwork, target: LlamaForCausalLM, setti
         "block_size": settings.block_size,
         "dflash_config": {
             "mask_token_id": MASK_ID,
-            "target_layer_ids": [layer - 1 for layer in AUX_LAYERS],  # which this format names by their outputs
+            # which this format names by their outputs
+            "target_layer_ids": [layer - 1 for layer in AUX_LAYERS],
             **own,
         },
         "num_target_layers": target.config.num_hidden_layers,
         **layer_fields(target, settings),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in network.state_dict().items()}
+    weights = {
+        name: weight.to(torch.bfloat16).contiguous()
+        for name, weight in network.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=["dflash", "dflash2"])
     add_row_arguments(parser)
-    parser.add_argument("--output", type=Path, help="a folder; heads/ with the kind as its name unless given")
+    parser.add_argument(
+        "--output", type=Path, help="a folder; heads/ with the kind as its name unless given"
+    )
     parser.add_argument("--steps", type=int, default=2000)
     return parser.parse_args()
 

@@ -2,9 +2,10 @@
 
     cd examples && python -m training.train_eagle3    # an hour on two cores
 
-The target continues pieces of the Python standard library, half of the rows greedily and half by sampling. The head
-learns the target's distribution at each of several draft steps, after the first from its own states. The target stays
-as it is. Text and training are kept in --work-dir, and a run that was interrupted goes on from there.
+The target continues pieces of the Python standard library, half of the rows greedily and half by
+sampling. The head learns the target's distribution at each of several draft steps, after the first
+from its own states. The target stays as it is. Text and training are kept in --work-dir, and a run
+that was interrupted goes on from there.
 """
 
 import argparse
@@ -70,18 +71,36 @@ def frequent_ids(batches: list[Rows], vocab_size: int, num_ids: int) -> Tensor:
 
 def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]:
     """The config of the head's layer: one of the target's, with an MLP of its own width."""
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
-    shared = {name: getattr(target.config, name) for name in (*names, "vocab_size", "rope_parameters")}
-    own = {"num_hidden_layers": 1, "intermediate_size": settings.intermediate_size, "max_position_embeddings": 2048}
+    names = (
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+    )
+    shared = {
+        name: getattr(target.config, name) for name in (*names, "vocab_size", "rope_parameters")
+    }
+    own = {
+        "num_hidden_layers": 1,
+        "intermediate_size": settings.intermediate_size,
+        "max_position_embeddings": 2048,
+    }
     return {"model_type": "llama", **own, **shared}
 
 
-def new_head(target: LlamaForCausalLM, target_ids: Tensor, settings: Settings, seed: int) -> Eagle3Network:
+def new_head(
+    target: LlamaForCausalLM, target_ids: Tensor, settings: Settings, seed: int
+) -> Eagle3Network:
     """A head with random layers, whose output matrix begins as the target's rows of its vocabulary."""
     torch.manual_seed(seed)
     layers, width = read_layer_config(layer_fields(target, settings)), target.config.hidden_size
     vocabulary = DraftVocabulary(target.config.vocab_size, target_ids)
-    options, shapes = Eagle3Options(layers, num_states=len(AUX_LAYERS)), {"lm_head.weight": (len(target_ids), width)}
+    options, shapes = (
+        Eagle3Options(layers, num_states=len(AUX_LAYERS)),
+        {"lm_head.weight": (len(target_ids), width)},
+    )
     with torch.device("meta"):
         network = Eagle3Network(NetworkPlan(options, shapes, width, vocabulary, target.device))
     network = network.to_empty(device=target.device)
@@ -90,24 +109,32 @@ def new_head(target: LlamaForCausalLM, target_ids: Tensor, settings: Settings, s
             weight.data.fill_(1.0)
         else:
             weight.data.normal_(
-                0, (0.2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0) * weight.shape[1] ** -0.5
+                0,
+                (0.2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+                * weight.shape[1] ** -0.5,
             )
     network.lm_head.weight.data.copy_(target.lm_head.weight[target_ids])
     network.norm.weight.data.copy_(target.model.norm.weight)
     return network
 
 
-def figures_of(network: Eagle3Network, target: LlamaForCausalLM, rows: Rows, num_draft_steps: int) -> Figures:
+def figures_of(
+    network: Eagle3Network, target: LlamaForCausalLM, rows: Rows, num_draft_steps: int
+) -> Figures:
     """Losses and accuracies of the drafts after every token of rows."""
     with torch.no_grad():
         logits = target.lm_head(rows.last.float())  # [R, W, V]
         best = logits.argmax(-1)
         probs = logits.softmax(-1)[..., network.vocabulary.target_ids]  # [R, W, Vd]
-    drafted = rollout(network, target.lm_head.weight, rows.ids, rows.states[:, :-1].float(), num_draft_steps)
+    drafted = rollout(
+        network, target.lm_head.weight, rows.ids, rows.states[:, :-1].float(), num_draft_steps
+    )
     nats, accuracy = [], []
     for step, scores in enumerate(drafted, start=1):
         nats.append(-(probs[:, step:] * scores.log_softmax(-1)).sum(-1).mean())
-        accuracy.append((network.vocabulary.ids(scores.argmax(-1)) == best[:, step:]).float().mean())
+        accuracy.append(
+            (network.vocabulary.ids(scores.argmax(-1)) == best[:, step:]).float().mean()
+        )
     return Figures(torch.stack(nats), torch.stack(accuracy))
 
 
@@ -134,7 +161,12 @@ class HeadTraining:
         minutes: float,
         work_dir: Path,
     ):
-        self.network, self.target, self.settings, self.seed = network, target.requires_grad_(False), settings, seed
+        self.network, self.target, self.settings, self.seed = (
+            network,
+            target.requires_grad_(False),
+            settings,
+            seed,
+        )
         self.batches, self.held_out = batches[:-1], batches[-1]
         self.optimizer = PairOptimizer(network, settings.matrix_lr, settings.vector_lr)
         self.checkpoint, self.best = work_dir / "training.pt", work_dir / "best.pt"
@@ -143,7 +175,11 @@ class HeadTraining:
             saved = torch.load(self.checkpoint, weights_only=True)
             network.load_state_dict(saved["network"])
             self.optimizer.load_state_dict(saved["optimizer"])
-            self.num_steps, self.lowest, spent_s = saved["num_steps"], saved["lowest"], saved["spent_s"]
+            self.num_steps, self.lowest, spent_s = (
+                saved["num_steps"],
+                saved["lowest"],
+                saved["spent_s"],
+            )
         self.budget = Budget(minutes, spent_s)
         self.weights = settings.decay ** torch.arange(settings.num_draft_steps)
 
@@ -174,8 +210,13 @@ class HeadTraining:
     @torch.no_grad()
     def _check(self) -> None:
         """Measure held-out rows, save the state, and keep the weights if they are the best."""
-        parts = zip(*(part[:NUM_CHECKED_ROWS:2, -READ_LEN:].split(8) for part in self.held_out), strict=True)
-        figures = [figures_of(self.network, self.target, Rows(*part), self.settings.num_draft_steps) for part in parts]
+        parts = zip(
+            *(part[:NUM_CHECKED_ROWS:2, -READ_LEN:].split(8) for part in self.held_out), strict=True
+        )
+        figures = [
+            figures_of(self.network, self.target, Rows(*part), self.settings.num_draft_steps)
+            for part in parts
+        ]
         mean = Figures(*(torch.stack(part).mean(0) for part in zip(*figures, strict=True)))
         loss = float((mean.nats * self.weights).sum())
         print(f"step {self.num_steps}, {self.budget.spent_s:.0f} s, held out, {mean}", flush=True)
@@ -194,7 +235,9 @@ class HeadTraining:
         partial.replace(self.checkpoint)
 
 
-def save_head(network: Eagle3Network, target: LlamaForCausalLM, settings: Settings, folder: Path) -> None:
+def save_head(
+    network: Eagle3Network, target: LlamaForCausalLM, settings: Settings, folder: Path
+) -> None:
     """Save a head in bfloat16, as the speculators library does."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = network.vocabulary.target_ids
@@ -213,17 +256,26 @@ def save_head(network: Eagle3Network, target: LlamaForCausalLM, settings: Settin
         "transformer_layer_config": layer_fields(target, settings),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in network.state_dict().items()}
+    weights = {
+        name: weight.to(torch.bfloat16).contiguous()
+        for name, weight in network.state_dict().items()
+    }
     weights["d2t"] = ids - torch.arange(len(ids))
-    weights["t2d"] = torch.zeros(target.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    weights["t2d"] = torch.zeros(target.config.vocab_size, dtype=torch.bool).index_fill_(
+        0, ids, True
+    )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_row_arguments(parser)
     parser.add_argument("--output", type=Path, default=HEAD)
-    parser.add_argument("--minutes", type=float, default=38.0, help="of training, the writing of text not counted")
+    parser.add_argument(
+        "--minutes", type=float, default=38.0, help="of training, the writing of text not counted"
+    )
     return parser.parse_args()
 
 
@@ -233,7 +285,9 @@ def main() -> None:
     settings = Settings()
     target_ids = frequent_ids(batches[:-1], target.config.vocab_size, settings.draft_vocab_size)
     network = new_head(target, target_ids, settings, args.seed)
-    training = HeadTraining(network, target, batches, settings, args.seed, args.minutes, args.work_dir)
+    training = HeadTraining(
+        network, target, batches, settings, args.seed, args.minutes, args.work_dir
+    )
     save_head(training.run(), target, settings, args.output)
     print(f"wrote {args.output}, {(args.output / 'model.safetensors').stat().st_size} bytes")
 

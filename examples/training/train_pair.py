@@ -5,8 +5,8 @@
 
 Stage measure, the last one, measures the committed pair again and rewrites its README.
 
-Stages run in this order: data, tokenizer, target, prompts, draft, choose, measure. A stage that was interrupted
-goes on from its last checkpoint in the work folder; delete that folder to start afresh.
+Stages run in this order: data, tokenizer, target, prompts, draft, choose, measure. A stage that was
+interrupted goes on from its last checkpoint in the work folder; delete that folder to start afresh.
 """
 
 import argparse
@@ -21,13 +21,26 @@ import torch
 
 from training.pair.corpus import list_sources, read_source, stdlib_root, write_sources
 from training.pair.distill import BATCH_SIZE, DraftTraining, start_draft
-from training.pair.evaluate import acceptance_record, loss_record, machine_record, timing_record, write_sample
+from training.pair.evaluate import (
+    acceptance_record,
+    loss_record,
+    machine_record,
+    timing_record,
+    write_sample,
+)
 from training.pair.pretrain import PHASES, TargetTraining
 from training.pair.prompts import build_prompts, read_prompts, write_prompts
 from training.pair.report import pair_bounds, render
 from training.pair.selftext import ROW_LEN, load_self_text, write_self_text
 from training.pair.shapes import DRAFT_SHAPES
-from training.pair.store import load_model, load_tokenizer, read_results, save_model, save_tokenizer, write_section
+from training.pair.store import (
+    load_model,
+    load_tokenizer,
+    read_results,
+    save_model,
+    save_tokenizer,
+    write_section,
+)
 from training.pair.timing import CONTEXT_LEN, NUM_REPEATS
 from training.pair.tokens import encode_texts, load_stream, train_tokenizer
 
@@ -69,7 +82,9 @@ def tokenizer_stage(run: Run) -> None:
     save_tokenizer(tokenizer, run.work_dir / "tokenizer")
     stream = encode_texts(tokenizer, texts)
     np.save(run.work_dir / "training.npy", stream)
-    print(f"{len(stream)} training tokens, {sum(map(len, texts)) / len(stream):.2f} characters each")
+    print(
+        f"{len(stream)} training tokens, {sum(map(len, texts)) / len(stream):.2f} characters each"
+    )
 
 
 def target_stage(run: Run) -> None:
@@ -101,18 +116,28 @@ def draft_stage(run: Run) -> None:
     target = load_model(run.pair_dir / "target", torch.float32, run.device)
     text_dir = run.work_dir / "self-text"
     if not (text_dir / "complete").is_file():
-        write_self_text(target, load_stream(run.work_dir / "training.npy"), text_dir, run.text_minutes, run.seed)
+        write_self_text(
+            target, load_stream(run.work_dir / "training.npy"), text_dir, run.text_minutes, run.seed
+        )
         (text_dir / "complete").touch()
     rows = load_self_text(text_dir)
     candidates = {}
     for name in run.drafts:
         draft = start_draft(DRAFT_SHAPES[name], target, run.seed)
-        training = DraftTraining(draft, target, run.work_dir / f"draft-{name}.pt", run.draft_minutes)
+        training = DraftTraining(
+            draft, target, run.work_dir / f"draft-{name}.pt", run.draft_minutes
+        )
         draft = training.run(rows, run.seed)
-        save_model(draft.cpu(), load_tokenizer(run.pair_dir / "target"), run.work_dir / f"draft-{name}")
+        save_model(
+            draft.cpu(), load_tokenizer(run.pair_dir / "target"), run.work_dir / f"draft-{name}"
+        )
         num_tokens = training.num_steps * BATCH_SIZE * (ROW_LEN - 1)
         minutes = training.budget.spent_s / 60
-        candidates[name] = {"num_steps": training.num_steps, "num_tokens": num_tokens, "minutes": minutes}
+        candidates[name] = {
+            "num_steps": training.num_steps,
+            "num_tokens": num_tokens,
+            "minutes": minutes,
+        }
     record = {"num_self_tokens": rows.ids.numel(), "candidates": candidates, "seed": run.seed}
     write_section(run.results_path, "draft_training", record)
 
@@ -125,10 +150,15 @@ def choose_stage(run: Run) -> None:
     for name in run.drafts:
         draft = load_model(run.work_dir / f"draft-{name}", torch.float32, run.device)
         acceptance = {"float32": acceptance_record(target, draft, tokenizer, prompts, run.seed)}
-        timings = {size: {"float32": record} for size, record in timing_record(target, draft).items()}
+        timings = {
+            size: {"float32": record} for size, record in timing_record(target, draft).items()
+        }
         candidates[name] = pair_bounds(acceptance, timings)
         print(name, candidates[name])
-    worst = {name: min(r["bound"] / r["goal"] for r in bounds.values()) for name, bounds in candidates.items()}
+    worst = {
+        name: min(r["bound"] / r["goal"] for r in bounds.values())
+        for name, bounds in candidates.items()
+    }
     chosen = max(worst, key=worst.get)
     shutil.rmtree(run.pair_dir / "draft", ignore_errors=True)
     shutil.copytree(run.work_dir / f"draft-{chosen}", run.pair_dir / "draft")
@@ -148,7 +178,10 @@ def measure_stage(run: Run) -> None:
         acceptance[name] = acceptance_record(target, draft, tokenizer, prompts, run.seed)
         if name == "float32":
             facts["losses"] = loss_record(target, draft, tokenizer)
-            facts["num_params"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
+            facts["num_params"] = {
+                "target": target.num_parameters(),
+                "draft": draft.num_parameters(),
+            }
             facts["sample"] = write_sample(target, tokenizer)
     files = [path for model in ("target", "draft") for path in (run.pair_dir / model).iterdir()]
     record = {
@@ -169,7 +202,9 @@ def measure_stage(run: Run) -> None:
 
 def readme_stage(run: Run) -> None:
     """Write the README again from the measurements at hand."""
-    (run.pair_dir / "README.md").write_text(render(read_results(run.results_path)), encoding="utf-8")
+    (run.pair_dir / "README.md").write_text(
+        render(read_results(run.results_path)), encoding="utf-8"
+    )
 
 
 STAGES = {
@@ -185,17 +220,37 @@ STAGES = {
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=["all", *STAGES, "readme"], default="all", help="what to run")
-    parser.add_argument("--work-dir", type=Path, default=EXAMPLES.parent / "build" / "pair", help="caches")
-    parser.add_argument("--pair-dir", type=Path, default=EXAMPLES / "pair", help="where the pair lies")
-    parser.add_argument("--prompts", type=Path, default=EXAMPLES / "prompts.jsonl", help="the prompts' file")
-    parser.add_argument("--target-minutes", type=float, default=40.0, help="training time of the target")
-    parser.add_argument("--text-minutes", type=float, default=5.0, help="time in which the target writes")
-    parser.add_argument("--draft-minutes", type=float, default=10.0, help="training time of each draft candidate")
-    parser.add_argument("--drafts", nargs="+", choices=[*DRAFT_SHAPES], default=[*DRAFT_SHAPES], help="candidates")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stage", choices=["all", *STAGES, "readme"], default="all", help="what to run"
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, default=EXAMPLES.parent / "build" / "pair", help="caches"
+    )
+    parser.add_argument(
+        "--pair-dir", type=Path, default=EXAMPLES / "pair", help="where the pair lies"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=EXAMPLES / "prompts.jsonl", help="the prompts' file"
+    )
+    parser.add_argument(
+        "--target-minutes", type=float, default=40.0, help="training time of the target"
+    )
+    parser.add_argument(
+        "--text-minutes", type=float, default=5.0, help="time in which the target writes"
+    )
+    parser.add_argument(
+        "--draft-minutes", type=float, default=10.0, help="training time of each draft candidate"
+    )
+    parser.add_argument(
+        "--drafts", nargs="+", choices=[*DRAFT_SHAPES], default=[*DRAFT_SHAPES], help="candidates"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, windows and sampling")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train"
+    )
     return parser.parse_args()
 
 

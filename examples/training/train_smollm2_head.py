@@ -3,9 +3,10 @@
     cd examples && python -m training.train_smollm2_head    # every stage, three hours on two cores
     cd examples && python -m training.train_smollm2_head --stage measure --questions questions.jsonl
 
-Stages run in this order: text, train, measure. One that was interrupted goes on where it was; delete the work folder to
-start afresh. `smollm2/seed_prompts.py` makes the questions that the target answers; nothing but the model is
-downloaded. With `--worker 0/2` and `--worker 1/2` two processes write the text, one core each.
+Stages run in this order: text, train, measure. One that was interrupted goes on where it was;
+delete the work folder to start afresh. `smollm2/seed_prompts.py` makes the questions that the
+target answers; nothing but the model is downloaded. With `--worker 0/2` and `--worker 1/2` two
+processes write the text, one core each.
 """
 
 import argparse
@@ -17,7 +18,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from models import HEAD, SMOLLM2, ModelUnavailableError, model_folder, read_questions
 from smollm2_head.head import DraftHead
@@ -37,8 +43,12 @@ def load_target() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
         folder = model_folder()
     except ModelUnavailableError as error:
         raise SystemExit(f"{error}") from error
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return target.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    target = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
+    return target.eval().requires_grad_(False), AutoTokenizer.from_pretrained(
+        folder, local_files_only=True
+    )
 
 
 def text_stage(args: argparse.Namespace) -> None:
@@ -78,11 +88,14 @@ def measure_stage(args: argparse.Namespace) -> None:
     target, tokenizer = load_target()
     questions = read_questions(args.questions, args.num_questions)
     head = DraftHead.load(args.head_dir, target)
-    records = measure(target, head, tokenizer, questions, args.max_new_tokens, args.num_assistant_tokens)
+    records = measure(
+        target, head, tokenizer, questions, args.max_new_tokens, args.num_assistant_tokens
+    )
     for each in records:
         ratio, rounds = each["ratio"], each.get("tokens_per_round", 0.0)
         print(
-            f"{each['rows']} x {each['method']}: {each['tokens_per_s']:.1f} tokens/s, {ratio['median']:.2f}x plain "
+            f"{each['rows']} x {each['method']}: {each['tokens_per_s']:.1f} tokens/s, "
+            f"{ratio['median']:.2f}x plain "
             f"({ratio['min']:.2f} to {ratio['max']:.2f}), mean acceptance length {rounds:.2f}, "
             f"{each['identical_rows']}/{each['num_rows']} rows identical to plain"
         )
@@ -108,20 +121,40 @@ STAGES = {"text": text_stage, "train": train_stage, "measure": measure_stage}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stage", choices=["all", *STAGES], default="all", help="what to run")
-    parser.add_argument("--work-dir", type=Path, default=EXAMPLES.parent / "build" / "head", help="text, checkpoints")
+    parser.add_argument(
+        "--work-dir",
+        type=Path,
+        default=EXAMPLES.parent / "build" / "head",
+        help="text, checkpoints",
+    )
     parser.add_argument("--head-dir", type=Path, default=HEAD, help="where the head is saved")
-    parser.add_argument("--batches", type=int, default=60, help="of text, 64 rows of 512 tokens each")
-    parser.add_argument("--worker", default="0/1", help="n/N: write every N-th batch from the n-th on")
+    parser.add_argument(
+        "--batches", type=int, default=60, help="of text, 64 rows of 512 tokens each"
+    )
+    parser.add_argument(
+        "--worker", default="0/1", help="n/N: write every N-th batch from the n-th on"
+    )
     parser.add_argument("--minutes", type=float, default=90.0, help="training time")
     parser.add_argument("--threads", type=int, help="of torch; unset: one a core")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--questions", type=Path, default=EXAMPLES / "questions.jsonl", help="in Spec-Bench's format")
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        default=EXAMPLES / "questions.jsonl",
+        help="in Spec-Bench's format",
+    )
     parser.add_argument("--num-questions", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--num-assistant-tokens", type=int, default=5, help="the most that the head drafts")
-    parser.add_argument("--section", default="measurements", help="where the results go in measurements.json")
+    parser.add_argument(
+        "--num-assistant-tokens", type=int, default=5, help="the most that the head drafts"
+    )
+    parser.add_argument(
+        "--section", default="measurements", help="where the results go in measurements.json"
+    )
     return parser.parse_args()
 
 

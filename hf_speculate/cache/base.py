@@ -100,7 +100,9 @@ class KVCache(Protocol):
     def update(self, states: Sequence[KVState]) -> None:
         """Append states from elsewhere, one [B, H, N, D] pair per layer."""
 
-    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
+    def crop(
+        self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None
+    ) -> None:
         """Drop the newest tokens of each row, in place.
 
         Args:
@@ -168,10 +170,13 @@ def checked_drops(num_tokens_crop: int | Sequence[int] | Tensor, lens: Sequence[
     counts = [num_tokens_crop] * len(lens) if isinstance(num_tokens_crop, int) else num_tokens_crop
     drops = [int(drop) for drop in counts]
     if len(drops) != len(lens):
-        raise ShapeError(f"num_tokens_crop must be one count or [B] = [{len(lens)}], got [{len(drops)}]")
+        raise ShapeError(
+            f"num_tokens_crop must be one count or [B] = [{len(lens)}], got [{len(drops)}]"
+        )
     for row, (drop, length) in enumerate(zip(drops, lens, strict=True)):
         if not 0 <= drop <= length:
             raise ShapeError(
-                f"num_tokens_crop must be in 0..{length} for row {row}, got {drop}; drop no more than is held"
+                f"num_tokens_crop must be in 0..{length} for row {row}, got {drop}; drop no more "
+                "than is held"
             )
     return drops

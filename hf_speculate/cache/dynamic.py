@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from hf_speculate.cache.base import KVCache, LayerView, ShortLayer, checked_drops, leading
 from hf_speculate.cache.layers import (
@@ -59,21 +64,31 @@ class DynamicKVCache(KVCache):
             num_columns = num_real.cpu() + torch.tensor(pads, device="cpu")
             if bool(num_columns.min() < attention_mask.shape[1]):
                 self._mask = attention_mask
-            # Plain decoding continues from the last column's position, which is 0 if the column is masked.
-            self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]  # [B, 1]
+            # Plain decoding continues from the last column's position, which is 0 if the column is
+            # masked.
+            # [B, 1]
+            self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]
         self._padding = LeftPadding(pads, self.device)
         self._is_recording = False
 
     @property
     def _text_layers(self) -> list[Any]:
         """Layers with states of the text. A config may name more layers than a decoder has."""
-        layers = [layer for index, layer in enumerate(self._text_cache.layers) if index not in self._fixed_layers]
+        layers = [
+            layer
+            for index, layer in enumerate(self._text_cache.layers)
+            if index not in self._fixed_layers
+        ]
         return [layer for layer in attention_layers(layers) if layer.is_initialized]
 
     @property
     def _encoder_layers(self) -> list[Any]:
         """Cache layers with the encoder's states; empty without an encoder."""
-        return self.cache.cross_attention_cache.layers if isinstance(self.cache, EncoderDecoderCache) else []
+        return (
+            self.cache.cross_attention_cache.layers
+            if isinstance(self.cache, EncoderDecoderCache)
+            else []
+        )
 
     @property
     def num_columns(self) -> int:
@@ -91,14 +106,20 @@ class DynamicKVCache(KVCache):
 
         A window layer has its window. An empty cache has no layer.
         """
-        return [KVState(layer.keys, layer.values) for layer in self._text_layers] if self.num_columns else []
+        return (
+            [KVState(layer.keys, layer.values) for layer in self._text_layers]
+            if self.num_columns
+            else []
+        )
 
     def view(self, layer: int, window: int | None = None) -> LayerView:
         states, num_columns = self._text_layers[layer], self.num_columns
         width = min(states.keys.shape[2], window or num_columns)
         keys, values = (part[:, :, -width:] for part in (states.keys, states.values))
         if self._mask is not None:
-            return LayerView(keys, values, self._mask[:, None, num_columns - width : num_columns] == 0)
+            return LayerView(
+                keys, values, self._mask[:, None, num_columns - width : num_columns] == 0
+            )
         positions = self._padding.positions_before(num_columns, width)  # [B or 1, T]
         return LayerView(keys, values, None if positions is None else (positions < 0)[:, None])
 
@@ -106,7 +127,9 @@ class DynamicKVCache(KVCache):
         return self.position_ids(1) - 1
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
-        if self._mask is not None or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._text_layers):
+        if self._mask is not None or any(
+            isinstance(layer, DynamicSlidingWindowLayer) for layer in self._text_layers
+        ):
             return None
         return [leading(state, self._padding.pads, max(counts)) for state in self.get_kv_states()]
 
@@ -164,7 +187,10 @@ class DynamicKVCache(KVCache):
         num_columns = self.num_columns + num_query
         missing = num_columns - self._mask.shape[1]
         if missing > 0:
-            self._mask = torch.cat([self._mask, self._mask.new_ones(self.batch_size, missing)], dim=1)  # [B, T+Q]
+            # [B, T+Q]
+            self._mask = torch.cat(
+                [self._mask, self._mask.new_ones(self.batch_size, missing)], dim=1
+            )
         return self._mask[:, :num_columns]
 
     def position_ids(self, num_query: int) -> Tensor:
@@ -179,7 +205,9 @@ class DynamicKVCache(KVCache):
     def expect(self, num_tokens: int) -> None:
         self._padding.expect(num_tokens)
 
-    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
+    def crop(
+        self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None
+    ) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         if not self._is_recording:
             self.begin_recording()
@@ -196,9 +224,15 @@ class DynamicKVCache(KVCache):
 
     def rows(self, indices: Sequence[int]) -> None:
         self._prompt_end -= self._padding.rows(indices, self.num_columns)
-        devices = {layer.keys.device for layer in (*self._text_layers, *self._encoder_layers) if layer.is_initialized}
+        devices = {
+            layer.keys.device
+            for layer in (*self._text_layers, *self._encoder_layers)
+            if layer.is_initialized
+        }
         # Layers on several devices share no index on a device.
-        index = RowIndices.of(indices).on(devices.pop() if len(devices) == 1 else torch.device("cpu"))
+        index = RowIndices.of(indices).on(
+            devices.pop() if len(devices) == 1 else torch.device("cpu")
+        )
         self._select_rows(index)
         self.batch_size = len(indices)
         self._steps_back = self._steps_back[index.to(self._steps_back.device)]
@@ -234,14 +268,20 @@ class DynamicKVCache(KVCache):
 
     def _moved(self, mask: Tensor, source: Tensor) -> Tensor:
         """Gather columns `source` [B, T] int64 of a mask; negative sources become padding."""
-        return torch.where(source < 0, 0, mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
+        return torch.where(
+            source < 0, 0, mask[:, : self.num_columns].gather(1, source.clamp_min(0))
+        )
 
     def _select_rows(self, index: Tensor) -> None:
         self.cache.batch_select_indices(index)
 
     def _drop_last(self, num_tokens: int) -> None:
         for layer in self._text_layers:  # a mixed layer's `crop` crops recurrent states too
-            layer_class = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
+            layer_class = (
+                DynamicSlidingWindowLayer
+                if isinstance(layer, DynamicSlidingWindowLayer)
+                else DynamicLayer
+            )
             layer_class.crop(layer, -num_tokens)
 
     def _drop_common_padding(self) -> None:
@@ -266,4 +306,6 @@ def _joined(states: Tensor, joining: Tensor, num_columns: int) -> Tensor:
 
     The result is [B + B', H, T, D].
     """
-    return torch.cat([pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in (states, joining)])
+    return torch.cat(
+        [pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in (states, joining)]
+    )

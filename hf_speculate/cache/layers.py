@@ -48,7 +48,8 @@ def fixed_layers(config: PreTrainedConfig) -> frozenset[int]:
     New tokens add none.
     """
     layers = getattr(config, "cross_attention_layers", None) or ()
-    return frozenset(layer for layer in layers if layer < config.num_hidden_layers)  # a cut model keeps the list
+    # a cut model keeps the list
+    return frozenset(layer for layer in layers if layer < config.num_hidden_layers)
 
 
 def check_layers(cache: Cache, types: Sequence[type]) -> None:
@@ -56,7 +57,8 @@ def check_layers(cache: Cache, types: Sequence[type]) -> None:
     for layer in holding(cache.layers):
         if type(layer) not in types:
             raise UnsupportedModelError(
-                f"the cache's layers must be {' or '.join(layer_type.__name__ for layer_type in types)}, "
+                "the cache's layers must be "
+                f"{' or '.join(layer_type.__name__ for layer_type in types)}, "
                 f"got {type(layer).__name__}; decode with this cache plainly"
             )
 
@@ -106,7 +108,10 @@ def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
     types = getattr(config, "layer_types", None) or []
     if len(types) <= len(holding(layers)):
         return [window_of(layer) for layer in layers]
-    by_type = {layer_type: window_of(layer) for layer_type, layer in zip(types, holding(layers), strict=False)}
+    by_type = {
+        layer_type: window_of(layer)
+        for layer_type, layer in zip(types, holding(layers), strict=False)
+    }
     return [by_type[layer_type] for layer_type in types]
 
 
@@ -131,7 +136,10 @@ def layers_snapshot(layers: list[Any], only_grows: bool) -> Callable[[], None]:
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             elif states is None:
-                layer.keys, layer.values = layer.keys[..., :num_columns, :], layer.values[..., :num_columns, :]
+                layer.keys, layer.values = (
+                    layer.keys[..., :num_columns, :],
+                    layer.values[..., :num_columns, :],
+                )
             else:
                 layer.keys, layer.values = states
             if isinstance(layer, DynamicSlidingWindowLayer):

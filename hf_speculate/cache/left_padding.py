@@ -36,7 +36,9 @@ def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
         key = (*shape[1:3], device) if device.type == "cpu" else (shape[2], device)
         if key not in index:
             source = shift.sources(shape[2]).clamp_min_(0).to(device)  # [B, T]
-            index[key] = _flat_index(source, shape[1]) if device.type == "cpu" else source[:, None, :, None]
+            index[key] = (
+                _flat_index(source, shape[1]) if device.type == "cpu" else source[:, None, :, None]
+            )
         for (layer, name), moved in zip(group, _take(states, index[key]), strict=True):
             setattr(layer, name, moved)
 
@@ -51,9 +53,16 @@ def _groups(layers: Sequence[Any]) -> list[list[tuple[Any, str]]]:
     for layer in layers:
         for name in ("keys", "values"):
             states: Tensor = getattr(layer, name)
-            key, num_bytes = (states.shape, states.dtype, states.device), states.numel() * states.element_size()
+            key, num_bytes = (
+                (states.shape, states.dtype, states.device),
+                states.numel() * states.element_size(),
+            )
             group = open_groups.get(key)
-            if group is None or states.device.type == "cpu" or (len(group) + 1) * num_bytes > _GROUP_BYTES:
+            if (
+                group is None
+                or states.device.type == "cpu"
+                or (len(group) + 1) * num_bytes > _GROUP_BYTES
+            ):
                 group = open_groups[key] = []
                 groups.append(group)
             group.append((layer, name))
@@ -63,7 +72,10 @@ def _groups(layers: Sequence[Any]) -> list[list[tuple[Any, str]]]:
 def _flat_index(source: Tensor, num_heads: int) -> Tensor:
     """Convert source columns [B, T] to rows of the flattened states, [B * H * T] int64."""
     batch_size, num_columns = source.shape
-    first = torch.arange(batch_size * num_heads, device=source.device).view(batch_size, num_heads, 1) * num_columns
+    first = (
+        torch.arange(batch_size * num_heads, device=source.device).view(batch_size, num_heads, 1)
+        * num_columns
+    )
     return (first + source[:, None]).flatten()
 
 
@@ -73,11 +85,16 @@ def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
     A CPU copies whole rows by a flat index. This takes half the time of a gather.
     """
     if index.dim() == 1:
-        return [state.reshape(-1, state.shape[-1]).index_select(0, index).view(state.shape) for state in states]
+        return [
+            state.reshape(-1, state.shape[-1]).index_select(0, index).view(state.shape)
+            for state in states
+        ]
     if len(states) == 1:
         return [states[0].gather(2, index.expand(-1, states[0].shape[1], -1, states[0].shape[3]))]
     stacked = torch.stack(list(states))  # [N, B, H, T, D]
-    return stacked.gather(3, index.expand(*stacked.shape[:1], -1, stacked.shape[2], -1, stacked.shape[4])).unbind()
+    return stacked.gather(
+        3, index.expand(*stacked.shape[:1], -1, stacked.shape[2], -1, stacked.shape[4])
+    ).unbind()
 
 
 class LeftPadding:
@@ -89,7 +106,8 @@ class LeftPadding:
     def __init__(self, pads: Sequence[int], device: torch.device | str):
         self.pads = list(pads)
         self.prompt_pads = list(pads)  # padding of the prompts
-        self._lens = RowLens([0] * len(self.pads), ArangeCache(device))  # columns without gained padding
+        # columns without gained padding
+        self._lens = RowLens([0] * len(self.pads), ArangeCache(device))
         self._prompt_pads_on_device: Tensor | None = None  # [B, 1] int64 on the device
         self._num_expected = 0
         self._mask: Tensor | None = None  # [B, T + N] int64
@@ -111,7 +129,9 @@ class LeftPadding:
             return None
         end = num_columns + num_query
         if self._mask is None or self._mask.shape[1] < end:
-            positions = self._make_positions(0, num_columns, num_columns + max(num_query, self._num_expected))
+            positions = self._make_positions(
+                0, num_columns, num_columns + max(num_query, self._num_expected)
+            )
             self._positions, self._first_column = positions, 0
             is_real = torch.ge(positions, 0, out=torch.empty_like(positions))  # [B or 1, T+N]
             self._mask = is_real.expand(len(self.pads), -1)
@@ -121,7 +141,9 @@ class LeftPadding:
         """Count the real tokens before each query, [B or 1, Q] int64; 0 in padding."""
         cached, first = self._positions, num_columns - self._first_column
         if cached is None or not 0 <= first <= first + num_query <= cached.shape[1]:
-            cached = self._make_positions(num_columns, num_columns, max(num_query, self._num_expected))
+            cached = self._make_positions(
+                num_columns, num_columns, max(num_query, self._num_expected)
+            )
             self._positions, self._first_column, first = cached, num_columns, 0
         positions = cached[:, first : first + num_query]
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
@@ -131,7 +153,11 @@ class LeftPadding:
 
         The result is None without padding.
         """
-        return self._make_positions(num_columns - width, num_columns, width) if any(self.pads) else None
+        return (
+            self._make_positions(num_columns - width, num_columns, width)
+            if any(self.pads)
+            else None
+        )
 
     def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:
         """Drop `drops` [B] tokens and add the gained padding.
@@ -139,7 +165,9 @@ class LeftPadding:
         Return the moves to the right, or None.
         """
         before = self._lens_at(num_columns).copy()
-        self._lens.set([length - drop for length, drop in zip(before.on_host, drops, strict=True)], like)
+        self._lens.set(
+            [length - drop for length, drop in zip(before.on_host, drops, strict=True)], like
+        )
         smallest = min(drops, default=0)
         shifts = [drop - smallest for drop in drops]
         self.pads = [pad + gained for pad, gained in zip(self.pads, shifts, strict=True)]
@@ -150,7 +178,9 @@ class LeftPadding:
 
     def surplus(self) -> int:
         """Forget the columns of padding gained by all rows; return their number."""
-        gained_pads = [pad - prompt_pad for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)]
+        gained_pads = [
+            pad - prompt_pad for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)
+        ]
         surplus = min(gained_pads, default=0)
         self.pads = [pad - surplus for pad in self.pads]
         return surplus
@@ -193,7 +223,10 @@ class LeftPadding:
 
     def _lens_at(self, num_columns: int) -> RowLens:
         """Update the lengths for states of `num_columns` columns, and return them."""
-        lens = [num_columns - pad + prompt_pad for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)]
+        lens = [
+            num_columns - pad + prompt_pad
+            for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)
+        ]
         gained = lens[0] - self._lens.on_host[0] if lens else 0
         if [length + gained for length in self._lens.on_host] == lens:
             self._lens.add(gained)
@@ -204,5 +237,9 @@ class LeftPadding:
     def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
         """Make the positions [B or 1, num] int64 from `first_column` on."""
         if any(self.prompt_pads) and self._prompt_pads_on_device is None:
-            self._prompt_pads_on_device = upload(self.prompt_pads, self._lens.aranges.device)[:, None]
-        return self._lens_at(num_columns).positions(num, first_column - num_columns, self._prompt_pads_on_device)
+            self._prompt_pads_on_device = upload(self.prompt_pads, self._lens.aranges.device)[
+                :, None
+            ]
+        return self._lens_at(num_columns).positions(
+            num, first_column - num_columns, self._prompt_pads_on_device
+        )

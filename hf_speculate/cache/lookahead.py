@@ -35,7 +35,8 @@ class NextTokens:
     num_done: int = 0  # tokens read by forwards
     positions: Tensor | None = None  # [B or 1, N] int64, number of real tokens before each
     masks: dict[int | None, Mask] = field(default_factory=dict)  # by the layers' window
-    slot_mappings: dict[Hashable, Tensor] = field(default_factory=dict)  # [N, B, H] int64, by the shape of the buffers
+    # [N, B, H] int64, by the shape of the buffers
+    slot_mappings: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @property
     def num_left(self) -> int:
@@ -59,7 +60,8 @@ class Lookahead:
         self._next = NextTokens(layout.row_lens.copy(), 0)
         self._slot_mappings: dict[Hashable, Tensor] = {}  # slot mappings of the current forward
         self._row_offsets: dict[Hashable, Tensor] = {}
-        self._masked = torch.full((), -torch.inf, dtype=mask_dtype, device=layout.device)  # in a mask
+        # in a mask
+        self._masked = torch.full((), -torch.inf, dtype=mask_dtype, device=layout.device)
         self._unmasked = torch.zeros((), dtype=mask_dtype, device=layout.device)
 
     @property
@@ -82,7 +84,8 @@ class Lookahead:
         self.num_columns, self.is_even = self.layout.num_columns, self.layout.is_even
         if self._next.num_left < num_query:
             num_expected = self._num_expected
-            if num_query == 1 and self._next.num_done:  # no rollback since the last forward: plain steps
+            # no rollback since the last forward: plain steps
+            if num_query == 1 and self._next.num_done:
                 num_expected = max(num_expected, _PLAIN_STEPS)
             self._next = NextTokens(self.layout.row_lens.copy(), max(num_query, num_expected))
             self._num_expected = 0
@@ -99,11 +102,14 @@ class Lookahead:
             return 0
         first = max(min(layout.lens) - window + 1, 0)
         if self.is_masked and layout.device.type == "cuda":
-            first_of_all = max(min(self._next.lens.on_host) - window + 1, 0)  # a buffer may hold none before
+            # a buffer may hold none before
+            first_of_all = max(min(self._next.lens.on_host) - window + 1, 0)
             first -= (first - first_of_all) % MASK_UNIT  # the mask hides columns before the window
         return first
 
-    def slot_mapping(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
+    def slot_mapping(
+        self, num_heads: int, capacity: int, base: int, device: torch.device
+    ) -> Tensor:
         """Return the slots of the current forward's tokens in a flat buffer, [B * H * Q] int64.
 
         The buffer is [B * H * capacity, D], and begins with column `base`.
@@ -120,11 +126,15 @@ class Lookahead:
                 columns = tokens.lens.columns(tokens.num_tokens).to(device)  # [B or 1, N]
                 # The slots of one token are contiguous in [N, B, H].
                 tokens.slot_mappings[key] = row_offset + columns.T[:, :, None]
-            slots = tokens.slot_mappings[key][tokens.num_done : tokens.num_done + self.num_query].permute(1, 2, 0)
+            slots = tokens.slot_mappings[key][
+                tokens.num_done : tokens.num_done + self.num_query
+            ].permute(1, 2, 0)
         self._slot_mappings[key] = slots.flatten()
         return self._slot_mappings[key]
 
-    def _row_offset(self, num_rows: int, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
+    def _row_offset(
+        self, num_rows: int, num_heads: int, capacity: int, base: int, device: torch.device
+    ) -> Tensor:
         """Return the slot of column 0 in the flat buffer, by row and head, [B, H] int64."""
         key = (num_rows, num_heads, capacity, base, device)
         if key not in self._row_offsets:
@@ -145,7 +155,9 @@ class Lookahead:
         """Count the real tokens before each next token, [B or 1, Q] int64; negative in padding."""
         tokens = self._next
         if tokens.positions is None:
-            tokens.positions = tokens.lens.positions(tokens.num_tokens, pads=self.layout.pads_on_device())
+            tokens.positions = tokens.lens.positions(
+                tokens.num_tokens, pads=self.layout.pads_on_device()
+            )
         return tokens.positions[:, tokens.num_done : tokens.num_done + num_query]
 
     def mask(self, window: int | None) -> Tensor:
@@ -166,10 +178,13 @@ class Lookahead:
     def _make_mask(self, window: int | None) -> Mask:
         layout, tokens = self.layout, self._next
         is_ragged = any(layout.pads) or not layout.is_even
-        num_tokens = tokens.num_left if is_ragged else self.num_query  # later queries of even rows need none
+        # later queries of even rows need none
+        num_tokens = tokens.num_left if is_ragged else self.num_query
         first = self.first_seen(window)
         width = -(-(layout.num_columns + num_tokens - first) // MASK_UNIT) * MASK_UNIT
         key_positions = layout.positions(first, width)[:, None]  # [B or 1, 1, W]
         query_positions = self.positions(num_tokens)[:, :, None]  # [B or 1, N, 1]
         is_hidden = hidden(key_positions, query_positions, window)
-        return Mask(torch.where(is_hidden, self._masked, self._unmasked)[:, None], tokens.num_done, first)
+        return Mask(
+            torch.where(is_hidden, self._masked, self._unmasked)[:, None], tokens.num_done, first
+        )

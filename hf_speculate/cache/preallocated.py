@@ -35,8 +35,8 @@ class MaskSpec(NamedTuple):
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
         """Make the model's attention mask by `make` from its window.
 
-        `make` returns additive masks in which each query sees a span of columns. A model with several
-        masks gets a dict by name.
+        `make` returns additive masks in which each query sees a span of columns. A model with
+        several masks gets a dict by name.
         """
         masks = {name: marked_as_spans(make(window)) for name, window in self.mask_windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
@@ -93,7 +93,10 @@ class PreallocatedKVCache(KVCache):
 
     @property
     def num_real_tokens(self) -> list[int]:
-        return [max(length - pad, 0) for length, pad in zip(self.layout.lens, self.layout.pads, strict=True)]
+        return [
+            max(length - pad, 0)
+            for length, pad in zip(self.layout.lens, self.layout.pads, strict=True)
+        ]
 
     def get_kv_states(self) -> list[KVState]:
         """Copy one `KVState` [B, H, T, D] per layer, right-aligned.
@@ -110,7 +113,9 @@ class PreallocatedKVCache(KVCache):
         if layout.is_even and not any(layout.pads):
             return LayerView(keys, values, None)
         positions = layout.positions(first, layout.num_columns - first)  # [B or 1, T]
-        return LayerView(keys, values, hidden(positions[:, None], self.last_positions()[:, :, None], window))
+        return LayerView(
+            keys, values, hidden(positions[:, None], self.last_positions()[:, :, None], window)
+        )
 
     def last_positions(self) -> Tensor:
         return self.layout.row_lens.positions(1, -1, self.layout.pads_on_device())
@@ -149,11 +154,15 @@ class PreallocatedKVCache(KVCache):
             return None
         lookahead.is_masked = True
         num_rows = self.batch_size if self.mask_spec.is_mask_per_row else -1
-        return self.mask_spec.masks(lambda window: lookahead.mask(window).expand(num_rows, -1, -1, -1))
+        return self.mask_spec.masks(
+            lambda window: lookahead.mask(window).expand(num_rows, -1, -1, -1)
+        )
 
     def position_ids(self, num_query: int) -> Tensor:
         positions = self._lookahead.positions(num_query)
-        starts = [length - pad for length, pad in zip(self.layout.lens, self.layout.pads, strict=True)]
+        starts = [
+            length - pad for length, pad in zip(self.layout.lens, self.layout.pads, strict=True)
+        ]
         return positions.clamp_min(0) if min(starts) < 0 else positions
 
     def expect(self, num_tokens: int) -> None:
@@ -164,15 +173,21 @@ class PreallocatedKVCache(KVCache):
 
     def short_layer(self, num_columns: int) -> ShortLayer | None:
         for index, layer in enumerate(self._layers):
-            num_held = layer.base + layer.buffers.keys.shape[2] if layer.is_initialized else num_columns
+            num_held = (
+                layer.base + layer.buffers.keys.shape[2] if layer.is_initialized else num_columns
+            )
             if num_held < num_columns:
                 return ShortLayer(index, num_held)
         return None
 
-    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
+    def crop(
+        self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None
+    ) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         if any(drops):
-            self._cut([length - drop for length, drop in zip(self.layout.lens, drops, strict=True)], like)
+            self._cut(
+                [length - drop for length, drop in zip(self.layout.lens, drops, strict=True)], like
+            )
             self._holds_rejected = True
 
     @property
@@ -236,7 +251,9 @@ class PreallocatedKVCache(KVCache):
         if self._pool is None:
             return
         if all(layer.is_initialized for layer in self._layers):
-            self._pool.give_back(self._shape, PooledBuffers([layer.buffers for layer in self._layers], self.graphs))
+            self._pool.give_back(
+                self._shape, PooledBuffers([layer.buffers for layer in self._layers], self.graphs)
+            )
         self._layers, self.cache, self._pool = [], Cache(layers=[]), None
 
     def _load(self, kept_cache: Cache) -> None:
@@ -259,6 +276,7 @@ class PreallocatedKVCache(KVCache):
         """
         width = self.num_columns
         first = 0 if layer.window is None else max(width - layer.window + 1, 0)
-        source = self.layout.row_lens.columns(width - first, first - width - layer.base)  # [B or 1, T]
+        # [B or 1, T]
+        source = self.layout.row_lens.columns(width - first, first - width - layer.base)
         columns = source.to(layer.device).clamp_min(0)
         return KVState(*(gathered(buffer, columns) for buffer in layer.buffers))

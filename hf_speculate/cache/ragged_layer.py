@@ -61,7 +61,9 @@ class RaggedLayer(CacheLayerMixin):
         self.dtype, self.device = buffers.keys.dtype, buffers.keys.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write states [B, H, Q, D] of the next tokens.
 
         Return views [B, H, T, D] for their attention.
@@ -129,12 +131,22 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized or not other.is_initialized:
             return  # the layer reads the states of another one
         num_rows, num_joining = self.buffers[0].shape[0], other.buffers[0].shape[0]
-        num_columns, num_joining_columns = self.layout.num_columns - self.base, other.layout.num_columns - other.base
+        num_columns, num_joining_columns = (
+            self.layout.num_columns - self.base,
+            other.layout.num_columns - other.base,
+        )
         buffers, base = self._with_free or self.buffers, min(self.base, other.base)
-        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_joining_columns <= buffers[0].shape[2]
+        has_room = (
+            num_rows + num_joining <= buffers[0].shape[0]
+            and num_joining_columns <= buffers[0].shape[2]
+        )
         if not has_room or self.base != other.base:
-            capacity = self._roomy(max(self.layout.num_columns, other.layout.num_columns) - base, base)
-            buffers = KVState(*(_zeros(states, capacity, num_rows + num_joining) for states in self.buffers))
+            capacity = self._roomy(
+                max(self.layout.num_columns, other.layout.num_columns) - base, base
+            )
+            buffers = KVState(
+                *(_zeros(states, capacity, num_rows + num_joining) for states in self.buffers)
+            )
             for buffer, states in zip(buffers, self.buffers, strict=True):
                 start = self.base - base
                 buffer[:num_rows, :, start : start + num_columns] = states[:, :, :num_columns]
@@ -142,7 +154,9 @@ class RaggedLayer(CacheLayerMixin):
         with torch.inference_mode(buffers[0].is_inference()):
             for buffer, states in zip(buffers, other.buffers, strict=True):
                 start, new_rows = other.base - base, buffer[num_rows : num_rows + num_joining]
-                new_rows[:, :, start : start + num_joining_columns] = states[:, :, :num_joining_columns]
+                new_rows[:, :, start : start + num_joining_columns] = states[
+                    :, :, :num_joining_columns
+                ]
                 new_rows[:, :, start + num_joining_columns :] = 0
         self._use(buffers, num_rows + num_joining)
 
@@ -152,7 +166,8 @@ class RaggedLayer(CacheLayerMixin):
             return
         first, capacity = max(min(lens) - self.base, 0), self.buffers.keys.shape[2]
         columns = torch.arange(self.base + first, self.base + capacity, device=self.device)
-        is_behind = (columns >= upload(lens, columns.device)[:, None])[:, None, :, None]  # [B, 1, C, 1]
+        # [B, 1, C, 1]
+        is_behind = (columns >= upload(lens, columns.device)[:, None])[:, None, :, None]
         for buffer in self.buffers:
             with torch.inference_mode(buffer.is_inference()):
                 buffer[:, :, first:].masked_fill_(is_behind, 0)
@@ -183,7 +198,9 @@ class RaggedLayer(CacheLayerMixin):
             start = self.lookahead.num_columns - self.base
             buffer[:, :, start : start + self.lookahead.num_query] = states
             return
-        slots = self.lookahead.slot_mapping(buffer.shape[1], buffer.shape[2], self.base, buffer.device)
+        slots = self.lookahead.slot_mapping(
+            buffer.shape[1], buffer.shape[2], self.base, buffer.device
+        )
         buffer.view(-1, buffer.shape[3]).index_copy_(0, slots, states.reshape(-1, states.shape[3]))
 
     def _roomy(self, num_columns: int, first: int) -> int:
@@ -219,7 +236,9 @@ def even_capacity(num_columns: int) -> int:
 
 def _zeros(states: Tensor, num_columns: int, num_rows: int | None = None) -> Tensor:
     """Make a zeroed buffer [B or num_rows, H, num_columns, D] for states [B, H, Q, D]."""
-    return states.new_zeros(num_rows or states.shape[0], states.shape[1], num_columns, states.shape[3])
+    return states.new_zeros(
+        num_rows or states.shape[0], states.shape[1], num_columns, states.shape[3]
+    )
 
 
 def _moved(buffer: Tensor, columns: slice, capacity: int) -> Tensor:

@@ -70,7 +70,9 @@ class RowLayout(PerRow):
 
     def join(self, other: "RowLayout") -> None:
         bounds = self.max_columns, other.max_columns
-        self.max_columns = None if None in bounds else max(bound for bound in bounds if bound is not None)
+        self.max_columns = (
+            None if None in bounds else max(bound for bound in bounds if bound is not None)
+        )
         super().join(other)
 
     def forget(self) -> None:
@@ -85,7 +87,11 @@ class RowLayout(PerRow):
     def padding_mask(self, num_columns: int) -> Tensor | None:
         """Return the mask [B, num_columns] int64, 1 for real tokens; None without padding."""
         pads = self.pads_on_device()
-        return None if pads is None else (self.row_lens.aranges.span(0, num_columns) >= pads).to(torch.int64)
+        return (
+            None
+            if pads is None
+            else (self.row_lens.aranges.span(0, num_columns) >= pads).to(torch.int64)
+        )
 
     def positions(self, first: int, width: int) -> Tensor:
         """Return the positions in a range of columns, [B or 1, W] int64.

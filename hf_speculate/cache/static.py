@@ -3,7 +3,13 @@
 import importlib
 from typing import Any
 
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    EncoderDecoderCache,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from hf_speculate.cache.layers import holding
 
@@ -15,7 +21,9 @@ def is_static(cache: object) -> bool:
     return isinstance(cache, Cache) and all(
         type(part) is StaticCache
         and not part.offloading
-        and all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in holding(part.layers))
+        and all(
+            type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in holding(part.layers)
+        )
         for part in parts_of(cache)
     )
 

@@ -15,7 +15,8 @@ class CacheView:
     behind the end of a row.
     """
 
-    def __init__(self, kv_cache: KVCache, row_indices: Sequence[int] | None = None):  # None for all rows
+    # None for all rows
+    def __init__(self, kv_cache: KVCache, row_indices: Sequence[int] | None = None):
         self._kv_cache = kv_cache
         self._row_indices = None if row_indices is None else RowIndices(row_indices)
 
@@ -33,4 +34,8 @@ class CacheView:
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
         """Select the rows of a tensor [B, ...]; a tensor [1, ...] stands for all rows."""
-        return tensor if self._row_indices is None or tensor.shape[0] == 1 else self._row_indices.select(tensor)
+        return (
+            tensor
+            if self._row_indices is None or tensor.shape[0] == 1
+            else self._row_indices.select(tensor)
+        )

@@ -43,6 +43,8 @@ class AcceptanceTallies:
         with self._lock:
             before, was_low = self._by_draft.get(draft, (DraftCounts(0, 0), False))
             num_drafted, num_accepted = (sum(pair) for pair in zip(before, counts, strict=True))
-            is_low = num_drafted >= bound.num_drafted and num_accepted < bound.least_rate * num_drafted
+            is_low = (
+                num_drafted >= bound.num_drafted and num_accepted < bound.least_rate * num_drafted
+            )
             self._by_draft[draft] = DraftCounts(num_drafted, num_accepted), was_low or is_low
             return is_low and not was_low

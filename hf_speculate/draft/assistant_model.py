@@ -16,7 +16,12 @@ from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.draft.vocab_mapping import MAX_PADDING, TranslatedLanguageModel, VocabMapping, padding_mapping
+from hf_speculate.draft.vocab_mapping import (
+    MAX_PADDING,
+    TranslatedLanguageModel,
+    VocabMapping,
+    padding_mapping,
+)
 from hf_speculate.errors import UnsupportedModelError, warn_user
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
@@ -29,9 +34,10 @@ from hf_speculate.transfers import upload
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
 
-_VOCABULARIES = "hf_speculate.draft.vocab_intersection"  # imported where two tokenizers are compared
-# With another tokenizer, one token in hundreds is accepted by coincidence, and one in ten of a poor draft with the same
-# tokenizer. The bound is wrong for 1 poor draft in 100.
+# imported where two tokenizers are compared
+_VOCABULARIES = "hf_speculate.draft.vocab_intersection"
+# With another tokenizer, one token in hundreds is accepted by coincidence, and one in ten of a poor
+# draft with the same tokenizer. The bound is wrong for 1 poor draft in 100.
 VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
 
 
@@ -57,13 +63,20 @@ class AssistantModel(DraftSource):
         return f"model {type(self.model).__name__}"
 
     def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> DraftSource:
-        tokenizer, assistant_tokenizer = (arguments.get(name) for name in ("tokenizer", "assistant_tokenizer"))
+        tokenizer, assistant_tokenizer = (
+            arguments.get(name) for name in ("tokenizer", "assistant_tokenizer")
+        )
         if self.name and tokenizer is not None and assistant_tokenizer is None:
             assistant_tokenizer = find_tokenizer(self.name)
         resolved = copy.copy(self)
         resolved.vocabulary = map_vocabularies(target, self.model, tokenizer, assistant_tokenizer)
-        resolved.is_vocabulary_assumed = resolved.vocabulary is None and None in (tokenizer, assistant_tokenizer)
-        resolved.eager_reason = "" if resolved.vocabulary is None else "its ids are mapped to the target's"
+        resolved.is_vocabulary_assumed = resolved.vocabulary is None and None in (
+            tokenizer,
+            assistant_tokenizer,
+        )
+        resolved.eager_reason = (
+            "" if resolved.vocabulary is None else "its ids are mapped to the target's"
+        )
         resolved.reads_text = arguments.get("inputs_embeds") is None
         return resolved
 
@@ -78,14 +91,21 @@ class AssistantModel(DraftSource):
     ) -> ModelDrafter:
         model, device = self.model, device_of(self.model)
         context, is_synced = context_of(model, setup.prompt_len), meet is not None
-        max_position = setup.max_position if context is None else min(setup.max_position, context.num_tokens - 1)
-        has_others = is_synced or setup.processors.can_join  # rows of other ranks, or later ones, may be longer
+        max_position = (
+            setup.max_position
+            if context is None
+            else min(setup.max_position, context.num_tokens - 1)
+        )
+        # rows of other ranks, or later ones, may be longer
+        has_others = is_synced or setup.processors.can_join
         if context is not None and context.num_tokens >= setup.max_length and not has_others:
             context = None  # out of reach
         reads_whole = is_synced or setup.inputs.awaits_prompt or not reads_prompts_in_chunks(model)
         chunk_size = None if reads_whole else draft_chunk_size(setup.target, model, setup.num_query)
         settings = DraftSettings(
-            eos_token_ids=upload(sorted(setup.eos_token_ids), device) if setup.eos_token_ids else None,
+            eos_token_ids=upload(sorted(setup.eos_token_ids), device)
+            if setup.eos_token_ids
+            else None,
             confidence_threshold=setup.confidence_threshold,
             keeps_logits=setup.keeps_logits,
             stream=setup.stream,
@@ -97,7 +117,9 @@ class AssistantModel(DraftSource):
         options: dict[str, Any] = {"max_position": max_position, "extra_inputs": setup.inputs}
         options["keeps_states"] = setup.is_distributed
         vocabulary = self.vocabulary
-        translated = None if vocabulary is None else TranslatedLanguageModel(vocabulary, model, **options)
+        translated = (
+            None if vocabulary is None else TranslatedLanguageModel(vocabulary, model, **options)
+        )
         inferencer = Inferencer(
             LanguageModel(model, **options) if translated is None else translated,
             chunk_size=chunk_size,
@@ -106,7 +128,9 @@ class AssistantModel(DraftSource):
         )
         if translated is None:
             return ModelDrafter(inferencer, setup.processors, settings, context)
-        return TranslatedDrafter(inferencer, translated, setup.processors, settings, context, setup.device)
+        return TranslatedDrafter(
+            inferencer, translated, setup.processors, settings, context, setup.device
+        )
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
         """Warn once if next to none of its tokens were accepted; equal sizes of different vocabularies do this."""
@@ -114,10 +138,14 @@ class AssistantModel(DraftSource):
             return
         verified = DraftCounts(stats.num_verified, stats.num_accepted)
         if AcceptanceTallies.of(target).add(self.model, verified, VERIFIED_TOKENS_BOUND):
-            names = [str(model.name_or_path) or type(model).__name__ for model in (target, self.model)]
+            names = [
+                str(model.name_or_path) or type(model).__name__ for model in (target, self.model)
+            ]
             warn_user(
-                f"fewer than {VERIFIED_TOKENS_BOUND.least_rate:.0%} of the draft tokens were accepted; the "
-                f"vocabularies of {names[0]} and {names[1]} have the same size but may differ: pass tokenizer= and "
+                f"fewer than {VERIFIED_TOKENS_BOUND.least_rate:.0%} of the draft tokens were "
+                "accepted; the "
+                f"vocabularies of {names[0]} and {names[1]} have the same size but may differ: "
+                "pass tokenizer= and "
                 "assistant_tokenizer= if they do"
             )
 
@@ -130,7 +158,9 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
         assistant = NamedDrafts.of(target).get(name, target)
     variant = variant_of(assistant)
     if variant is not None:
-        source: DraftSource = load_entry(VARIANTS[variant])(target, {**values, "assistant_model": assistant})
+        source: DraftSource = load_entry(VARIANTS[variant])(
+            target, {**values, "assistant_model": assistant}
+        )
         return source
     return AssistantModel(assistant, name)
 
@@ -138,7 +168,9 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
 def variant_of(assistant: Any) -> str | None:
     """Return the entry of `VARIANTS` that an object names, or a model's type; None for other models."""
     model_type = getattr(getattr(assistant, "config", None), "model_type", None)
-    variant: str | None = getattr(assistant, "draft_source", model_type if model_type in VARIANTS else None)
+    variant: str | None = getattr(
+        assistant, "draft_source", model_type if model_type in VARIANTS else None
+    )
     return variant
 
 
@@ -150,36 +182,46 @@ def map_vocabularies(
 ) -> VocabMapping | None:
     """Return the vocabulary mapping from the draft to the target; None if both share a vocabulary.
 
-    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
-    given, it is looked up in local files under its model's `name_or_path`.
+    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ
+    and a tokenizer is not given, it is looked up in local files under its model's `name_or_path`.
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     has_tokenizers = tokenizer is not None and assistant_tokenizer is not None
     num_read, num_scored = table_sizes(draft)
     if num_target == num_draft and not has_tokenizers:
-        # ids that the draft has no embedding for, or scores past its vocabulary, must not reach either model
+        # ids that the draft has no embedding for, or scores past its vocabulary, must not reach
+        # either model
         fits = num_read >= num_draft and num_scored <= num_draft
         return None if fits else padding_mapping(num_target, min(num_read, num_draft))
     ours = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
-    theirs = find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
+    theirs = (
+        find_tokenizer(str(draft.name_or_path))
+        if assistant_tokenizer is None
+        else assistant_tokenizer
+    )
     if ours is not None and theirs is not None:
         vocabularies = importlib.import_module(_VOCABULARIES)
         if vocabularies.are_equal(ours, theirs):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
         if has_tokenizers:
-            common: VocabMapping = vocabularies.intersect_vocabularies(ours, theirs, num_target, num_draft)
+            common: VocabMapping = vocabularies.intersect_vocabularies(
+                ours, theirs, num_target, num_draft
+            )
             return common
         why = "their tokenizers differ"
     elif abs(num_target - num_draft) <= MAX_PADDING and _eos_ids(target) == _eos_ids(draft):
         warn_user(
-            f"the target has {num_target} ids and the draft {num_draft}; their tokenizers were not found, so ids are "
-            "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to make sure"
+            f"the target has {num_target} ids and the draft {num_draft}; their tokenizers were not "
+            "found, so ids are "
+            "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to "
+            "make sure"
         )
         return padding_mapping(num_target, num_draft)
     else:
         why = "their tokenizers were not found"
     raise UnsupportedModelError(
-        f"assistant_model must have the target's vocabulary of {num_target} tokens, or the tokenizers must be given, "
+        f"assistant_model must have the target's vocabulary of {num_target} tokens, or the "
+        "tokenizers must be given, "
         f"got {num_draft} tokens and {why}; pass tokenizer= and assistant_tokenizer= to generate()"
     )
 
@@ -188,7 +230,9 @@ def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
     """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
     size = vocab_size_of(model)
     embeddings, head = input_table(model), model.get_output_embeddings()
-    return int(getattr(embeddings, "num_embeddings", size)), int(getattr(head, "out_features", size))
+    return int(getattr(embeddings, "num_embeddings", size)), int(
+        getattr(head, "out_features", size)
+    )
 
 
 def _eos_ids(model: PreTrainedModel) -> set[int]:
@@ -200,10 +244,12 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that lies beside a model in local files; None where there is none that loads."""
     try:
         return _load_tokenizer(name) if name else None
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):  # what transformers may raise
+    # what transformers may raise
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None
 
 
-@functools.lru_cache(maxsize=8)  # loading takes up to seconds; what was not found is looked for again
+# loading takes up to seconds; what was not found is looked for again
+@functools.lru_cache(maxsize=8)
 def _load_tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)

@@ -34,31 +34,36 @@ class DrafterSetup:
     Args:
         target: the target model, to share its embeddings and head; it must not be changed.
         batch_size: B.
-        num_pads: [B] padding columns before each prompt; rows that leave before the first call take theirs along.
+        num_pads: [B] padding columns before each prompt; rows that leave before the first call take
+            theirs along.
         max_length: columns of the output at most, the prompt's and its padding included.
         max_draft_tokens: the most tokens that a round may ask for.
         vocab_size: the target's V.
         eos_token_ids: ids after which a row needs no further token.
         device: where tokens and hidden states are handed over and drafts are expected.
-        processors: the call's row-wise logits processors; a drafter that applies them samples from a distribution near
-            the target's.
+        processors: the call's row-wise logits processors; a drafter that applies them samples from
+            a distribution near the target's.
         stream: the noise stream for RANDOM drafts.
-        keeps_logits: whether the verifier reads `DraftOut.token_logits`; if not, return None for them.
-        confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold.
+        keeps_logits: whether the verifier reads `DraftOut.token_logits`; if not, return None for
+            them.
+        confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0
+            for no threshold.
         backend: "auto", "torch" or "triton", of the sampling kernels.
         compilation: the request for compiled drafts; None if the call asks for none.
-        prompt_axes: [1 or 3, B, T] int64, the target's positions of the prompts in time, height and width, undefined at
-            padding; later tokens go on from the last one on every axis. None if positions count tokens, or if the KV
-            cache held a part of the prompt.
-        has_media: whether the target reads pictures or sounds with the prompts: what it makes of them, and not the
-            embeddings of tokens, then enters its first layer at their tokens.
+        prompt_axes: [1 or 3, B, T] int64, the target's positions of the prompts in time, height and
+            width, undefined at padding; later tokens go on from the last one on every axis. None if
+            positions count tokens, or if the KV cache held a part of the prompt.
+        has_media: whether the target reads pictures or sounds with the prompts: what it makes of
+            them, and not the embeddings of tokens, then enters its first layer at their tokens.
         config: the call's settings.
         prompt_len: tokens of the longest prompt.
         num_query: tokens of a prompt that the target reads in one forward.
-        max_position: the position id of the last token that the target reads in a row without padding.
+        max_position: the position id of the last token that the target reads in a row without
+            padding.
         inputs: what a draft model reads besides tokens.
         is_distributed: whether several processes decode the call.
-        for_generators: what transformers hands to its candidate generators, for sources that read it.
+        for_generators: what transformers hands to its candidate generators, for sources that read
+            it.
     """
 
     target: PreTrainedModel
@@ -91,7 +96,8 @@ class DraftRequest(NamedTuple):
 
     query_token_ids: Tensor
     """[B, Q] int64, the tokens of each row that `kv_cache` does not hold, the newest last; in the first call the whole
-    sequence. A shorter row, which is finished and stays in the batch, repeats its first token in front."""
+    sequence. A shorter row, which is finished and stays in the batch, repeats its first token in
+    front."""
     kv_cache: KVCache | None
     """The draft model's states, advanced in place by Q + K - 1 tokens; None for drafters without a draft model."""
     num_draft_tokens: int
@@ -115,32 +121,38 @@ class DraftRequest(NamedTuple):
         """
         if self.num_draft_tokens < 1:
             raise ConfigError(
-                f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}; skip the drafter for none"
+                f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}; skip the "
+                "drafter for none"
             )
         query = self.query_token_ids
         if query.dim() != 2 or query.size(1) < 1:
             raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query.shape)}")
         if self.sample_strategy is SampleStrategy.RANDOM and self.keys is None:
-            raise ConfigError("keys must be given for SampleStrategy.RANDOM, got None; pass NoiseKeys of the round")
+            raise ConfigError(
+                "keys must be given for SampleStrategy.RANDOM, got None; pass NoiseKeys of the "
+                "round"
+            )
 
 
 class Drafter(Protocol):
     """Proposes the next tokens of every row.
 
-    A drafter passed to `generate(drafter=...)` needs `draft` and `rows` only; all else is optional, and a subclass
-    inherits the defaults.
+    A drafter passed to `generate(drafter=...)` needs `draft` and `rows` only; all else is optional,
+    and a subclass inherits the defaults.
 
-    A drafter with heads on the last hidden state, such as Medusa, needs no cache. A drafter that continues from hidden
-    states by itself, such as EAGLE, creates its own cache. In each call it first drops what it cached for its last
-    drafts and reads all of `kept`, pairing each token with the state that it was chosen from; accepted drafts come
-    again there, with the target's states. Then it drafts from its own states, one token at a time. Rows advance by
-    different counts (`kept.num_emitted`), so its cache keeps a length per row.
+    A drafter with heads on the last hidden state, such as Medusa, needs no cache. A drafter that
+    continues from hidden states by itself, such as EAGLE, creates its own cache. In each call it
+    first drops what it cached for its last drafts and reads all of `kept`, pairing each token with
+    the state that it was chosen from; accepted drafts come again there, with the target's states.
+    Then it drafts from its own states, one token at a time. Rows advance by different counts
+    (`kept.num_emitted`), so its cache keeps a length per row.
     """
 
     hidden_layers: Sequence[int] | None = None
     """Layers of the target whose hidden states `kept` holds, concatenated along D: i is the input of decoder layer i,
-    the number of layers is the output of the last one before the final norm, and -1 is the state after that norm, as
-    the language modelling head reads it. None if the drafter reads no hidden states."""
+    the number of layers is the output of the last one before the final norm, and -1 is the state
+    after that norm, as the language modelling head reads it. None if the drafter reads no hidden
+    states."""
     max_draft_tokens: int | None = None
     """The most tokens that it drafts; None for any number."""
     reads_host_tokens: bool = False
@@ -224,7 +236,8 @@ class Drafter(Protocol):
         """Draft up to `request.num_draft_tokens` tokens per row.
 
         Returns:
-            The proposal. K may be smaller than requested if no row needs more tokens, or if `drafts_fewer` is set.
+            The proposal. K may be smaller than requested if no row needs more tokens, or if
+            `drafts_fewer` is set.
 
         Raises:
             ConfigError: see `DraftRequest.check`.
@@ -235,7 +248,8 @@ class Drafter(Protocol):
         """Called once with the hidden states of every forward of the target; `kept` holds what it returns.
 
         Args:
-            states: [B, Q, A * D], the states of the A layers in `hidden_layers`; undefined at padding.
+            states: [B, Q, A * D], the states of the A layers in `hidden_layers`; undefined at
+                padding.
 
         Returns:
             [B, Q, D'], by default the states as they are.
@@ -245,7 +259,8 @@ class Drafter(Protocol):
     def begin(self, token_ids: Tensor) -> None:
         """Called before the first `draft` if rows may join or an earlier call has filled the draft cache.
 
-        Also if it proposes or awaits the prompts. Every token after the prompts is then in a `kept`.
+        Also if it proposes or awaits the prompts. Every token after the prompts is then in a
+        `kept`.
 
         Args:
             token_ids: [B, T] int64, with their padding.
@@ -274,6 +289,7 @@ class Drafter(Protocol):
 DrafterFactory = Callable[[DrafterSetup], Drafter]
 """Makes a drafter for one call.
 
-A factory may have a `description: str`. `stats.plan` shows it, and the adaptive schedule keeps its estimates for later
-calls with the same description; without one, for later calls with the same class or function.
+A factory may have a `description: str`. `stats.plan` shows it, and the adaptive schedule keeps its
+estimates for later calls with the same description; without one, for later calls with the same
+class or function.
 """

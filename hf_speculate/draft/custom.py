@@ -30,7 +30,14 @@ _LAYERS = Check(
     "leave it out for none",
 )
 
-_FLAGS = ["reads_host_tokens", "reads_kept", "reads_prompt", "is_compiled", "counts_padding", "shares_columns"]
+_FLAGS = [
+    "reads_host_tokens",
+    "reads_kept",
+    "reads_prompt",
+    "is_compiled",
+    "counts_padding",
+    "shares_columns",
+]
 _FLAGS += ["drafts_past_context", "proposes", "is_free"]
 
 
@@ -39,7 +46,8 @@ class CustomDrafter(PerRow, Drafter):
 
     Raises:
         ConfigError: the factory made no drafter, or one with an attribute that is out of range.
-        ShapeError: from `draft`, if a proposal does not have the shapes, dtypes or device of a `DraftOut`.
+        ShapeError: from `draft`, if a proposal does not have the shapes, dtypes or device of a
+            `DraftOut`.
     """
 
     PARTS = ("drafter",)
@@ -47,7 +55,9 @@ class CustomDrafter(PerRow, Drafter):
 
     def __init__(self, factory: DrafterFactory, setup: DrafterSetup):
         drafter: Any = factory(setup)
-        if isinstance(drafter, type) or not all(callable(getattr(drafter, name, None)) for name in ("draft", "rows")):
+        if isinstance(drafter, type) or not all(
+            callable(getattr(drafter, name, None)) for name in ("draft", "rows")
+        ):
             raise ConfigError(
                 f"drafter must make an object with draft() and rows(), got {_name(drafter)}; "
                 "return an instance of a class that fulfils hf_speculate.Drafter"
@@ -70,7 +80,8 @@ class CustomDrafter(PerRow, Drafter):
         self._device = setup.device
         self._vocab_size = setup.vocab_size
         self._num_rows = setup.batch_size  # at the last look-up
-        self._hides_kept = False  # whether the next call is the first one, whose query is the whole text
+        # whether the next call is the first one, whose query is the whole text
+        self._hides_kept = False
 
     def begin(self, token_ids: Tensor) -> None:
         if self.proposes:
@@ -81,7 +92,8 @@ class CustomDrafter(PerRow, Drafter):
         probabilities: list[list[float]] = self.drafter.look_up(new_ids)
         if len(probabilities) != len(new_ids):
             raise ShapeError(
-                f"look_up of a drafter must return a list for each of {len(new_ids)} rows, got {len(probabilities)}; "
+                f"look_up of a drafter must return a list for each of {len(new_ids)} rows, got "
+                f"{len(probabilities)}; "
                 "return an empty list for a row without a proposal"
             )
         self._num_rows = len(new_ids)
@@ -106,7 +118,11 @@ class CustomDrafter(PerRow, Drafter):
         draft, logits = self._valid(draft), draft.token_logits
         if request.sample_strategy is SampleStrategy.GREEDY or logits is None:
             return draft._replace(token_logits=None, logsumexp=None)
-        return draft if draft.logsumexp is not None else draft._replace(logsumexp=logits.float().logsumexp(-1))
+        return (
+            draft
+            if draft.logsumexp is not None
+            else draft._replace(logsumexp=logits.float().logsumexp(-1))
+        )
 
     def _valid(self, draft: DraftOut) -> DraftOut:
         """Return the draft with -1 in place of ids outside the vocabulary; the call has no draft cache."""
@@ -131,24 +147,40 @@ class CustomDrafter(PerRow, Drafter):
 
     def _check(self, draft: DraftOut, num_rows: int, num_draft_tokens: int) -> None:
         if not isinstance(draft, DraftOut):
-            raise ShapeError(f"a drafter must return a DraftOut, got {_name(draft)}; see hf_speculate.types")
-        ids = draft.token_ids
-        if ids.ndim != 2 or ids.shape[0] != num_rows or ids.shape[1] > num_draft_tokens or ids.dtype != torch.int64:
             raise ShapeError(
-                f"token_ids of a draft must be [B, K] int64 with B = {num_rows} and K of at most {num_draft_tokens}, "
-                f"got {list(ids.shape)} {_dtype(ids)}; return fewer tokens where no more are known, never more"
+                f"a drafter must return a DraftOut, got {_name(draft)}; see hf_speculate.types"
             )
-        if tuple(draft.lens.shape) != (num_rows,) or draft.lens.dtype not in (torch.int32, torch.int64):
+        ids = draft.token_ids
+        if (
+            ids.ndim != 2
+            or ids.shape[0] != num_rows
+            or ids.shape[1] > num_draft_tokens
+            or ids.dtype != torch.int64
+        ):
             raise ShapeError(
-                f"lens of a draft must be [B] int32 with B = {num_rows}, got {list(draft.lens.shape)} "
+                f"token_ids of a draft must be [B, K] int64 with B = {num_rows} and K of at most "
+                f"{num_draft_tokens}, "
+                f"got {list(ids.shape)} {_dtype(ids)}; return fewer tokens where no more are "
+                "known, never more"
+            )
+        if tuple(draft.lens.shape) != (num_rows,) or draft.lens.dtype not in (
+            torch.int32,
+            torch.int64,
+        ):
+            raise ShapeError(
+                f"lens of a draft must be [B] int32 with B = {num_rows}, got "
+                f"{list(draft.lens.shape)} "
                 f"{_dtype(draft.lens)}; say how many tokens of each row count"
             )
         if ids.device != self._device:
-            raise ShapeError(f"token_ids of a draft must be on {self._device}, as in its setup, got {ids.device}")
+            raise ShapeError(
+                f"token_ids of a draft must be on {self._device}, as in its setup, got {ids.device}"
+            )
         shape = [*ids.shape, self._vocab_size]
         if draft.token_logits is not None and list(draft.token_logits.shape) != shape:
             raise ShapeError(
-                f"token_logits of a draft must be [B, K, V] = {shape}, got {list(draft.token_logits.shape)}; "
+                f"token_logits of a draft must be [B, K, V] = {shape}, got "
+                f"{list(draft.token_logits.shape)}; "
                 "return None for a point mass"
             )
 
@@ -182,7 +214,9 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
     """Return the source of `drafter`; a factory may name another one, as a draft head does."""
     factory = values["drafter"]
     variant = getattr(factory, "draft_source", None)
-    source: DraftSource = CustomSource(factory) if variant is None else load_entry(VARIANTS[variant])(target, values)
+    source: DraftSource = (
+        CustomSource(factory) if variant is None else load_entry(VARIANTS[variant])(target, values)
+    )
     return source
 
 

@@ -34,10 +34,13 @@ class ModelDrafter(PerRow, Drafter):
         self.settings = settings or DraftSettings()
         processors = BlockLogitsProcessorList() if processors is None else processors
         vocabulary = vocabulary or DraftVocabulary()
-        self.chooser = TokenChooser(processors, self.settings, self.language_model.device, vocabulary)
+        self.chooser = TokenChooser(
+            processors, self.settings, self.language_model.device, vocabulary
+        )
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
         self.awaits_prompt = self.language_model.extra_inputs.awaits_prompt
-        self.draft_model: PreTrainedModel = self.language_model.model  # whose states `kv_cache` holds
+        # whose states `kv_cache` holds
+        self.draft_model: PreTrainedModel = self.language_model.model
         if context is not None:
             self.context_len, self.counts_padding, self.shares_columns = context
 
@@ -53,7 +56,9 @@ class ModelDrafter(PerRow, Drafter):
         if request.kv_cache is None:
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
         self.chooser.read(request.query_token_ids, request.kept)
-        return request.kv_cache, self.chooser.start(request.num_draft_tokens, request.sample_strategy, request.keys)
+        return request.kv_cache, self.chooser.start(
+            request.num_draft_tokens, request.sample_strategy, request.keys
+        )
 
     def is_callers(self, error: Exception) -> bool:
         return error is self.chooser.processor_error

@@ -47,17 +47,21 @@ def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
     """An ordinary draft model, as the command line loads it, in the target's dtype and on its device."""
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, info = load(source, dtype=target.dtype, trust_remote_code=False, output_loading_info=True)
+        model, info = load(
+            source, dtype=target.dtype, trust_remote_code=False, output_loading_info=True
+        )
     except Exception as error:  # unreadable files raise errors of any type
         reason = " ".join(str(error).split())[:_REASON_LEN]
         raise ConfigError(
-            f"assistant_model must name a draft head or a causal language model, got {source!r}, which does not load "
+            f"assistant_model must name a draft head or a causal language model, got {source!r}, "
+            "which does not load "
             f"({reason}); check the path or the id, or load it yourself and pass the model"
         ) from error
     missing = info["missing_keys"]
     if missing:
         raise ConfigError(
-            f"assistant_model must name files with all weights of {type(model).__name__}, got {source!r} without "
+            f"assistant_model must name files with all weights of {type(model).__name__}, got "
+            f"{source!r} without "
             f"{shown(missing)}; download it again, or load it yourself, and pass the model"
         )
     return model.eval().to(device_of(target))  # type: ignore[no-any-return]

@@ -34,12 +34,16 @@ class NoDrafts(DraftSource):
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
         return False
 
-    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
+    def make_drafter(
+        self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
+    ) -> Drafter:
         return NoDrafter()
 
 
 CONTINUOUS = NoDrafts("continuous batching", "decode static batches")
 FORCED_TEXT_ALONE = NoDrafts("grammar_draft", hint_of("grammar_draft"))
 COUPLED_ALONE = NoDrafts(
-    "verifier='coupled'", "set verifier='rejection' to sample as transformers does", is_token_by_token=True
+    "verifier='coupled'",
+    "set verifier='rejection' to sample as transformers does",
+    is_token_by_token=True,
 )

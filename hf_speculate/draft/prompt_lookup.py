@@ -20,7 +20,9 @@ class PromptLookup(DraftSource):
     """The source of a call that copies earlier tokens of each row."""
 
     argument = "prompt_lookup_num_tokens"
-    hint = hint_of(argument) + ", or hf_speculate.disable(model) for transformers' own prompt lookup"
+    hint = (
+        hint_of(argument) + ", or hf_speculate.disable(model) for transformers' own prompt lookup"
+    )
     description = "prompt lookup"
     varies_len = True
     store: Any = None  # texts of earlier calls, which are searched too; None for none
@@ -31,8 +33,12 @@ class PromptLookup(DraftSource):
         if num == 0:
             return config
         if isinstance(num, Sequence):
-            return replace(config, num_assistant_tokens=[min(limit, most or limit) for limit in num])
-        return replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
+            return replace(
+                config, num_assistant_tokens=[min(limit, most or limit) for limit in num]
+            )
+        return replace(
+            config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule
+        )
 
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
         return False
@@ -40,7 +46,9 @@ class PromptLookup(DraftSource):
     def history_key(self) -> HistoryKey:
         return HistoryKey(None, ("none", True))
 
-    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
+    def make_drafter(
+        self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
+    ) -> Drafter:
         rates = SharedRates.of_lookups(setup.target)
         return SuffixDrafter(self.suffix_settings(setup), setup.device, lambda: rates)
 

@@ -18,8 +18,9 @@ from hf_speculate.types import DraftNames
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
 
-# Argument of `generate()`, or arguments that go together -> the function that makes their source, imported when a call
-# has the argument. Without a name behind the colon it is `make_source`; it gets the target and the values of a call.
+# Argument of `generate()`, or arguments that go together -> the function that makes their source,
+# imported when a call has the argument. Without a name behind the colon it is `make_source`; it
+# gets the target and the values of a call.
 SOURCES = {
     "assistant_model": "hf_speculate.draft.assistant_model",
     "assistant_early_exit": "hf_speculate.options.sources.early_exit",
@@ -41,7 +42,8 @@ VARIANTS = {
     "gemma4_assistant": "hf_speculate.options.gemma4.source",
     "gemma4_unified_assistant": "hf_speculate.options.gemma4.source",
 }
-_WITH_MODEL = ("assistant_model", "assistant_early_exit")  # the sources with a KV cache that a `DraftState` keeps
+# the sources with a KV cache that a `DraftState` keeps
+_WITH_MODEL = ("assistant_model", "assistant_early_exit")
 
 
 class HistoryKey(NamedTuple):
@@ -59,21 +61,25 @@ class DraftSource:
     description = "none"  # for `stats.plan`, and the name of its drafted tokens
     model: PreTrainedModel | None = None  # the model that drafts
     generation_config: GenerationConfig | None = None  # sets fields that the call leaves open
-    vocabulary: VocabMapping | None = None  # maps the target's ids to the model's; None if they are the same
+    # maps the target's ids to the model's; None if they are the same
+    vocabulary: VocabMapping | None = None
     eager_reason = ""  # why the model is never compiled; empty if it may be
     drafts = True  # whether it proposes tokens at all
     is_token_by_token = False  # whether the target reads one token at a time, as in plain decoding
     drafts_at_once = False  # whether one step drafts all tokens of a round
-    varies_len = False  # whether its rounds may have any number of tokens with a constant draft length too
+    # whether its rounds may have any number of tokens with a constant draft length too
+    varies_len = False
     is_single_row = False  # whether it serves one row only
     reads_embeds = True  # whether it serves prompts of embeddings
     reads_keys = False  # whether it reads the keys of the noise even if it does not sample
     reads_prepared = False  # whether it reads `DrafterSetup.for_generators`
     takes_turns = True  # whether another source may draft in its place in some rounds
-    unsynced = ""  # argument with which ranks of different texts would run different numbers of forwards
+    # argument with which ranks of different texts would run different numbers of forwards
+    unsynced = ""
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
     is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`
-    reads_outputs = ""  # why the states come from the output of an eager forward; empty if they are captured
+    # why the states come from the output of an eager forward; empty if they are captured
+    reads_outputs = ""
 
     @property
     def names(self) -> DraftNames:
@@ -108,7 +114,9 @@ class DraftSource:
         """Bytes of the weights that a draft step reads, of a source without a model; None if nothing is known."""
         return 0
 
-    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
+    def make_drafter(
+        self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
+    ) -> Drafter:
         """Make the drafter of a planned run.
 
         Args:
@@ -142,10 +150,15 @@ class FactorySource(DraftSource):
     def begin(self, setup: DrafterSetup) -> "DraftSource":
         begun = copy.copy(self)
         begun.drafter = self.start(setup)
-        begun.hidden_layers, begun.is_compiled = begun.drafter.hidden_layers, begun.drafter.is_compiled
+        begun.hidden_layers, begun.is_compiled = (
+            begun.drafter.hidden_layers,
+            begun.drafter.is_compiled,
+        )
         return begun
 
-    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
+    def make_drafter(
+        self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
+    ) -> Drafter:
         return self.drafter
 
 
@@ -178,9 +191,12 @@ def source_values(values: Mapping[str, Any], config: SpeculationConfig) -> dict[
 
 def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) -> str:
     """The entry of `sources` that a call's arguments name, empty if they name none; raises as `find_source` does."""
-    if values.get("draft_state") is not None and all(values.get(name) is None for name in _WITH_MODEL):
+    if values.get("draft_state") is not None and all(
+        values.get(name) is None for name in _WITH_MODEL
+    ):
         raise ConfigError(
-            "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"
+            "draft_state must come with assistant_model or assistant_early_exit, got neither; "
+            "leave draft_state out"
         )
     names = [name for name in sources if is_set(values.get(name))]
     key = " and ".join(names)
@@ -191,7 +207,10 @@ def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) 
 
 
 def make_source(
-    key: str, target: PreTrainedModel, values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES
+    key: str,
+    target: PreTrainedModel,
+    values: Mapping[str, Any],
+    sources: Mapping[str, str] = SOURCES,
 ) -> Any:
     """Return the source of an entry; None if the entry leaves the call to transformers."""
     return load_entry(sources[key])(target, values)

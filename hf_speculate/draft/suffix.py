@@ -29,7 +29,8 @@ class SuffixSettings:
     """Settings of drafts after a suffix match."""
 
     max_draft_tokens: int  # tokens a row is drafted at most, >= 1
-    max_match_len: int | None = None  # longer matches count as of that length, at most 64; None for 64
+    # longer matches count as of that length, at most 64; None for 64
+    max_match_len: int | None = None
     eos_token_ids: frozenset[int] = frozenset()  # ids after which a row needs no further token
     vocab_size: float = math.inf  # V; larger ids from a store are not drafted
     store: TextStore | None = None  # sequences of earlier calls; None to search only the row itself
@@ -104,10 +105,15 @@ class SuffixDrafter(PerRow, Drafter):
 
     def begin(self, token_ids: Tensor) -> None:
         pads = self._num_pads or [0] * len(token_ids)
-        prompts, store = [ids[num:] for ids, num in zip(token_ids.tolist(), pads, strict=True)], self._settings.store
+        prompts, store = (
+            [ids[num:] for ids, num in zip(token_ids.tolist(), pads, strict=True)],
+            self._settings.store,
+        )
         self.texts, self._num_pads = [], None
         for prompt in prompts:
-            self.texts.append(RowText(self._make_rates(), None if store is None else store.of_prompt(prompt)))
+            self.texts.append(
+                RowText(self._make_rates(), None if store is None else store.of_prompt(prompt))
+            )
             self.texts[-1].extend(prompt)
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -160,5 +166,6 @@ def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftO
     if device.type == "cpu":  # numpy reads short lists in a third of torch.tensor()'s time
         token_ids = torch.from_numpy(np.array(rows, dtype=np.int64))  # [B, K]
         return DraftOut(token_ids, torch.from_numpy(np.array(lens, dtype=np.int32)), None, None)
-    packed = upload([[*ids, num] for ids, num in zip(rows, lens, strict=True)], device)  # [B, K+1], in one copy
+    # [B, K+1], in one copy
+    packed = upload([[*ids, num] for ids, num in zip(rows, lens, strict=True)], device)
     return DraftOut(packed[:, :-1], packed[:, -1].to(torch.int32), None, None)

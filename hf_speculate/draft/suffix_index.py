@@ -4,10 +4,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-MAX_MATCH_LEN = 64  # tokens after which two contexts count as the same, and the latest of them is taken
+# tokens after which two contexts count as the same, and the latest of them is taken
+MAX_MATCH_LEN = 64
 SEPARATOR = -1  # in place of a token: no match and no continuation crosses it
-# Drafts after the longest of these matches are accepted as far as drafts after the longest of all; measured on
-# Python's standard library in the bundled tokenizer.
+# Drafts after the longest of these matches are accepted as far as drafts after the longest of all;
+# measured on Python's standard library in the bundled tokenizer.
 _NGRAM_LENS = (3, 1)
 _MAX_CANDIDATES = 16  # occurrences of an n-gram that are compared, the latest ones
 _ENTRY_BYTES = 152  # bytes of a large dict's entry with its n-gram and its number, at most
@@ -44,13 +45,15 @@ class _Chain(NamedTuple):
 
     num: int  # n
     latest: dict[bytes, int]
-    before: "array[int]"  # by token: the occurrence before of the n-gram that ends with it; 0 if there is none
+    # by token: the occurrence before of the n-gram that ends with it; 0 if there is none
+    before: "array[int]"
 
 
 class SuffixIndex:
     """Hash chains over the n-grams of a growing sequence, as LZ77 compressors use.
 
-    An appended token and a search take a bounded number of steps, whatever the length of the sequence.
+    An appended token and a search take a bounded number of steps, whatever the length of the
+    sequence.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,10 @@ class SuffixIndex:
     @property
     def num_bytes(self) -> int:
         """Memory in use, as an estimate that is not below it."""
-        return len(self.token_ids) * _TOKEN_BYTES + sum(len(chain.latest) for chain in self._chains) * _ENTRY_BYTES
+        return (
+            len(self.token_ids) * _TOKEN_BYTES
+            + sum(len(chain.latest) for chain in self._chains) * _ENTRY_BYTES
+        )
 
     def extend(self, token_ids: Iterable[int]) -> None:
         text = self.token_ids

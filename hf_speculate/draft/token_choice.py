@@ -21,8 +21,10 @@ _HISTORY_CAPACITY = 256  # columns to come for which the history of processors i
 class DraftSettings(NamedTuple):
     """Settings of the choice of drafted tokens."""
 
-    eos_token_ids: Tensor | None = None  # [E] int64, ids after which a row needs no further token; None for none
-    confidence_threshold: float = 0.0  # a row's draft ends after a token of lower probability, in [0, 1]
+    # [E] int64, ids after which a row needs no further token; None for none
+    eos_token_ids: Tensor | None = None
+    # a row's draft ends after a token of lower probability, in [0, 1]
+    confidence_threshold: float = 0.0
     keeps_logits: bool = True  # whether the verifier reads the distribution that was sampled
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
     backend: str = "auto"  # backend of the sampling kernel
@@ -32,7 +34,9 @@ def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings)
     """One token of every row from logits [B, V], in a compiled draft; without noise keys the argmax is taken."""
     if keys is None:
         return Chosen(logits.argmax(dim=-1)[:, None])
-    token_ids, logsumexp = sample(logits, keys=keys, stream=settings.stream, backend=settings.backend)
+    token_ids, logsumexp = sample(
+        logits, keys=keys, stream=settings.stream, backend=settings.backend
+    )
     if not settings.keeps_logits:
         return Chosen(token_ids[:, None])
     return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
@@ -52,9 +56,11 @@ class TokenChooser(PerRow):
         vocabulary: DraftVocabulary,
     ):
         self.processors, self.settings, self.vocabulary = processors, settings, vocabulary
-        self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
+        # None before the first round, and if no processor reads tokens
+        self.history: TokenBuffer | None = None
         self.can_join = processors.can_join
-        self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
+        # a later row may have such processors
+        self.reads_kept = self.can_join or processors.reads_token_ids
         self.counts, self._device = ArangeCache(device, torch.int32), device
         self.processor_error: Exception | None = None  # the last one that a processor raised
         self.last_logits: Tensor | None = None  # [B, V] or [B, Vd] of the last drafted token
@@ -67,7 +73,9 @@ class TokenChooser(PerRow):
     def begin(self, token_ids: Tensor) -> None:
         """Record the prompts [B, T] int64 if processors read them."""
         if self.reads_kept:
-            self.history = TokenBuffer(token_ids.to(self._device), token_ids.shape[1] + _HISTORY_CAPACITY)
+            self.history = TokenBuffer(
+                token_ids.to(self._device), token_ids.shape[1] + _HISTORY_CAPACITY
+            )
 
     def read(self, query: Tensor, kept: Kept | None) -> None:
         """Record the sequences that processors see: the first query, then what was kept of the last round."""
@@ -76,7 +84,9 @@ class TokenChooser(PerRow):
         elif kept is not None:
             self.history.append(kept.token_ids.to(self._device), kept.num_emitted.tolist())
 
-    def start(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "RoundDraft":
+    def start(
+        self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None
+    ) -> "RoundDraft":
         """Return the draft of one round, of K tokens at most."""
         if sample_strategy is SampleStrategy.GREEDY or keys is None:
             return RoundDraft(self, None, num_tokens)
@@ -103,10 +113,14 @@ class RoundDraft:
         self._warped: WarpedDraws | None = None  # takes the place of the draws and of a last warper
         if keys is not None:
             settings, warp = chooser.settings, dict[str, Any]()
-            if chooser.vocabulary.size is None and WarpedDraws.can_run(settings.backend, keys.seeds.device):
+            if chooser.vocabulary.size is None and WarpedDraws.can_run(
+                settings.backend, keys.seeds.device
+            ):
                 self._processors, warp = self._processors.split_warp()
             if warp:
-                self._warped = WarpedDraws(keys, settings.stream, num_tokens, settings.keeps_logits, warp)
+                self._warped = WarpedDraws(
+                    keys, settings.stream, num_tokens, settings.keeps_logits, warp
+                )
             else:
                 self._draws = Draws(keys, settings.stream, num_tokens, backend=settings.backend)
         self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
@@ -120,15 +134,23 @@ class RoundDraft:
         is_mapped = self.keys is not None or len(self._processors) > 0
         scores = vocabulary.scattered(logits) if is_mapped else vocabulary.cut(logits)
         if len(self._processors):
-            ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
-            prefix_lens = None if history is None else history.lens  # without a history, none of them reads token ids
+            ids = (
+                scores.new_empty(len(scores), 0, dtype=torch.int64)
+                if history is None
+                else history.token_ids
+            )
+            # without a history, none of them reads token ids
+            prefix_lens = None if history is None else history.lens
             try:
-                processed = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
+                # [B, V]
+                processed = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]
             except Exception as error:
                 chooser.processor_error = error
                 raise
             if vocabulary.size is not None:  # all that a head with fewer ids proposes may be banned
-                processed = torch.where((processed == -torch.inf).all(-1, True), scores.to(processed), processed)
+                processed = torch.where(
+                    (processed == -torch.inf).all(-1, True), scores.to(processed), processed
+                )
             scores = processed
         column = self.tokens.column(len(scores))
         if self._warped is not None:

@@ -15,15 +15,18 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_speculate.draft.vocab_mapping import NOT_ENCODED, VocabMapping, VocabTable
 from hf_speculate.errors import UnsupportedModelError
 
-# Below this share of the smaller vocabulary hardly a word of a text is one shared token, and the pair is most likely a
-# mistake: characters beside words, or another script. What lies above and still does not pay, the schedule drops.
+# Below this share of the smaller vocabulary hardly a word of a text is one shared token, and the
+# pair is most likely a mistake: characters beside words, or another script. What lies above and
+# still does not pay, the schedule drops.
 MIN_OVERLAP = 0.1
 
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's space
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
 _NO_BYTE = 0xFFFF  # a character that no byte is written as
 # Character -> character with the byte's number, for the 256 characters of byte-level vocabularies.
-_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {ord(char): byte for byte, char in bytes_to_unicode().items()}
+_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
+    ord(char): byte for byte, char in bytes_to_unicode().items()
+}
 _ROLES = ("eos_token_id", "bos_token_id", "pad_token_id", "unk_token_id")
 _NUM_PROBES = 16
 
@@ -35,7 +38,8 @@ class _Stamp(NamedTuple):
 
     num_tokens: int
     roles: tuple[int | None, ...]  # by role, and the ids of all special tokens
-    probes: tuple[str, ...]  # tokens spread over the vocabulary: other ones if its model was replaced
+    # tokens spread over the vocabulary: other ones if its model was replaced
+    probes: tuple[str, ...]
 
 
 @dataclass
@@ -50,16 +54,16 @@ class _Pair:
 
 
 _LOCK = threading.Lock()
-_PAIRS: WeakKeyDictionary[PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, _Pair]] = (
-    WeakKeyDictionary()
-)
+_PAIRS: WeakKeyDictionary[
+    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, _Pair]
+] = WeakKeyDictionary()
 
 
 def are_equal(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> bool:
     """Whether two tokenizers have the same ids for the same tokens; compared once for each pair of objects.
 
-    A pair is compared again when tokens were added, when special tokens were set, and when one of some tokens of the
-    vocabulary is another one.
+    A pair is compared again when tokens were added, when special tokens were set, and when one of
+    some tokens of the vocabulary is another one.
     """
     if target is draft:
         return True
@@ -72,9 +76,10 @@ def intersect_vocabularies(
 ) -> VocabMapping:
     """The tokens that stand for the same text in both vocabularies, and what the draft is fed for the others.
 
-    Tokens are compared by their bytes; special tokens by their name, and the end of a text, its beginning and padding
-    by their role. A token that the draft lacks is fed to it as the last token of its own encoding of that text: one for
-    one, so that rows stay rectangular, and the next token depends most on the newest letters.
+    Tokens are compared by their bytes; special tokens by their name, and the end of a text, its
+    beginning and padding by their role. A token that the draft lacks is fed to it as the last token
+    of its own encoding of that text: one for one, so that rows stay rectangular, and the next token
+    depends most on the newest letters.
 
     Source:
         Token-level intersection: Timor et al. (arXiv:2502.05202), section 3.
@@ -130,22 +135,28 @@ def _make_table(
     num_smaller = max(min(len(target_surfaces), len(draft_surfaces)), 1)
     if len(shared) < MIN_OVERLAP * num_smaller or not shared:
         raise UnsupportedModelError(
-            f"assistant_tokenizer must share at least {MIN_OVERLAP:.0%} of the smaller vocabulary with tokenizer, got "
+            f"assistant_tokenizer must share at least {MIN_OVERLAP:.0%} of the smaller vocabulary "
+            "with tokenizer, got "
             f"{len(shared)} of {num_smaller} tokens ({len(shared) / num_smaller:.1%}); "
             "use a draft whose tokenizer is nearer to the target's"
         )
     for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
         target_id, draft_id = getattr(target, role), getattr(draft, role)
-        are_ids = None not in (target_id, draft_id) and target_id < num_target and draft_id < num_draft
+        are_ids = (
+            None not in (target_id, draft_id) and target_id < num_target and draft_id < num_draft
+        )
         if are_ids and target_id not in shared and draft_id not in taken:
             shared[target_id] = draft_id
             taken.add(draft_id)
-    stand_ins = (draft.unk_token_id, draft.pad_token_id, draft.eos_token_id)  # fed for an id without a text
+    # fed for an id without a text
+    stand_ins = (draft.unk_token_id, draft.pad_token_id, draft.eos_token_id)
     stand_in = next((int(id_) for id_ in stand_ins if id_ is not None and id_ < num_draft), 0)
     draft_ids = torch.full((num_target,), stand_in, device="cpu")
     draft_ids[torch.tensor(list(target_surfaces), device="cpu")] = NOT_ENCODED
     fed = doubles | shared
-    draft_ids[torch.tensor(list(fed), device="cpu")] = torch.tensor(list(fed.values()), device="cpu")
+    draft_ids[torch.tensor(list(fed), device="cpu")] = torch.tensor(
+        list(fed.values()), device="cpu"
+    )
     is_shared = torch.zeros(num_target, dtype=torch.bool, device="cpu")
     is_shared[torch.tensor(list(shared), device="cpu")] = True
     return VocabTable(draft_ids, is_shared, stand_in=stand_in), of_target
@@ -158,7 +169,8 @@ class _Surfaces:
         space_ids = tokenizer(" ", add_special_tokens=False)["input_ids"]
         self._mark = (tokenizer.convert_ids_to_tokens(space_ids) or [""])[0][:1]
         special = set(tokenizer.all_special_ids)
-        # id -> whether the token is special, of special tokens and those that stand for their text as it is written
+        # id -> whether the token is special, of special tokens and those that stand for their text
+        # as it is written
         self._added = {id_: token.special for id_, token in tokenizer.added_tokens_decoder.items()}
         self._added |= dict.fromkeys(special, True)
 
@@ -181,7 +193,8 @@ class _Surfaces:
         plain: dict[int, _Surface] = {}
         single_bytes: dict[int, _Surface] = {}
         has_bytes = self._mark == _WORD_MARK
-        for token, token_id in sorted(vocab.items(), key=itemgetter(1)):  # fast tokenizers give no order
+        # fast tokenizers give no order
+        for token, token_id in sorted(vocab.items(), key=itemgetter(1)):
             if token_id < num_ids:
                 is_byte = has_bytes and self._is_byte(token) and token_id not in self._added
                 (single_bytes if is_byte else plain)[token_id] = self.of(token, token_id)
@@ -202,7 +215,10 @@ def _last_tokens(
     """The last token of the draft's own encoding of each target token; what it cannot encode is left out."""
     tokens = zip(target.convert_ids_to_tokens(target_ids), target_ids, strict=True)
     surfaces = [of_target.of(token, target_id) for token, target_id in tokens]
-    texts = [surface if isinstance(surface, str) else surface.decode(errors="replace") for surface in surfaces]
+    texts = [
+        surface if isinstance(surface, str) else surface.decode(errors="replace")
+        for surface in surfaces
+    ]
     encoded = draft(texts, add_special_tokens=False)["input_ids"]
     rows = zip(target_ids, encoded, strict=True)
     return {target_id: ids[-1] for target_id, ids in rows if ids and ids[-1] < num_draft}

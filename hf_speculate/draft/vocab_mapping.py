@@ -14,7 +14,8 @@ from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.transfers import send
 from hf_speculate.types import Scored
 
-MAX_PADDING = 1024  # embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels
+# embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels
+MAX_PADDING = 1024
 NOT_ENCODED = -1
 
 
@@ -23,8 +24,10 @@ class DraftVocabulary:
     """Maps the columns of a draft's logits to ids of the target."""
 
     size: int | None = None  # V, of the target; None if logits have as many columns
-    target_ids: Tensor | None = None  # [Vd] int64, those of the columns, increasing; None if column j is id j
-    num_columns: int | None = None  # the first ones, which stand for ids of the target; None for all
+    # [Vd] int64, those of the columns, increasing; None if column j is id j
+    target_ids: Tensor | None = None
+    # the first ones, which stand for ids of the target; None for all
+    num_columns: int | None = None
 
     def resized(self, size: int) -> "DraftVocabulary":
         """The same for a target of V = `size` ids: those that it lacks are not proposed."""
@@ -50,7 +53,9 @@ class DraftVocabulary:
             return logits
         if self.target_ids is None:  # a view or one operator
             lacking = self.size - logits.shape[-1]
-            padded = functools.partial(torch.nn.functional.pad, logits, (0, lacking), value=-torch.inf)
+            padded = functools.partial(
+                torch.nn.functional.pad, logits, (0, lacking), value=-torch.inf
+            )
             return logits[..., : self.size] if lacking <= 0 else padded()
         full = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
         return full.index_copy_(-1, self.target_ids, self.cut(logits))
@@ -60,7 +65,8 @@ class DeviceTable(NamedTuple):
     """The tables of a vocabulary mapping on the draft's device."""
 
     draft_ids: Tensor  # [V] int64, by target id; exact for the shared ones
-    columns: Tensor | None  # [N] int64, the draft's ids of the shared tokens; None if these are its first ones
+    # [N] int64, the draft's ids of the shared tokens; None if these are its first ones
+    columns: Tensor | None
     vocabulary: DraftVocabulary  # vocabulary of logits [..., N] in these columns
 
 
@@ -68,13 +74,18 @@ class DeviceTable(NamedTuple):
 class VocabTable:
     """The mapping of two vocabularies, which all calls with the same two tokenizers share."""
 
-    # [V] int64 on the host, by target id, what the draft is fed for it: ids of the draft, or `NOT_ENCODED`
+    # [V] int64 on the host, by target id, what the draft is fed for it: ids of the draft, or
+    # `NOT_ENCODED`
     draft_ids: Tensor
-    is_shared: Tensor  # [V] bool on the host, by target id, whether the draft may propose it; at least one is
-    is_padded: bool = False  # whether ids mean the same on both sides, so that only the ends of the vocabularies differ
+    # [V] bool on the host, by target id, whether the draft may propose it; at least one is
+    is_shared: Tensor
+    # whether ids mean the same on both sides, so that only the ends of the vocabularies differ
+    is_padded: bool = False
     stand_in: int = 0  # an id of the draft, for tokens without a text
     lock: Any = field(default_factory=threading.Lock, repr=False)
-    _on_device: dict[torch.device, DeviceTable] = field(default_factory=dict, init=False, repr=False)
+    _on_device: dict[torch.device, DeviceTable] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def on(self, device: torch.device) -> DeviceTable:
         """The table on a device; it is copied once."""
@@ -90,7 +101,11 @@ class VocabTable:
         if self.is_padded:
             return DeviceTable(on_device, None, DraftVocabulary(size))
         target_ids = self.is_shared.nonzero()[:, 0]
-        return DeviceTable(on_device, send(ids[target_ids], device), DraftVocabulary(size, send(target_ids, device)))
+        return DeviceTable(
+            on_device,
+            send(ids[target_ids], device),
+            DraftVocabulary(size, send(target_ids, device)),
+        )
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,8 @@ class VocabMapping:
     """The vocabulary mapping of one call: ids of the draft for ids of the target."""
 
     table: VocabTable
-    # the draft's ids for ids of the target that it lacks, which are called for when these first occur; it may leave
-    # some out; None if it lacks none
+    # the draft's ids for ids of the target that it lacks, which are called for when these first
+    # occur; it may leave some out; None if it lacks none
     encode: Callable[[list[int]], dict[int, int]] | None = None
 
     def encoded(self, target_ids: Tensor) -> Tensor:
@@ -121,21 +136,23 @@ class VocabMapping:
 @torch.inference_mode(False)
 def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
     """The mapping of one tokenizer and two models whose tables end at different lengths."""
-    ids = torch.arange(num_target, device="cpu")  # those of the target alone lie in the padding and are never read
+    # those of the target alone lie in the padding and are never read
+    ids = torch.arange(num_target, device="cpu")
     return VocabMapping(VocabTable(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True))
 
 
 class TranslatedLanguageModel(LanguageModel):
     """A draft model that reads the target's ids and scores the shared ones; the model itself stays as it is.
 
-    Tokens of the text are read on the host, where those that the draft lacks are encoded when they first occur.
-    Drafted tokens are shared ones, and stay on the device.
+    Tokens of the text are read on the host, where those that the draft lacks are encoded when they
+    first occur. Drafted tokens are shared ones, and stay on the device.
     """
 
     def __init__(self, mapping: VocabMapping, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._mapping, self._table = mapping, mapping.table.on(self.device)
-        self.encodes = mapping.encode is not None  # whether tokens of the text must be read on the host
+        # whether tokens of the text must be read on the host
+        self.encodes = mapping.encode is not None
 
     @property
     def vocabulary(self) -> DraftVocabulary:
@@ -150,5 +167,9 @@ class TranslatedLanguageModel(LanguageModel):
             draft_ids = self._table.draft_ids[query_token_ids]
         scored = super().run(draft_ids, kv_cache, **options)
         logits, columns = scored.logits, self._table.columns
-        shared = logits[..., : self.vocabulary.size] if columns is None else logits.index_select(-1, columns)
+        shared = (
+            logits[..., : self.vocabulary.size]
+            if columns is None
+            else logits.index_select(-1, columns)
+        )
         return scored._replace(logits=shared)

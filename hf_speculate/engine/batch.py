@@ -21,7 +21,15 @@ _FIRST_CAPACITY = 1024  # initial room of a row's buffer in new tokens; it grows
 class Batch(PerRow):
     """B rows of prompt and new tokens."""
 
-    BY_ROW = ("num_hidden", "max_lengths", "row_ids", "is_finished", "prompt_lens", "draft_limits", "_rounds_before")
+    BY_ROW = (
+        "num_hidden",
+        "max_lengths",
+        "row_ids",
+        "is_finished",
+        "prompt_lens",
+        "draft_limits",
+        "_rounds_before",
+    )
     TENSORS = ("seeds",)
     PARTS = ("tokens", "host_tokens")
 
@@ -30,16 +38,21 @@ class Batch(PerRow):
         input_ids: Tensor,  # [B, T] int64, the left-padded prompts, on the target's device
         seeds: Tensor,  # [B] int64 row seeds
         max_length: int,  # maximum columns of the output
-        num_prompt_tokens: Sequence[int],  # [B] real tokens of each prompt, those of a passed cache included
-        reads_keys: bool = True,  # whether the noise keys are read; if not, `keys` returns placeholders
+        # [B] real tokens of each prompt, those of a passed cache included
+        num_prompt_tokens: Sequence[int],
+        # whether the noise keys are read; if not, `keys` returns placeholders
+        reads_keys: bool = True,
         first_row: int = 0,  # number of the first output row
         draft_limits: Sequence[int] | None = None,  # [B] maximum draft tokens per round
     ):
         num_rows, self.prompt_len = input_ids.shape
         self.tokens = TokenBuffer(input_ids, min(max_length, self.prompt_len + _FIRST_CAPACITY))
-        self.host_tokens = self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
+        self.host_tokens = (
+            self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
+        )
         self.seeds = seeds
-        self.num_hidden = [num_tokens - self.prompt_len for num_tokens in num_prompt_tokens]  # minus the columns
+        # minus the columns
+        self.num_hidden = [num_tokens - self.prompt_len for num_tokens in num_prompt_tokens]
         self.max_lengths = [max_length] * num_rows
         self.row_ids = list(range(first_row, first_row + num_rows))
         self.is_finished = [False] * num_rows
@@ -51,7 +64,8 @@ class Batch(PerRow):
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
         self._key_pads: Tensor | None = None  # [B, 1] int64, columns less the positions in keys
-        self._gains: tuple[list[bool], Tensor] | None = None  # rows with new tokens, and the same as [B] int64
+        # rows with new tokens, and the same as [B] int64
+        self._gains: tuple[list[bool], Tensor] | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> "Batch":
@@ -59,7 +73,12 @@ class Batch(PerRow):
         call, config, num_rows = plan.call, plan.config, plan.call.batch_size
         seeds = config.row_seeds(num_rows, call.do_sample).to(call.prompts.input_ids.device)
         numbers = call.max_length, call.num_prompt_tokens, plan.reads_keys, call.row_lists.first_row
-        return cls(call.prompts.input_ids, call.ranks.broadcast(seeds), *numbers, config.draft_limits(num_rows))
+        return cls(
+            call.prompts.input_ids,
+            call.ranks.broadcast(seeds),
+            *numbers,
+            config.draft_limits(num_rows),
+        )
 
     @property
     def num_rows(self) -> int:
@@ -68,7 +87,10 @@ class Batch(PerRow):
     @property
     def num_left(self) -> list[int]:
         """[B] remaining tokens of each row."""
-        return [max_len - length for max_len, length in zip(self.max_lengths, self.tokens.lens, strict=True)]
+        return [
+            max_len - length
+            for max_len, length in zip(self.max_lengths, self.tokens.lens, strict=True)
+        ]
 
     def begin_round(self) -> NoiseKeys:
         self.num_rounds += 1
@@ -89,7 +111,9 @@ class Batch(PerRow):
         """Return a draft of no tokens: scoring it is a plain decoding step."""
         device = self.tokens.token_ids.device
         empty = torch.zeros(self.num_rows, 0, dtype=torch.int64, device=device)
-        return DraftOut(empty, torch.zeros(self.num_rows, dtype=torch.int32, device=device), None, None)
+        return DraftOut(
+            empty, torch.zeros(self.num_rows, dtype=torch.int32, device=device), None, None
+        )
 
     def commit(self, verified: Verified, trimmed: Trimmed) -> None:
         """Append the emitted tokens of a round, and update the finished flags."""
@@ -127,7 +151,10 @@ class Batch(PerRow):
         counts, on_device = trimmed.num_emitted, verified.device_num_accepted
         if on_device is None or len(counts) == 1:
             return RowCounts(counts)
-        gains_all = [count == accepted + 1 for count, accepted in zip(counts, verified.num_accepted, strict=True)]
+        gains_all = [
+            count == accepted + 1
+            for count, accepted in zip(counts, verified.num_accepted, strict=True)
+        ]
         if all(gains_all):
             return RowCounts(counts, on_device, 1)
         if any(count and not has_all for count, has_all in zip(counts, gains_all, strict=True)):

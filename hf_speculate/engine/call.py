@@ -24,7 +24,8 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowCriteria, RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 
-_REFILLED_ROWS = "hf_speculate.options.refill.row_groups"  # imported if new rows may replace finished ones
+# imported if new rows may replace finished ones
+_REFILLED_ROWS = "hf_speculate.options.refill.row_groups"
 
 
 class RowLists:
@@ -40,7 +41,9 @@ class RowLists:
         """Return the logits processors of `num_rows` rows."""
         return processors
 
-    def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
+    def criteria(
+        self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int
+    ) -> RowCriteria:
         """Return the stopping criteria of `num_rows` rows with at most `max_length` columns."""
         return criteria
 
@@ -69,7 +72,8 @@ class Prompts:
 
     input_ids: Tensor  # [B, T] int64, left-padded
     query_ids: Tensor  # [B, Q] int64, the prompt tokens missing in the cache
-    attention_mask: Tensor | None  # [B, P] int64 over the cache's states and the query; None if nothing is padded
+    # [B, P] int64 over the cache's states and the query; None if nothing is padded
+    attention_mask: Tensor | None
 
     @property
     def num_ahead(self) -> int:
@@ -115,13 +119,15 @@ class Call:
     generation_config: GenerationConfig  # as transformers has prepared it
     prompts: Prompts
     cache: Cache  # the target's, empty or prefilled
-    static_cache: Cache | None  # the static cache passed by the user; `cache` is a dynamic copy of it
+    # the static cache passed by the user; `cache` is a dynamic copy of it
+    static_cache: Cache | None
     is_cache_passed: bool  # whether the user passed this cache
     is_cache_kept: bool  # whether the cache, or its static original, outlives the call
     processors: BlockLogitsProcessorList  # the target's logits processors
     criteria: BlockStoppingCriteria  # the stopping criteria
     streamer: Any  # receives every new token of the row; or None
-    model_kwargs: Mapping[str, Any]  # further arguments of the target's forwards, as transformers has prepared them
+    # further arguments of the target's forwards, as transformers has prepared them
+    model_kwargs: Mapping[str, Any]
     inputs_tensor: Tensor | None  # the main input, an encoder's for example
     is_static_named: bool  # whether the call names or passes a static cache
     target_inputs: ExtraInputs  # read by the target besides tokens
@@ -159,7 +165,9 @@ class Call:
         """Requested outputs besides tokens."""
         if not self.generation_config.return_dict_in_generate:
             return Recorded()
-        return Recorded(*(bool(getattr(self.generation_config, f"output_{name}")) for name in Recorded._fields))
+        return Recorded(
+            *(bool(getattr(self.generation_config, f"output_{name}")) for name in Recorded._fields)
+        )
 
     @property
     def is_static(self) -> bool:

@@ -41,7 +41,8 @@ class SpeculativeDecoder:
     stops: StopTracker
     draft_length: DraftLength
     output: OutputRecorder
-    observers: Sequence[Observer]  # readers of every round's record, in this order, including the two fields above
+    # readers of every round's record, in this order, including the two fields above
+    observers: Sequence[Observer]
     clock: StageClock
 
     @classmethod
@@ -57,7 +58,10 @@ class SpeculativeDecoder:
             states = importlib.import_module(_STATES).make_states(plan, drafter)
         target = TargetSession.of(plan, states)
         verification, stops = Verification.of(plan), StopTracker.of(plan)
-        draft_length, output = DraftLength.of(plan, drafter), OutputRecorder.of(plan, target.kv_cache)
+        draft_length, output = (
+            DraftLength.of(plan, drafter),
+            OutputRecorder.of(plan, target.kv_cache),
+        )
         return cls(
             plan=plan,
             target=target,
@@ -94,7 +98,9 @@ class SpeculativeDecoder:
         enter = self.clock.enter
         self.second_scoring.join_others(batch)
         enter(Stage.DRAFT, batch.num_rounds + (not all(batch.is_finished)))
-        forced_texts = self.verification.forced_texts(batch) if self.drafts.reads_forced_text else []
+        forced_texts = (
+            self.verification.forced_texts(batch) if self.drafts.reads_forced_text else []
+        )
         room, proposed = self.drafts.room(batch), self.drafts.look_up(batch, forced_texts)
         num_unread = self.drafts.num_unread(batch)
         choice = self.draft_length.next(batch, room, proposed, num_unread, self.target.room)
@@ -106,7 +112,8 @@ class SpeculativeDecoder:
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)
         checks_logits, scored_draft = self.target.reads_other_tokens(draft), draft
-        verified = self.verification.verify(batch, scored.logits, draft, keys, checks_logits)  # reads, writes nothing
+        # reads, writes nothing
+        verified = self.verification.verify(batch, scored.logits, draft, keys, checks_logits)
         if verified.has_bad_logits:
             enter(Stage.SCORE)
             scored_draft, scored, verified = self.second_scoring.run(batch, draft, keys, verified)
@@ -143,7 +150,11 @@ class SpeculativeDecoder:
 
     @property
     def _kv_caches(self) -> list[KVCache]:
-        return [kv_cache for kv_cache in (self.target.kv_cache, self.drafts.kv_cache) if kv_cache is not None]
+        return [
+            kv_cache
+            for kv_cache in (self.target.kv_cache, self.drafts.kv_cache)
+            if kv_cache is not None
+        ]
 
     def prefill(self, batch: Batch) -> None:
         """Read the prompt, and emit the next token."""

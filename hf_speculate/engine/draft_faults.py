@@ -14,17 +14,19 @@ from hf_speculate.errors import OtherRankError, warn_user
 from hf_speculate.stats import SpeculationStats
 
 LOGGER = logging.getLogger("hf_speculate")
-_OF_DEVICES: Any = getattr(torch, "AcceleratorError", ())  # old versions of torch raise only RuntimeError
+# old versions of torch raise only RuntimeError
+_OF_DEVICES: Any = getattr(torch, "AcceleratorError", ())
 
 
 @dataclass
 class DraftFaults:
     """A context for errors of a drafter.
 
-    It turns an error of a draft model or head into a fallback: decoding continues without drafts. Errors of user code
-    are raised, and errors with a lost device. With several processes per call, an error of one is raised in all of them
-    at their next synchronisation, otherwise they would wait for ever. Out of memory is a fallback: the draft frees its
-    cache, and the target does not need it.
+    It turns an error of a draft model or head into a fallback: decoding continues without drafts.
+    Errors of user code are raised, and errors with a lost device. With several processes per call,
+    an error of one is raised in all of them at their next synchronisation, otherwise they would
+    wait for ever. Out of memory is a fallback: the draft frees its cache, and the target does not
+    need it.
     """
 
     stats: SpeculationStats  # for the fallbacks
@@ -33,7 +35,8 @@ class DraftFaults:
     is_callers: Callable[[Exception], bool]  # see `Drafter.is_callers`
     ranks: Ranks = ONE_PROCESS  # the processes decoding the call together
     _error: Exception | None = field(default=None, init=False)  # not yet known to other ranks
-    _is_over: bool = field(default=False, init=False)  # whether the last synchronisation of the context is over
+    # whether the last synchronisation of the context is over
+    _is_over: bool = field(default=False, init=False)
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "DraftFaults":
@@ -42,13 +45,22 @@ class DraftFaults:
         All errors count as user errors until `is_callers` is set to the drafter's.
         """
         device = (plan.draft or plan.target).device
-        return cls(stats, f"the drafter ({plan.source.description})", device, lambda error: True, plan.call.ranks)
+        return cls(
+            stats,
+            f"the drafter ({plan.source.description})",
+            device,
+            lambda error: True,
+            plan.call.ranks,
+        )
 
     def __enter__(self) -> None:
         self._is_over = False
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> bool:
         if not isinstance(error, Exception):
             return False
@@ -60,7 +72,9 @@ class DraftFaults:
             return False
         LOGGER.debug("an error of the draft", exc_info=error)
         first_line = str(error).strip().partition("\n")[0]
-        self.report(f"plain decoding, because {self.name} raised {type(error).__name__}: {first_line}")
+        self.report(
+            f"plain decoding, because {self.name} raised {type(error).__name__}: {first_line}"
+        )
         return True
 
     @property
@@ -80,7 +94,9 @@ class DraftFaults:
         has_failed = self.ranks.any(error is not None)
         self._is_over = is_last or has_failed
         if has_failed:
-            raise error or OtherRankError("drafting must go well in every process, got an error in another one")
+            raise error or OtherRankError(
+                "drafting must go well in every process, got an error in another one"
+            )
 
     def report(self, reason: str) -> None:
         """Record a fallback, and warn about it once."""

@@ -34,8 +34,8 @@ _BASE = MAX_ASSISTANT_TOKENS + 1  # two draft lengths are sent to other ranks as
 class DraftLength(Observer):
     """The link between a schedule and the rounds.
 
-    It asks the schedule for each draft, and reports every round to it. In lock step all rows count as one row, the
-    slowest.
+    It asks the schedule for each draft, and reports every round to it. In lock step all rows count
+    as one row, the slowest.
     """
 
     stage = Stage.RECORD
@@ -181,7 +181,9 @@ def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
         case "heuristic":
             return HeuristicSchedule(config.first_tokens, max_model_tokens)
         case _:
-            return ConstantSchedule(config.max_draft_tokens, max_model_tokens, begins_plain=lacks_plain_step(plan))
+            return ConstantSchedule(
+                config.max_draft_tokens, max_model_tokens, begins_plain=lacks_plain_step(plan)
+            )
 
 
 def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:

@@ -1,7 +1,8 @@
 """Draft session: the drafter, its KV cache, and its progress in each row of the batch.
 
-The drafter serves some or all rows of the batch. The other rows have no room for drafts: they have joined and their
-prompts are unread, or they have left the drafter. After a drafter error no row is left, and decoding is plain.
+The drafter serves some or all rows of the batch. The other rows have no room for drafts: they have
+joined and their prompts are unread, or they have left the drafter. After a drafter error no row is
+left, and decoding is plain.
 """
 
 import importlib
@@ -28,11 +29,21 @@ from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.schedule import Choice
 from hf_speculate.transfers import upload
-from hf_speculate.types import CachedDraft, DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
+from hf_speculate.types import (
+    CachedDraft,
+    DraftOut,
+    Kept,
+    NoiseKeys,
+    SampleStrategy,
+    Scored,
+    Trimmed,
+)
 
-_REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
+# imported if a call keeps the states of its draft model
+_REUSE = "hf_speculate.options.draft_state.reuse"
 _NO_END = 1 << 30  # a column past the end of any row
-_FIRST_LOOK = 8  # rounds without an accepted token before a row's logits are checked; again after 16, 32, ...
+# rounds without an accepted token before a row's logits are checked; again after 16, 32, ...
+_FIRST_LOOK = 8
 _MOST_DROPPED = 16  # maximum tokens for a joining row to read again, to save the others a forward
 
 
@@ -101,8 +112,8 @@ class DraftRow:
 class RowProgress(NamedTuple):
     """The drafter's progress in one row, in columns.
 
-    After a round the drafter lags behind by the same number of tokens in every row: the next query has Q tokens of
-    each, and the cache drops their states. A row with too few tokens keeps more:
+    After a round the drafter lags behind by the same number of tokens in every row: the next query
+    has Q tokens of each, and the cache drops their states. A row with too few tokens keeps more:
 
     | row                                       | the cache keeps                                    |
     |-------------------------------------------|----------------------------------------------------|
@@ -119,7 +130,11 @@ class RowProgress(NamedTuple):
     def num_kept(self, num_query: int) -> int:
         """Return the number of cached columns to keep before a query, padding ignored."""
         num_columns = self.length - num_query
-        return max(num_columns, min(self.num_seen, self.prompt_len)) if self.is_finished else num_columns
+        return (
+            max(num_columns, min(self.num_seen, self.prompt_len))
+            if self.is_finished
+            else num_columns
+        )
 
     def num_kept_with_padding(self, num_query: int, num_real: int) -> int:
         """Return the number of cached columns to keep, with `num_real` tokens besides padding."""
@@ -130,9 +145,10 @@ class RowProgress(NamedTuple):
 class DraftSession(PerRow):
     """The drafter of a call with its cache.
 
-    The session feeds unseen tokens to the drafter, and rolls its KV cache back to the emitted tokens. A drafter error
-    ends the drafts, see `DraftFaults`. A row past the drafter's context, or without finite logits, has no room for
-    drafts. It leaves the drafter if its columns count for the other rows, see `Drafter.shares_columns`.
+    The session feeds unseen tokens to the drafter, and rolls its KV cache back to the emitted
+    tokens. A drafter error ends the drafts, see `DraftFaults`. A row past the drafter's context, or
+    without finite logits, has no room for drafts. It leaves the drafter if its columns count for
+    the other rows, see `Drafter.shares_columns`.
     """
 
     BY_ROW = ("_rows",)
@@ -149,33 +165,46 @@ class DraftSession(PerRow):
     padding_id: int | None = None  # drafted for finished rows in lock step
     # Drafts after this id are cut: the target would read them at wrong positions.
     token_without_position: int | None = None
-    reads_prompt_alone: bool = False  # whether the prompt is read in a separate forward, as states depend on it
+    # whether the prompt is read in a separate forward, as states depend on it
+    reads_prompt_alone: bool = False
     reads_late: bool = False  # whether rows may join before the drafter has read their prompts
-    num_fed: int = field(default=0, init=False)  # tokens of each row read by the drafter in the round
+    # tokens of each row read by the drafter in the round
+    num_fed: int = field(default=0, init=False)
     is_served: list[bool] = field(init=False)  # [B] rows with room for drafts in the round
     _rows: list[DraftRow] = field(init=False)  # the drafter's rows, in its order
-    _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
+    # each row's length at the drafter's last call
+    _seen_lens: RowLens | None = field(default=None, init=False)
     # Sessions of joined rows; the drafter reads their prompts before its next draft.
     _waiting: list["DraftSession"] = field(default_factory=list, init=False)
-    _chunk_size: int | None = field(default=None, init=False)  # prompt tokens of a row per forward; None for all
+    # prompt tokens of a row per forward; None for all
+    _chunk_size: int | None = field(default=None, init=False)
     # Rows, and the flags of finite logits, in transfer to the host.
     _look: tuple[list[DraftRow], Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self, num_pads: Sequence[int]) -> None:
-        self._rows = [DraftRow(index, _end(self.drafter, row_pads)) for index, row_pads in enumerate(num_pads)]
+        self._rows = [
+            DraftRow(index, _end(self.drafter, row_pads)) for index, row_pads in enumerate(num_pads)
+        ]
         self.is_served = [False] * len(num_pads)
 
     @classmethod
-    def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None, faults: DraftFaults) -> "DraftSession":
+    def of(
+        cls, plan: Plan, drafter: Drafter, states: TargetStates | None, faults: DraftFaults
+    ) -> "DraftSession":
         """Make the session of a planned call; `states` are the target states for the drafter."""
         call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
         if draft is not None:
             kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
             if plan.config.draft_state is not None:
-                reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(plan, draft.model, kv_cache)
+                reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(
+                    plan, draft.model, kv_cache
+                )
         reads_alone = draft is not None and reads_prompts_otherwise(draft.model)
         # With a constant draft length, a row's sample depends on its rounds with a draft.
-        is_adaptive, is_fixed = plan.config.schedule == "adaptive", plan.is_lock_step or "draft" in plan.runners.parts
+        is_adaptive, is_fixed = (
+            plan.config.schedule == "adaptive",
+            plan.is_lock_step or "draft" in plan.runners.parts,
+        )
         return cls(
             drafter,
             faults,
@@ -219,11 +248,15 @@ class DraftSession(PerRow):
         with self._catching():
             if self.hidden_states is not None:
                 # A prompt of embeddings may have more tokens than ids.
-                num_tokens = [batch.prompt_len + min(num_hidden, 1) for num_hidden in batch.num_hidden]
+                num_tokens = [
+                    batch.prompt_len + min(num_hidden, 1) for num_hidden in batch.num_hidden
+                ]
                 self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
             if self.kv_cache is not None and self.drafter.awaits_prompt:  # before any row leaves
                 self._show_prompts(batch)
-                self.drafter.read(self._tokens(batch).token_ids[:, : batch.prompt_len], self.kv_cache)
+                self.drafter.read(
+                    self._tokens(batch).token_ids[:, : batch.prompt_len], self.kv_cache
+                )
                 for row in self._rows:
                     row.num_seen = batch.prompt_len
 
@@ -234,7 +267,10 @@ class DraftSession(PerRow):
         num_unread = 0
         if self.drafter.reads_prompt and not self.drafter.is_free:
             num_unread = max(batch.tokens.lens[row.index] - row.num_seen for row in self._rows)
-        return num_unread + sum(group._num_in_chunk(batch) for group in self._waiting) // batch.num_rows
+        return (
+            num_unread
+            + sum(group._num_in_chunk(batch) for group in self._waiting) // batch.num_rows
+        )
 
     @property
     def reads_forced_text(self) -> bool:
@@ -253,10 +289,13 @@ class DraftSession(PerRow):
             return proposed
         lens = batch.host_tokens.lens
         spans = [(row.num_looked_up, lens[row.index]) for row in self._rows]
-        first = min((start for start, end in spans if start < end), default=0)  # without finished rows
+        # without finished rows
+        first = min((start for start, end in spans if start < end), default=0)
         ids, new_ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist(), []
         for row, (start, end) in zip(self._rows, spans, strict=True):
-            new_ids.append(ids[row.index][max(start - first, 0) : end - first] if start < end else [])
+            new_ids.append(
+                ids[row.index][max(start - first, 0) : end - first] if start < end else []
+            )
             row.num_looked_up = end
         with self._catching():
             self._show_prompts(batch)
@@ -291,7 +330,9 @@ class DraftSession(PerRow):
         """Draft up to K tokens per row, within `room` [B]."""
         num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
         num_read = self._admit_waiting(batch) // batch.num_rows if choice.num_model_tokens else 0
-        has_room = self._is_joint or not num_draft_tokens or self._make_room(batch, num_draft_tokens, room)
+        has_room = (
+            self._is_joint or not num_draft_tokens or self._make_room(batch, num_draft_tokens, room)
+        )
         if not num_draft_tokens or not self._rows or not has_room:
             return batch.no_draft()
         if self.faults.is_pending:
@@ -336,7 +377,9 @@ class DraftSession(PerRow):
                 self.hidden_states.add(_of_rows(scored, row_indices, batch.num_rows), num_emitted)
             if has_draft and self.num_fed:
                 view, ends = self._view(batch), []
-                for row, length, num_new in zip(self._rows, view.tokens.lens, num_emitted, strict=True):
+                for row, length, num_new in zip(
+                    self._rows, view.tokens.lens, num_emitted, strict=True
+                ):
                     is_own = draft.cached is None or draft.cached.is_own[row.index]
                     ends.append(min(row.num_seen, length if is_own else length - num_new))
                 self._crop(view, ends)
@@ -451,7 +494,9 @@ class DraftSession(PerRow):
     @property
     def _is_joint(self) -> bool:
         """Whether the row with the least room limits the drafts of all rows."""
-        return not self.rows_may_leave and (self.drafter.shares_columns or self.drafter.counts_padding)
+        return not self.rows_may_leave and (
+            self.drafter.shares_columns or self.drafter.counts_padding
+        )
 
     def _make_room(self, batch: Batch, num_draft_tokens: int, room: Sequence[int]) -> bool:
         """Drop full rows from the drafter if columns are shared; return whether a row stays.
@@ -460,26 +505,41 @@ class DraftSession(PerRow):
         """
         if not self.drafter.shares_columns:
             return True
-        live = [(number, row) for number, row in enumerate(self._rows) if not batch.is_finished[row.index]]
+        live = [
+            (number, row)
+            for number, row in enumerate(self._rows)
+            if not batch.is_finished[row.index]
+        ]
         numbers = [number for number, row in live if room[row.index] >= num_draft_tokens]
         if len(numbers) < len(live):
             self._report_context()
         if len(numbers) < len(self._rows):
             self._keep(numbers)
             row_indices = {row.index for row in self._rows}
-            self.is_served = [bool(numbers) and index in row_indices for index in range(batch.num_rows)]
+            self.is_served = [
+                bool(numbers) and index in row_indices for index in range(batch.num_rows)
+            ]
         return bool(numbers)
 
     def _end_full_rows(self, batch: Batch) -> None:
         """Report rows past the context, and close if no live row can be served."""
         lens, num_left = batch.tokens.lens, batch.num_left
-        live = {index for index, is_finished in enumerate(batch.is_finished) if not is_finished and num_left[index] > 1}
+        live = {
+            index
+            for index, is_finished in enumerate(batch.is_finished)
+            if not is_finished and num_left[index] > 1
+        }
         present = [row for row in self._rows if row.index in live and not row.is_lost]
         if any(row.end <= lens[row.index] or not self.is_served[row.index] for row in present):
             self._report_context()
         # Other ranks, and a later call with the same draft state, need the drafter.
         is_needed = self.faults.ranks.is_synced or self.reuse is not None
-        if self._rows and live and not any(self.is_served[index] for index in live) and not is_needed:
+        if (
+            self._rows
+            and live
+            and not any(self.is_served[index] for index in live)
+            and not is_needed
+        ):
             self._close()
 
     def _report_context(self) -> None:
@@ -488,33 +548,47 @@ class DraftSession(PerRow):
             fallback = "prompt lookup alone for rows"
         elif self._is_joint:
             fallback = "plain decoding of all rows, for one is"
-        self.faults.report(f"{fallback} past the context of {self.faults.name}, {self.drafter.context_len} tokens")
+        self.faults.report(
+            f"{fallback} past the context of {self.faults.name}, {self.drafter.context_len} tokens"
+        )
 
     def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
         """End the drafts of rows with drafter logits of NaN or infinity.
 
-        The host reads a check one round later. The wait of a round's verification comes after the copy, so no
-        additional wait is needed.
+        The host reads a check one round later. The wait of a round's verification comes after the
+        copy, so no additional wait is needed.
         """
         if self._look is not None:
             rows, are_numbers = self._look
-            lost = [row for row, is_number in zip(rows, are_numbers.tolist(), strict=False) if not is_number]
+            lost = [
+                row
+                for row, is_number in zip(rows, are_numbers.tolist(), strict=False)
+                if not is_number
+            ]
             self._look = None
             for row in lost:
                 row.is_lost = row.num_missed >= _FIRST_LOOK
                 if row.is_lost:
-                    self.faults.report(f"plain decoding of rows in which {self.faults.name} computes NaN or infinity")
+                    self.faults.report(
+                        f"plain decoding of rows in which {self.faults.name} computes NaN or "
+                        "infinity"
+                    )
         is_due, has_numbers, ranks = False, None, self.faults.ranks
         for row, num_new in zip(self._rows, num_emitted, strict=False):
             row.num_missed = row.num_missed + 1 if num_new == 1 else 0
-            is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
+            is_due |= (
+                row.num_missed >= _FIRST_LOOK
+                and row.num_missed.bit_count() == 1
+                and not row.is_lost
+            )
         if not is_due:
             return
         if not self.faults.is_pending:
             with self._catching():
                 has_numbers = self.drafter.has_numbers()
         if ranks.is_group and not ranks.is_synced:
-            self.faults.meet(is_last=False)  # otherwise the broadcast would wait for a rank with an error
+            # otherwise the broadcast would wait for a rank with an error
+            self.faults.meet(is_last=False)
         if has_numbers is not None:
             self._look = list(self._rows), ranks.broadcast(has_numbers).to("cpu", non_blocking=True)
 
@@ -546,7 +620,8 @@ class DraftSession(PerRow):
             return self._catch_up(view, self._chunk_size)
         self._catch_up(view)
         num_states = self.hidden_states.counts
-        counts = [min(count - 1, self._chunk_size or count) for count in num_states]  # without the newest token
+        # without the newest token
+        counts = [min(count - 1, self._chunk_size or count) for count in num_states]
         kept = self._kept(view, counts) if any(counts) else None
         if kept is not None:
             self.drafter.read_kept(kept)
@@ -575,7 +650,8 @@ class DraftSession(PerRow):
         """Append the rows of `other` after its read-ahead; all own rows must be live."""
         num_dropped = self._num_unseen(view) - self.drafter.min_query_len
         max_dropped = min(_MOST_DROPPED, *(row.num_seen for row in other._rows))
-        if other.kv_cache is not None and 0 <= num_dropped < max_dropped:  # the new rows read some tokens again
+        # the new rows read some tokens again
+        if other.kv_cache is not None and 0 <= num_dropped < max_dropped:
             other.kv_cache.crop(num_dropped)
             for row in other._rows:
                 row.num_seen -= num_dropped
@@ -606,7 +682,9 @@ class DraftSession(PerRow):
             row.num_seen = view.prompt_len
         return view.prompt_len - num_seen
 
-    def _request(self, view: Batch, num_draft_tokens: int, keys: NoiseKeys, target_cache: CacheView) -> DraftRequest:
+    def _request(
+        self, view: Batch, num_draft_tokens: int, keys: NoiseKeys, target_cache: CacheView
+    ) -> DraftRequest:
         """Return the request for a draft, with the drafter's unseen tokens."""
         self.num_fed = self._num_unseen(view)
         return DraftRequest(
@@ -633,7 +711,10 @@ class DraftSession(PerRow):
         draft = _within_room(draft, view, room)
         if self.token_without_position is not None:
             newest = view.tokens.last(1).to(draft.token_ids.device)
-            has_no_position = torch.cat([newest, draft.token_ids], dim=1) == self.token_without_position  # [B, K+1]
+            # [B, K+1]
+            has_no_position = (
+                torch.cat([newest, draft.token_ids], dim=1) == self.token_without_position
+            )
             max_lens = (has_no_position.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)  # [B]
             draft = draft._replace(lens=torch.minimum(draft.lens, max_lens))
         if self.padding_id is not None and any(view.is_finished):
@@ -645,7 +726,9 @@ class DraftSession(PerRow):
         """Return the number of unseen tokens [B] if rows differ; otherwise an empty list."""
         if self.kv_cache is None or not self.drafter.proposes:
             return []
-        lags = [length - row.num_seen for row, length in zip(self._rows, view.tokens.lens, strict=True)]
+        lags = [
+            length - row.num_seen for row, length in zip(self._rows, view.tokens.lens, strict=True)
+        ]
         return lags if len(set(lags)) > 1 else []
 
     def _can_be_even(self, view: Batch) -> bool:
@@ -663,8 +746,8 @@ class DraftSession(PerRow):
     def _make_even(self, view: Batch) -> int:
         """Make the drafter lag behind equally in every row; return the tokens read in each row.
 
-        All rows read the number of tokens missing in the most advanced row. Rows ahead of others then drop states, to
-        be fed again.
+        All rows read the number of tokens missing in the most advanced row. Rows ahead of others
+        then drop states, to be fed again.
         """
         cache, lags = self.kv_cache, self._uneven_lags(view)
         if cache is None or not lags:
@@ -672,7 +755,9 @@ class DraftSession(PerRow):
         num_read = max(min(lags) - self.drafter.min_query_len, 0)
         if num_read:
             tokens = self._tokens(view)
-            columns = RowLens([row.num_seen for row in self._rows], tokens.row_lens.aranges).columns(num_read)
+            columns = RowLens(
+                [row.num_seen for row in self._rows], tokens.row_lens.aranges
+            ).columns(num_read)
             columns = columns.expand(view.num_rows, -1)  # [B, N]
             self.drafter.read(tokens.token_ids.gather(1, columns), cache)
             for row in self._rows:
@@ -688,14 +773,20 @@ class DraftSession(PerRow):
             num_valid: [B] emitted tokens seen by the drafter.
         """
         values = zip(view.tokens.lens, self._rows, view.prompt_lens, view.is_finished, strict=True)
-        rows = [RowProgress(length, row.num_seen, prompt_len, ended) for length, row, prompt_len, ended in values]
+        rows = [
+            RowProgress(length, row.num_seen, prompt_len, ended)
+            for length, row, prompt_len, ended in values
+        ]
         lag = max(row.length - num_seen for row, num_seen in zip(rows, num_valid, strict=True))
         num_query = max(lag, self.drafter.min_query_len)
         keep = [row.num_kept(num_query) for row in rows]
         if self.kv_cache is not None:
             if any(num_kept < row.prompt_len for num_kept, row in zip(keep, rows, strict=True)):
                 counts = self.kv_cache.num_real_tokens
-                keep = [row.num_kept_with_padding(num_query, count) for row, count in zip(rows, counts, strict=True)]
+                keep = [
+                    row.num_kept_with_padding(num_query, count)
+                    for row, count in zip(rows, counts, strict=True)
+                ]
             drops = [row.num_seen - num_kept for row, num_kept in zip(rows, keep, strict=True)]
             self.kv_cache.crop(drops, view.tokens.row_lens)
         for drafted_row, num_kept in zip(self._rows, keep, strict=True):
@@ -710,9 +801,12 @@ class DraftSession(PerRow):
 
     def _num_unseen(self, view: Batch) -> int:
         """Return the number of unseen tokens at the end of live rows, equal for all rows."""
-        no_live = all(view.is_finished)  # forwards for other ranks: all rows are fed their missing tokens
+        # forwards for other ranks: all rows are fed their missing tokens
+        no_live = all(view.is_finished)
         rows = zip(self._rows, view.tokens.lens, view.is_finished, strict=True)
-        num_unseen = max(length - row.num_seen for row, length, is_finished in rows if no_live or not is_finished)
+        num_unseen = max(
+            length - row.num_seen for row, length, is_finished in rows if no_live or not is_finished
+        )
         return max(num_unseen, 1)  # a finished row without a draft has no new token
 
     def _tokens(self, view: Batch) -> TokenBuffer:
@@ -732,14 +826,20 @@ class DraftSession(PerRow):
         tokens, seen, states = self._tokens(view), self._seen_lens, None
         lens = tokens.row_lens
         if self.hidden_states is not None:
-            seen_lens = [length - count for length, count in zip(tokens.lens, self.hidden_states.counts, strict=True)]
+            seen_lens = [
+                length - count
+                for length, count in zip(tokens.lens, self.hidden_states.counts, strict=True)
+            ]
             if seen is None or seen.on_host != seen_lens:
                 seen = RowLens(seen_lens, lens.aranges)
             states = self.hidden_states.take(tokens.token_ids.device, counts)
         if seen is None:
             return None
         if counts is None:
-            counts = [length - seen_len for length, seen_len in zip(tokens.lens, seen.on_host, strict=True)]
+            counts = [
+                length - seen_len
+                for length, seen_len in zip(tokens.lens, seen.on_host, strict=True)
+            ]
         columns = seen.columns(max(counts)).expand(len(counts), -1)  # [B, N]
         ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
         num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
@@ -757,8 +857,12 @@ def _end(drafter: Drafter, num_pads: int) -> int:
 
 def _within_room(draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
     """Limit drafts to each row's room and draft limit, so a row does not depend on other rows."""
-    limits = [min(limit, max_tokens) for limit, max_tokens in zip(view.draft_limits, room, strict=True)]
-    max_lens = [max(min(left - 1, limit), 0) for left, limit in zip(view.num_left, limits, strict=True)]
+    limits = [
+        min(limit, max_tokens) for limit, max_tokens in zip(view.draft_limits, room, strict=True)
+    ]
+    max_lens = [
+        max(min(left - 1, limit), 0) for left, limit in zip(view.num_left, limits, strict=True)
+    ]
     lens, draft_len = draft.lens, draft.token_ids.shape[1]
     if min(max_lens) >= draft_len:
         return draft
@@ -783,10 +887,14 @@ def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Score
 def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:
     """Expand a draft of some rows to all `num_rows` rows of the batch; others have no tokens."""
     index = upload(row_indices, draft.token_ids.device)
-    fields: dict[str, Any] = {name: value for name, value in draft._asdict().items() if isinstance(value, Tensor)}
+    fields: dict[str, Any] = {
+        name: value for name, value in draft._asdict().items() if isinstance(value, Tensor)
+    }
     for name, value in fields.items():
         fields[name] = value.new_zeros(num_rows, *value.shape[1:]).index_copy_(0, index, value)
     if draft.cached is not None:
         is_own = dict(zip(row_indices, draft.cached.is_own, strict=True))
-        fields["cached"] = draft.cached._replace(is_own=[is_own.get(row, False) for row in range(num_rows)])
+        fields["cached"] = draft.cached._replace(
+            is_own=[is_own.get(row, False) for row in range(num_rows)]
+        )
     return draft._replace(**fields)

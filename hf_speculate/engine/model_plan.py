@@ -28,7 +28,8 @@ class ModelPlan(NamedTuple):
     cache_kind: str  # "dynamic", "preallocated" or "hybrid"
     cache_reason: str  # why a preferred "preallocated" was not chosen, or how "hybrid" rolls back
     inputs: ExtraInputs  # read by the model besides tokens
-    eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
+    # why the drafter cannot read hidden states of compiled forwards; empty if it can
+    eager_reason: str = ""
     ungraphed: str = ""  # why the call rules out graphs; empty if it does not
 
     @property
@@ -51,7 +52,10 @@ class ModelPlan(NamedTuple):
 
 
 def plan_target(
-    call: Call, config: SpeculationConfig, source: DraftSource, hidden_layers: tuple[int, ...] | None = None
+    call: Call,
+    config: SpeculationConfig,
+    source: DraftSource,
+    hidden_layers: tuple[int, ...] | None = None,
 ) -> ModelPlan:
     """Plan the target; `hidden_layers` are the layers read by the drafter."""
     device, model = call.prompts.input_ids.device, call.target
@@ -71,8 +75,15 @@ def plan_target(
     )
     kind, reason = choose_kind(request)
     # Foreign code may read or edit the layers of transformers' cache.
-    is_free = request.requested == "auto" and not call.is_static and config.speculation_graphs != "on"
-    if call.foreign_code and kind == "preallocated" and is_free and not find_kind("dynamic").obstacle(request):
+    is_free = (
+        request.requested == "auto" and not call.is_static and config.speculation_graphs != "on"
+    )
+    if (
+        call.foreign_code
+        and kind == "preallocated"
+        and is_free
+        and not find_kind("dynamic").obstacle(request)
+    ):
         kind, reason = "dynamic", f"{described(call.foreign_code)} may read or edit its layers"
     eager_reason = ""
     if hidden_layers and source.reads_outputs:
@@ -88,7 +99,11 @@ def plan_target(
 
 
 def plan_draft(
-    call: Call, config: SpeculationConfig, source: DraftSource, draft: PreTrainedModel, target: ModelPlan
+    call: Call,
+    config: SpeculationConfig,
+    source: DraftSource,
+    draft: PreTrainedModel,
+    target: ModelPlan,
 ) -> ModelPlan:
     """Plan the draft model."""
     device = device_of(draft)

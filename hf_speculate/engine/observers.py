@@ -46,12 +46,13 @@ class Observer:
 class ReplacedSteps:
     """Count of plain steps replaced by rounds.
 
-    Plain decoding adds a token to every live row in a step, so the slowest live row determines the number of steps. The
-    rows of a step are the live ones, and those with their last token at or after this step. A joining row counts from
-    the slowest row at that time.
+    Plain decoding adds a token to every live row in a step, so the slowest live row determines the
+    number of steps. The rows of a step are the live ones, and those with their last token at or
+    after this step. A joining row counts from the slowest row at that time.
 
     Args:
-        keeps_rows: Whether a step has all rows of the batch: ended rows stay, or all advance in lock step.
+        keeps_rows: Whether a step has all rows of the batch: ended rows stay, or all advance in
+            lock step.
     """
 
     def __init__(self, keeps_rows: bool = False) -> None:
@@ -61,7 +62,11 @@ class ReplacedSteps:
         self._ended: dict[int, int] = {}  # tokens of each row ended ahead of a live one
 
     def advance(
-        self, row_ids: Sequence[int], num_emitted: Sequence[int], num_left: Sequence[int], num_rows: int
+        self,
+        row_ids: Sequence[int],
+        num_emitted: Sequence[int],
+        num_left: Sequence[int],
+        num_rows: int,
     ) -> list[int]:
         """Return the number of rows of each plain step replaced by a round; at least one step.
 
@@ -81,7 +86,10 @@ class ReplacedSteps:
         end = self._num_steps = max(min(live) if live else max(ended, default=0), start + 1)
         if self._keeps_rows:
             return [max(len(live), num_rows)] * (end - start)
-        num_live = [len(live) + sum(length >= step for length in ended) for step in range(start + 1, end + 1)]
+        num_live = [
+            len(live) + sum(length >= step for length in ended)
+            for step in range(start + 1, end + 1)
+        ]
         self._ended = {row_id: length for row_id, length in self._ended.items() if length > end}
         return num_live
 
@@ -104,7 +112,10 @@ class PlainSteps:
     def get(self, call_type: Hashable) -> dict[int, list[float]]:
         """Return a copy of the seconds of a call type by number of rows, the newest last."""
         with self._lock:
-            return {num_rows: list(seconds) for num_rows, seconds in self._by_type.get(call_type, {}).items()}
+            return {
+                num_rows: list(seconds)
+                for num_rows, seconds in self._by_type.get(call_type, {}).items()
+            }
 
     def add(self, call_type: Hashable, steps: Mapping[int, Sequence[float]]) -> None:
         """Add the steps of a call; beyond 64 call types, drop the least recently updated one."""
@@ -128,8 +139,8 @@ def has_plain_steps(plan: Plan) -> bool:
 def lacks_plain_step(plan: Plan) -> bool:
     """Return whether a call with a constant draft length needs to measure a plain step.
 
-    True if none is known and the output does not depend on it. Several ranks measure none, because their measurements
-    differ, nor does continuous batching.
+    True if none is known and the output does not depend on it. Several ranks measure none, because
+    their measurements differ, nor does continuous batching.
     """
     call = plan.call
     if depends_on_draft(plan.config) or not has_plain_steps(plan):
@@ -152,11 +163,13 @@ class StatsObserver(Observer):
     counts_rows: bool = True  # whether output rows are also counted one by one
     keeps_rows: bool = False  # whether plain steps have all rows of the batch, ended ones too
     counts_plain_steps: bool = True  # whether a round without drafts is a plain step
-    remember: Callable[[Mapping[int, Sequence[float]]], None] | None = None  # called with the plain steps at the end
+    # called with the plain steps at the end
+    remember: Callable[[Mapping[int, Sequence[float]]], None] | None = None
 
     def __post_init__(self) -> None:
         self._progress = ReplacedSteps(self.keeps_rows)
-        self._fastest_s: dict[int, float] = {}  # minimum seconds of rounds with drafts, without drafting, by rows
+        # minimum seconds of rounds with drafts, without drafting, by rows
+        self._fastest_s: dict[int, float] = {}
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "StatsObserver":
@@ -197,8 +210,11 @@ class StatsObserver(Observer):
         self._count_replaced_steps(record)
         for row in record.live_rows:
             num_emitted, num_drafted = record.trimmed.num_emitted[row], verified.num_drafted[row]
-            num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last
-            num_verified = min(verified.num_accepted[row] + 1, num_emitted, num_drafted, len(verified.new_ids[row]))
+            # a criterion may stop before the last
+            num_accepted = min(verified.num_accepted[row], num_emitted)
+            num_verified = min(
+                verified.num_accepted[row] + 1, num_emitted, num_drafted, len(verified.new_ids[row])
+            )
             stats.add_row(num_drafted, num_accepted, num_emitted, num_verified)
             if self.counts_rows:
                 stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
@@ -238,8 +254,10 @@ def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError
         fault = next((fault for fault, holds in faults.items() if holds), None)
         if fault is not None:
             error = (
-                f"logits must be finite or -inf, and not all -inf, to draw a token, got {fault} in row "
-                f"{record.row_ids[row]} after {record.trimmed.num_new[row] - 1} new tokens; look for overflow in the "
+                f"logits must be finite or -inf, and not all -inf, to draw a token, got {fault} in "
+                "row "
+                f"{record.row_ids[row]} after {record.trimmed.num_new[row] - 1} new tokens; look "
+                "for overflow in the "
                 "model or a processor that forbids every token, or pass remove_invalid_values=True"
             )
             yield row, BadLogitsError(error)
@@ -249,12 +267,14 @@ def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError
 class BadLogitsObserver(Observer):
     """An observer for invalid logits.
 
-    It raises an error for a token sampled from logits without a distribution, as plain `generate` does.
+    It raises an error for a token sampled from logits without a distribution, as plain `generate`
+    does.
     """
 
     stage = Stage.VERIFY
     stops: StopTracker
-    # Errors past a row's stop, with the number of tokens before them; plain `generate` may stop earlier.
+    # Errors past a row's stop, with the number of tokens before them; plain `generate` may stop
+    # earlier.
     _late: list[tuple[int, BadLogitsError]] = field(default_factory=list, init=False)
 
     def on_round(self, record: RoundRecord) -> None:

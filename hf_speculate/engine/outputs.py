@@ -18,7 +18,8 @@ from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.types import RoundRecord
 
 LayerStates = tuple[Tensor, ...]
-GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # outputs of plain decoding
+# outputs of plain decoding
+GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
 
 class OutputRecorder(Observer):
@@ -29,20 +30,29 @@ class OutputRecorder(Observer):
 
     stage = Stage.EMIT
 
-    def __init__(self, row_ids: Sequence[int], recorded: Recorded, windows: Callable[[], Sequence[int | None]]):
+    def __init__(
+        self,
+        row_ids: Sequence[int],
+        recorded: Recorded,
+        windows: Callable[[], Sequence[int | None]],
+    ):
         self.recorded = recorded
         self.new_ids: dict[int, list[int]] = {row_id: [] for row_id in row_ids}
         self.hidden_states: list[LayerStates] = []  # one entry per token
         self.attentions: list[LayerStates] = []
-        self._scores: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
-        self._logits: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
+        # each [V] float32
+        self._scores: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}
+        # each [V] float32
+        self._logits: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}
         self._windows = windows  # the sliding window of each layer, None for full attention
 
     @classmethod
     def of(cls, plan: Plan, kv_cache: KVCache) -> "OutputRecorder":
         """Make the recorder of a planned call; `kv_cache` is the target's."""
         text_config = plan.target.model.config.get_text_config(decoder=True)
-        return cls(plan.call.row_ids, plan.call.recorded, lambda: windows_of(text_config, kv_cache.cache))
+        return cls(
+            plan.call.row_ids, plan.call.recorded, lambda: windows_of(text_config, kv_cache.cache)
+        )
 
     def on_round(self, record: RoundRecord) -> None:
         wants = self.recorded
@@ -51,9 +61,13 @@ class OutputRecorder(Observer):
             if record.was_live[row]:  # in lock step, finished rows continue with padding
                 self.new_ids[row_id] += record.verified.new_ids[row][:num_emitted]
             if wants.scores and record.was_live[row]:
-                self._scores[row_id] += record.verified.scores[row, :num_emitted].to(torch.float32, copy=True)
+                self._scores[row_id] += record.verified.scores[row, :num_emitted].to(
+                    torch.float32, copy=True
+                )
             if wants.logits and record.was_live[row]:
-                self._logits[row_id] += record.scored.logits[row, :num_emitted].to(torch.float32, copy=True)
+                self._logits[row_id] += record.scored.logits[row, :num_emitted].to(
+                    torch.float32, copy=True
+                )
         if wants.hidden_states or wants.attentions:
             self._add_states(record)
 
@@ -75,15 +89,24 @@ class OutputRecorder(Observer):
         num_query = record.scored.logits.shape[1]
         for position in range(record.trimmed.num_emitted[0]):
             if hidden_states is not None:
-                self.hidden_states.append(tuple(layer.narrow(-2, position, 1) for layer in hidden_states))
+                self.hidden_states.append(
+                    tuple(layer.narrow(-2, position, 1) for layer in hidden_states)
+                )
             if attentions is not None:
                 layers = zip(attentions, windows, strict=True)
                 self.attentions.append(
-                    tuple(_attention_row(layer, position, num_query, window) for layer, window in layers)
+                    tuple(
+                        _attention_row(layer, position, num_query, window)
+                        for layer, window in layers
+                    )
                 )
 
     def truncate(self, num_new_tokens: int) -> None:
-        rows: list[list[Any]] = [*self.new_ids.values(), *self._scores.values(), *self._logits.values()]
+        rows: list[list[Any]] = [
+            *self.new_ids.values(),
+            *self._scores.values(),
+            *self._logits.values(),
+        ]
         for row in rows:
             del row[num_new_tokens:]
         del self.hidden_states[num_new_tokens:], self.attentions[num_new_tokens:]
@@ -96,7 +119,11 @@ class OutputRecorder(Observer):
         return torch.cat([input_ids, new_ids], dim=1)
 
     def output(
-        self, input_ids: Tensor, pad_token_id: int, cache: Cache, encoder_hidden_states: LayerStates | None = None
+        self,
+        input_ids: Tensor,
+        pad_token_id: int,
+        cache: Cache,
+        encoder_hidden_states: LayerStates | None = None,
     ) -> GenerateOutput:
         wants = self.recorded
         parts: dict[str, Any] = {
@@ -108,7 +135,9 @@ class OutputRecorder(Observer):
         states: Any = tuple(self.hidden_states) if wants.hidden_states else None
         if isinstance(cache, EncoderDecoderCache):
             encoded: Any = encoder_hidden_states if wants.hidden_states else None
-            return GenerateEncoderDecoderOutput(**parts, decoder_hidden_states=states, encoder_hidden_states=encoded)
+            return GenerateEncoderDecoderOutput(
+                **parts, decoder_hidden_states=states, encoder_hidden_states=encoded
+            )
         attentions: Any = tuple(self.attentions) if wants.attentions else None
         return GenerateDecoderOnlyOutput(**parts, attentions=attentions, hidden_states=states)
 
@@ -124,7 +153,8 @@ def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Te
         ended[pad_token_id] = 0.0
     longest = max(len(row) for row in rows)
     return tuple(
-        torch.stack([row[position] if position < len(row) else ended for row in rows]) for position in range(longest)
+        torch.stack([row[position] if position < len(row) else ended for row in rows])
+        for position in range(longest)
     )
 
 

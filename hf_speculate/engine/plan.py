@@ -43,8 +43,10 @@ from hf_speculate.verify.base import traits_of
 
 LOGGER = logging.getLogger("hf_speculate")
 _log_once = functools.cache(LOGGER.info)
-_FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported if a draft model samples with kernels
-_WORKING_KERNELS = "hf_speculate.options.cuda.kernel_trial:with_working_kernels"  # imported on CUDA devices
+# imported if a draft model samples with kernels
+_FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"
+# imported on CUDA devices
+_WORKING_KERNELS = "hf_speculate.options.cuda.kernel_trial:with_working_kernels"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Plan:
     reads_keys: bool  # whether the drafter or the verifier reads the noise keys
     hidden_layers: tuple[int, ...] | None  # target layers read by the drafter; None without any
     lock_step: str  # why all rows advance by the same number of tokens; empty if they need not
-    # Padding id of finished rows. None if rows without an EOS token continue until the last one has stopped.
+    # Padding id of finished rows. None if rows without an EOS token continue until the last one has
+    # stopped.
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
     self_test: str  # result of the comparison with plain decoding; empty for tested types
@@ -105,7 +108,11 @@ class Plan:
 
     def report_to(self, stats: SpeculationStats) -> None:
         """Write the plan to the statistics of its call."""
-        stats.plan, stats.verifier, stats.cache = repr(self), self.config.verifier or "", self.target.cache_kind
+        stats.plan, stats.verifier, stats.cache = (
+            repr(self),
+            self.config.verifier or "",
+            self.target.cache_kind,
+        )
         stats.compiled, stats.graphed = self.compiled, list(self.runners.graphed)
         stats.lock_step, stats.has_draft_source = self.is_lock_step, self.source.drafts
         for reason in self.fallbacks:
@@ -132,7 +139,9 @@ class Plan:
         return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
 
-def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_test: str = "") -> Plan:
+def make_plan(
+    call: Call, stats: SpeculationStats, *, drafts: bool = True, self_test: str = ""
+) -> Plan:
     """Make the plan of a call, and begin its source.
 
     Args:
@@ -149,9 +158,15 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
     request = runner_request(call, source)
     source, config = _without_useless_draft(call.target, source, config, fallbacks)
     config = _for_offloaded(call, source, config)
-    setup = _drafter_setup(call, source, config, request.settings.get("target"), stats.add_eager_part)
+    setup = _drafter_setup(
+        call, source, config, request.settings.get("target"), stats.add_eager_part
+    )
     source = source.begin(setup)
-    goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.row_lists.rows_leave
+    goes_on = (
+        call.criteria.eos_token_ids is None
+        and call.batch_size > 1
+        and not call.row_lists.rows_leave
+    )
     lock_step = _lock_step_reason(call, source.model, goes_on, config.draft_state is not None)
     if lock_step:
         fallbacks.append(lock_step)
@@ -163,9 +178,17 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
     target = plan_target(call, config, source, hidden_layers)
     draft = None if source.model is None else plan_draft(call, config, source, source.model, target)
     models = [target] if draft is None else [target, draft]
-    runners = find_runners(request, lens, models, config.speculation_graphs, call.batch_size, stats.add_eager_part)
-    fallbacks += [*_cache_fallbacks(models), *_compiled_fallbacks(models, runners), *runners.reasons]
-    reuses_draft_cache = config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
+    runners = find_runners(
+        request, lens, models, config.speculation_graphs, call.batch_size, stats.add_eager_part
+    )
+    fallbacks += [
+        *_cache_fallbacks(models),
+        *_compiled_fallbacks(models, runners),
+        *runners.reasons,
+    ]
+    reuses_draft_cache = (
+        config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
+    )
     return Plan(
         call=call,
         source=source,
@@ -193,7 +216,9 @@ def _for_offloaded(call: Call, source: DraftSource, config: SpeculationConfig) -
     if source.model is None or not is_open or call.batch_size > 1 or not is_offloaded(call.target):
         return config
     max_tokens = OFFLOADED_MAX_ASSISTANT_TOKENS
-    return replace(config, num_assistant_tokens=max_tokens, num_assistant_tokens_schedule="adaptive")
+    return replace(
+        config, num_assistant_tokens=max_tokens, num_assistant_tokens_schedule="adaptive"
+    )
 
 
 def counts_by_column(model: PreTrainedModel) -> bool:
@@ -219,14 +244,18 @@ def _drafter_setup(
     call: Call,
     source: DraftSource,
     config: SpeculationConfig,
-    settings: CompileConfig | None,  # settings of the target's compiled forwards; None if they run eagerly
-    on_failure: Callable[[str, str], None],  # called with the part and the reason if the draft cannot be compiled
+    # settings of the target's compiled forwards; None if they run eagerly
+    settings: CompileConfig | None,
+    # called with the part and the reason if the draft cannot be compiled
+    on_failure: Callable[[str, str], None],
 ) -> DrafterSetup:
     """Return the setup of a drafter."""
     traits, prompts, compilation = traits_of(config), call.prompts, None
     if settings is not None:
         lens = draft_lens(config, source.varies_len)
-        compilation = DraftCompilation(settings, lens, CompiledUnits(), partial(on_failure, "draft"))
+        compilation = DraftCompilation(
+            settings, lens, CompiledUnits(), partial(on_failure, "draft")
+        )
     processors, num_pads = call.processors.for_draft(), tuple(prompts.num_pads)
     if source.model is not None:
         device = device_of(source.model)
@@ -272,20 +301,27 @@ def _with_working_kernels(
         return config
     sizes = dtype_of(call.target), vocab_size_of(call.target)
     traits = {"samples": call.do_sample, "is_processed": len(call.processors) > 0}
-    working: SpeculationConfig = pkgutil.resolve_name(_WORKING_KERNELS)(config, devices, *sizes, **traits, stats=stats)
+    working: SpeculationConfig = pkgutil.resolve_name(_WORKING_KERNELS)(
+        config, devices, *sizes, **traits, stats=stats
+    )
     return working
 
 
-def _lock_step_reason(call: Call, draft: PreTrainedModel | None, goes_on: bool, keeps_draft_cache: bool) -> str:
+def _lock_step_reason(
+    call: Call, draft: PreTrainedModel | None, goes_on: bool, keeps_draft_cache: bool
+) -> str:
     """Return why all rows must advance together; empty if they do not."""
     foreign = [*call.processors.foreign, *call.criteria.foreign]
     if foreign:
         return f"lock step, {unfit_reason(foreign)}"
-    ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
+    ends_apart = any(
+        type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria
+    )
     is_deep = any(call.cache.is_sliding) or is_recurrent(call.cache)
     if goes_on and ends_apart and call.is_cache_kept and is_deep:
         return (
-            "lock step, because rows without EOS are cut back to one length, past what window or recurrent layers can "
+            "lock step, because rows without EOS are cut back to one length, past what window or "
+            "recurrent layers can "
             "restore"
         )
     if call.batch_size == 1:
@@ -306,7 +342,13 @@ def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
     """Return the call type: influences on a plain step's seconds besides the number of rows."""
     call, target = plan.call, plan.target
     return (
-        *(target.model.device, target.model.dtype, torch.get_num_threads(), plan.config.verifier, target.cache_kind),
+        *(
+            target.model.device,
+            target.model.dtype,
+            torch.get_num_threads(),
+            plan.config.verifier,
+            target.cache_kind,
+        ),
         *(*plan.runners.settings, plan.runners.graphed, plan.is_lock_step),
         call.max_length.bit_length(),  # within a factor of two, a forward's time changes little
     )
@@ -352,8 +394,10 @@ def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterat
         if part in runners.settings or not is_compiled(model):
             continue
         reason = (
-            f"eager forwards of the {part} {type(model).__name__}, because a forward that the caller compiled would be "
-            "traced anew for each form of the cache; pass compile_config= to compile speculative forwards"
+            f"eager forwards of the {part} {type(model).__name__}, because a forward that the "
+            "caller compiled would be "
+            "traced anew for each form of the cache; pass compile_config= to compile speculative "
+            "forwards"
         )
         warn_user(reason)
         yield reason

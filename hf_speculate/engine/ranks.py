@@ -20,9 +20,9 @@ N = TypeVar("N", bool, int, float)
 class Ranks:
     """The processes decoding a call.
 
-    This class stands for a single process. Synced ranks decode different texts, and must run the same number of
-    forwards. The ranks of a tensor-parallel group decode one text with the decisions of rank 0. Every process must call
-    a method at the same time.
+    This class stands for a single process. Synced ranks decode different texts, and must run the
+    same number of forwards. The ranks of a tensor-parallel group decode one text with the decisions
+    of rank 0. Every process must call a method at the same time.
     """
 
     is_synced = False  # whether all ranks must run the same number of forwards
@@ -80,7 +80,9 @@ class Ranks:
 ONE_PROCESS = Ranks()
 
 
-def find_ranks(synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device) -> Ranks:
+def find_ranks(
+    synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device
+) -> Ranks:
     """Return the ranks of a call.
 
     Args:

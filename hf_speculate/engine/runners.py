@@ -22,7 +22,8 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.runner import GRAPH_BACKENDS
 
-_OPTION = "hf_speculate.options.compiled.plan"  # imported if forwards may run compiled, or from device graphs
+# imported if forwards may run compiled, or from device graphs
+_OPTION = "hf_speculate.options.compiled.plan"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class RunnerRequest:
     """The requested fixed buffers and compiled forwards."""
 
     is_static: bool = False  # whether buffers never grow
-    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by model, "target" and "draft"
+    # by model, "target" and "draft"
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)
     min_columns: int = 0  # minimum columns of the buffers
     reasons: tuple[str, ...] = ()  # why requested parts run eagerly
 
@@ -39,7 +41,8 @@ class RunnerRequest:
 class Runners:
     """Eager runners, over growing buffers."""
 
-    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by compiled model, "target" and "draft"
+    # by compiled model, "target" and "draft"
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)
     graphed: tuple[str, ...] = ()  # models with forwards from device graphs, "target" and "draft"
     reasons: tuple[str, ...] = ()  # why parts to be compiled or captured run eagerly
 
@@ -107,9 +110,17 @@ def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
     config, eager_draft = call.generation_config, source.eager_reason
     if not call.is_static:
         return RunnerRequest()
-    models = {"target": call.target} if source.model is None else {"target": call.target, "draft": source.model}
+    models = (
+        {"target": call.target}
+        if source.model is None
+        else {"target": call.target, "draft": source.model}
+    )
     configs = {part: compile_config_of(model, config) for part, model in models.items()}
-    settings = {part: compile_config for part, compile_config in configs.items() if compile_config is not None}
+    settings = {
+        part: compile_config
+        for part, compile_config in configs.items()
+        if compile_config is not None
+    }
     reason = ""
     if config.compile_config is not None and "target" not in settings:
         reason = f"eager forwards: plain generate() would not compile with this compile_config on {call.target.device}"

@@ -1,13 +1,15 @@
 """Second scoring: score a round again if its logits are NaN or infinite.
 
-A drafted token may make the target compute NaN, although plain decoding never reads this token. Attention multiplies
-masked values by zero, and zero times NaN is NaN: all logits of the row are lost, even those of accepted tokens. The
-round is then rolled back, its KV cache columns are overwritten, and the target reads the same tokens one by one, as in
-plain decoding. If the logits are NaN again, the cause is the target.
+A drafted token may make the target compute NaN, although plain decoding never reads this token.
+Attention multiplies masked values by zero, and zero times NaN is NaN: all logits of the row are
+lost, even those of accepted tokens. The round is then rolled back, its KV cache columns are
+overwritten, and the target reads the same tokens one by one, as in plain decoding. If the logits
+are NaN again, the cause is the target.
 
-If the output does not depend on the draft, only the newest token is read, and the round becomes a plain step. Otherwise
-all tokens are read, because dropping a draft by its content would bias the output: drafts are sampled from another
-distribution than the target's, and only the residual of a rejected token corrects for this.
+If the output does not depend on the draft, only the newest token is read, and the round becomes a
+plain step. Otherwise all tokens are read, because dropping a draft by its content would bias the
+output: drafts are sampled from another distribution than the target's, and only the residual of a
+rejected token corrects for this.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,12 +60,16 @@ class SecondScoring:
         self._run_dummies(batch, (self.ranks.max(num_forwards) or 0) - num_forwards)
         tokens = self.target.query(batch, draft)[:, :num_forwards].split(1, dim=1)
         scored = joined([self._score(token, **self.target.options) for token in tokens])
-        verified = self.verification.verify(batch, scored.logits, scored_draft, keys, checks_logits=True)
+        verified = self.verification.verify(
+            batch, scored.logits, scored_draft, keys, checks_logits=True
+        )
         num_host_syncs = first.num_host_syncs + verified.num_host_syncs
         if verified.has_bad_logits:  # plain decoding has them too
             verified = self.verification.verify(batch, scored.logits, scored_draft, keys)
             num_host_syncs += verified.num_host_syncs
-        verified = verified._replace(num_drafted=first.num_drafted, num_host_syncs=num_host_syncs, is_rescored=True)
+        verified = verified._replace(
+            num_drafted=first.num_drafted, num_host_syncs=num_host_syncs, is_rescored=True
+        )
         return Rescored(scored_draft, scored, verified)
 
     def join_others(self, batch: Batch) -> None:
@@ -79,7 +85,9 @@ class SecondScoring:
 
     def _score(self, token: Tensor, **options: Any) -> Scored:
         """Score one token [B, 1] of each row in a separate forward: logits [B, 1, V]."""
-        return self.target.model.run_unpadded(token, self.target.kv_cache, logits_to_keep=1, **options)
+        return self.target.model.run_unpadded(
+            token, self.target.kv_cache, logits_to_keep=1, **options
+        )
 
 
 def joined(outputs: Sequence[Scored]) -> Scored:
@@ -89,7 +97,9 @@ def joined(outputs: Sequence[Scored]) -> Scored:
     captured = [output.captured for output in outputs if output.captured is not None]
     return outputs[0]._replace(
         logits=torch.cat([output.logits for output in outputs], dim=1),
-        hidden_states=_by_layer([output.hidden_states for output in outputs], lambda states: torch.cat(states, dim=-2)),
+        hidden_states=_by_layer(
+            [output.hidden_states for output in outputs], lambda states: torch.cat(states, dim=-2)
+        ),
         attentions=_by_layer([output.attentions for output in outputs], _joined_attentions),
         captured=torch.cat(captured, dim=1) if captured else None,
     )
@@ -99,12 +109,16 @@ def _by_layer(states: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> 
     """Join the states of each layer; None for layers without states, or without any states."""
     if states[0] is None:
         return None
-    return tuple(None if layers[0] is None else join(list(layers)) for layers in zip(*states, strict=True))
+    return tuple(
+        None if layers[0] is None else join(list(layers)) for layers in zip(*states, strict=True)
+    )
 
 
 def _joined_attentions(rows: list[Tensor]) -> Tensor:
     """Join Q rows [B, H, 1, T'] to [B, H, Q, T]; each row ends in the column of its token."""
     gaps = range(len(rows) - 1, -1, -1)  # columns after each token
     width = max(row.shape[-1] + gap for row, gap in zip(rows, gaps, strict=True))
-    aligned = [pad(row, (width - gap - row.shape[-1], gap)) for row, gap in zip(rows, gaps, strict=True)]
+    aligned = [
+        pad(row, (width - gap - row.shape[-1], gap)) for row, gap in zip(rows, gaps, strict=True)
+    ]
     return torch.cat(aligned, dim=-2)

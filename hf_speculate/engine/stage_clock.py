@@ -12,7 +12,8 @@ from hf_speculate.types import StageSeconds
 _PREFIX = "hf_speculate: raised while "
 _DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error")  # text in device errors
 _AFTER_DEVICE_ERROR = (
-    'hf_speculate: this process may have lost the device; start another one with speculation_graphs="off", and run '
+    "hf_speculate: this process may have lost the device; start another one with "
+    'speculation_graphs="off", and run '
     "`hf-speculate doctor` to see whether graphs or kernels fail on this device"
 )
 
@@ -26,7 +27,8 @@ class Stage(Enum):
     PREFILL = "the target read the prompt"
     DRAFT = "tokens were drafted"
     SCORE = "the target scored tokens"
-    VERIFY = "tokens were verified"  # with logits processors, and stopping criteria called token by token
+    # with logits processors, and stopping criteria called token by token
+    VERIFY = "tokens were verified"
     TRIM = "stopping criteria ran"
     COMMIT = "the KV caches were rolled back"
     RECORD = "the round was recorded"

@@ -41,17 +41,25 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
     An embedding table counts only if it is also the head, because a step reads single rows of it.
     """
     is_composite = model.config.get_text_config(decoder=True) is not model.config  # with an encoder
-    decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder or is_composite else model
+    decoder: nn.Module = (
+        model.get_decoder() if model.config.is_encoder_decoder or is_composite else model
+    )
     head, table = model.get_output_embeddings(), input_table(model)
     modules = [decoder] if head is None else [decoder, head]
-    weights: dict[int, Tensor] = {id(weight): weight for module in modules for weight in module.parameters()}
-    # Quantisation libraries mark their weights by special classes; the weights of a split model have one, too.
+    weights: dict[int, Tensor] = {
+        id(weight): weight for module in modules for weight in module.parameters()
+    }
+    # Quantisation libraries mark their weights by special classes; the weights of a split model
+    # have one, too.
     is_packed = any(
-        type(weight) is not nn.Parameter and not hasattr(weight, "device_mesh") for weight in weights.values()
+        type(weight) is not nn.Parameter and not hasattr(weight, "device_mesh")
+        for weight in weights.values()
     )
     is_quantised = is_packed or getattr(model.config, "quantization_config", None) is not None
     if is_quantised:  # some libraries keep them in buffers
-        weights |= {id(buffer): buffer for buffer in chain(*(module.buffers() for module in modules))}
+        weights |= {
+            id(buffer): buffer for buffer in chain(*(module.buffers() for module in modules))
+        }
     shared = set() if head is None else set(map(id, head.parameters()))
     unread = set() if table is None else set(map(id, table.parameters())) - shared
     num_bytes = sum(weight_bytes(weight) for key, weight in weights.items() if key not in unread)

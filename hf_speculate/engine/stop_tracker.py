@@ -22,12 +22,14 @@ class StopTracker(PerRow):
     stopping: RowCriteria
     num_rows: InitVar[int]
     max_new_tokens: int
-    pads_ended_rows: bool  # False without an EOS token: rows continue until the last one has stopped
+    # False without an EOS token: rows continue until the last one has stopped
+    pads_ended_rows: bool
     is_lock_step: bool
 
     def __post_init__(self, num_rows: int) -> None:
         self.num_new = [0] * num_rows  # emitted tokens of each row
-        self.stop_lens: list[int | None] = [None] * num_rows  # emitted tokens up to the stop; None before it
+        # emitted tokens up to the stop; None before it
+        self.stop_lens: list[int | None] = [None] * num_rows
         self.end = 0  # the largest of the stops, of rows outside the batch too
 
     @classmethod
@@ -55,7 +57,9 @@ class StopTracker(PerRow):
             elif goes_on:
                 count = len(verified.new_ids[row])
             num_emitted.append(count)
-        self.num_new = [before + count for before, count in zip(self.num_new, num_emitted, strict=True)]
+        self.num_new = [
+            before + count for before, count in zip(self.num_new, num_emitted, strict=True)
+        ]
         return Trimmed(num_emitted, is_stopped, self._is_finished(), self.num_new)
 
     def surplus(self) -> list[int]:

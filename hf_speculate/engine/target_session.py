@@ -26,9 +26,10 @@ _MAX_PADDING_QUERY = 64  # tokens per row in a forward of padding, the maximum o
 class EndPadding:
     """Padding in the KV cache after finished rows.
 
-    Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
-    row reads these tokens instead of drafts in the rounds of the other rows. Tokens still missing after the last round
-    are fed in additional forwards of `max_query` tokens a row, and the other rows are rolled back.
+    Plain `generate` feeds a finished row its last token, then padding, until the longest row is
+    finished. Here such a row reads these tokens instead of drafts in the rounds of the other rows.
+    Tokens still missing after the last round are fed in additional forwards of `max_query` tokens a
+    row, and the other rows are rolled back.
     """
 
     pad_token_id: int | None  # None if nothing is fed
@@ -47,8 +48,13 @@ class EndPadding:
     def of(cls, plan: Plan) -> "EndPadding":
         """Return the padding of a planned call."""
         call = plan.call
-        max_query = min(call.prefill_chunk_size or _MAX_PADDING_QUERY, plan.runners.max_query or _MAX_PADDING_QUERY)
-        return cls(plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks)
+        max_query = min(
+            call.prefill_chunk_size or _MAX_PADDING_QUERY,
+            plan.runners.max_query or _MAX_PADDING_QUERY,
+        )
+        return cls(
+            plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks
+        )
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
         """Replace the drafts of finished rows in a query [B, Q] int64 by padding."""
@@ -58,7 +64,8 @@ class EndPadding:
         rows = zip(batch.is_finished, self._num_fed, strict=True)
         starts = [int(num_fed == 0) if is_finished else _NEVER for is_finished, num_fed in rows]
         if starts != self._starts:
-            self._starts, self._device_starts = starts, upload(starts, query.device)[:, None]  # [B, 1]
+            # [B, 1]
+            self._starts, self._device_starts = starts, upload(starts, query.device)[:, None]
         columns = torch.arange(query.shape[1], device=query.device)
         return query.masked_fill(columns >= self._device_starts, self.pad_token_id)
 
@@ -97,7 +104,10 @@ class EndPadding:
         if self.pad_token_id is None:
             return [0] * batch.num_rows
         longest = max(batch.tokens.lens)
-        return [longest - length - num_fed for length, num_fed in zip(batch.tokens.lens, self._num_fed, strict=True)]
+        return [
+            longest - length - num_fed
+            for length, num_fed in zip(batch.tokens.lens, self._num_fed, strict=True)
+        ]
 
 
 class PromptChunk(NamedTuple):
@@ -120,14 +130,17 @@ class TargetSession(PerRow):
     kv_cache: KVCache
     query_ids: Tensor  # [B, Q] int64, the prompt tokens missing in the cache
     chunk_size: int | None  # prompt tokens per forward; None for all at once
-    options: Mapping[str, bool | list[int]]  # further arguments of every forward, `output_hidden_states` for example
+    # further arguments of every forward, `output_hidden_states` for example
+    options: Mapping[str, bool | list[int]]
     padding: EndPadding  # fills the cache after finished rows
 
     @classmethod
     def of(cls, plan: Plan, states: TargetStates | None) -> "TargetSession":
         """Make the session of a planned call; `states` are the target states for the drafter."""
         call, runners, capture = plan.call, plan.runners, None if states is None else states.capture
-        compiled = runners.language_model("target", call.target, call.target_inputs, call.max_position, capture)
+        compiled = runners.language_model(
+            "target", call.target, call.target_inputs, call.max_position, capture
+        )
         model = compiled or LanguageModel(
             call.target,
             call.max_position,
@@ -137,12 +150,20 @@ class TargetSession(PerRow):
             is_watched=bool(call.foreign_code),
         )
         wanted = {
-            "output_hidden_states": (states is not None and states.wanted) or call.recorded.hidden_states,
+            "output_hidden_states": (states is not None and states.wanted)
+            or call.recorded.hidden_states,
             "output_attentions": call.recorded.attentions,
         }
         options = {name: value for name, value in wanted.items() if value}
         kv_cache = plan.target.make_cache(call.batch_size, runners.buffers(plan.target))
-        return cls(model, kv_cache, call.prompts.query_ids, call.prefill_chunk_size, options, EndPadding.of(plan))
+        return cls(
+            model,
+            kv_cache,
+            call.prompts.query_ids,
+            call.prefill_chunk_size,
+            options,
+            EndPadding.of(plan),
+        )
 
     @property
     def room(self) -> int | None:
@@ -155,7 +176,10 @@ class TargetSession(PerRow):
         """Return the prompt in chunks of the call's size."""
         num_query = self.query_ids.shape[1]
         chunks = self.query_ids.split(self.chunk_size or num_query, dim=1)
-        return [PromptChunk(chunk, num_query - index * chunks[0].shape[1]) for index, chunk in enumerate(chunks)]
+        return [
+            PromptChunk(chunk, num_query - index * chunks[0].shape[1])
+            for index, chunk in enumerate(chunks)
+        ]
 
     def read(self, chunk: PromptChunk) -> Scored:
         """Read a chunk of the prompt, and return logits [B, 1, V] after its last token."""
@@ -168,12 +192,16 @@ class TargetSession(PerRow):
 
     def reads_other_tokens(self, draft: DraftOut) -> bool:
         """Return whether `score` reads tokens outside the final text; they may cause NaN."""
-        return bool(draft.token_ids.shape[1]) or self.kv_cache.holds_rejected or self.model.pads_queries
+        return (
+            bool(draft.token_ids.shape[1])
+            or self.kv_cache.holds_rejected
+            or self.model.pads_queries
+        )
 
     def query(self, batch: Batch, draft: DraftOut) -> Tensor:
         """Return the newest token of each row and the drafted tokens, [B, K+1] int64."""
         newest = batch.tokens.last(1)
-        if draft.token_ids.shape[1]:
+        if draft.token_ids.shape[1]:  # noqa: SIM108  # one line would be too long
             query = torch.cat([newest, draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
         else:
             query = newest.contiguous()

@@ -24,7 +24,8 @@ from hf_speculate.transfers import download
 from hf_speculate.types import BAD_LOGITS, DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier, make_verifier
 
-_SPANS = "hf_speculate.options.spans.spans"  # imported if a lossy verifier is restricted to spans of the text
+# imported if a lossy verifier is restricted to spans of the text
+_SPANS = "hf_speculate.options.spans.spans"
 
 
 class VerifierSpans(Protocol):
@@ -43,7 +44,9 @@ class VerifierSpans(Protocol):
         """Select the rows `indices`, in this order."""
 
 
-def find_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> VerifierSpans | None:
+def find_spans(
+    config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]
+) -> VerifierSpans | None:
     """Return the spans of a call; None if its verifier is not restricted.
 
     Args:
@@ -70,16 +73,27 @@ class Verification(PerRow):
     def of(plan: Plan) -> "Verification":
         """Return the verification of a planned call."""
         call, config = plan.call, plan.config
-        rule = make_verifier(config), find_spans(config, call.do_sample, call.prompts.num_pads), call.ranks
+        rule = (
+            make_verifier(config),
+            find_spans(config, call.do_sample, call.prompts.num_pads),
+            call.ranks,
+        )
         if not plan.is_lock_step:
             processors = call.row_lists.processors(call.processors, call.batch_size)
-            return RowWiseVerification(*rule, processors, keeps_padding=plan.end_padding_id is not None)
+            return RowWiseVerification(
+                *rule, processors, keeps_padding=plan.end_padding_id is not None
+            )
         criteria = call.ranks.wrap_criteria(call.criteria)
         pad = plan.pad_token_id if criteria.eos_token_ids is not None else None
         return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 
     def verify(
-        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool = False
+        self,
+        batch: Batch,
+        logits: Tensor,
+        draft: DraftOut,
+        keys: NoiseKeys,
+        checks_logits: bool = False,
     ) -> Verified:
         """Verify the drafted tokens of a round; the batch is only read.
 
@@ -88,14 +102,17 @@ class Verification(PerRow):
             logits: [B, K+1, V] of the target.
             draft: The drafted tokens.
             keys: Keys of the round's noise.
-            checks_logits: Whether to set `has_bad_logits` if the verdict uses NaN or infinite logits.
+            checks_logits: Whether to set `has_bad_logits` if the verdict uses NaN or infinite
+                logits.
         """
         if not all(batch.is_finished):
             return self._verify(batch, logits, draft, keys, checks_logits)
         # Forwards continue for other ranks, without processors and criteria.
         return _no_verdict(batch, logits, draft)
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
+    def _verify(
+        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool
+    ) -> Verified:
         raise NotImplementedError
 
     def _verifier_at(self, position: int, batch: Batch, draft: DraftOut) -> Verifier:
@@ -108,7 +125,9 @@ class Verification(PerRow):
     def forced_texts(self, batch: Batch) -> list[str]:
         """Return [B] texts that the logits processors force; "" for rows that need no draft."""
         rows = zip(batch.is_finished, batch.num_left, strict=True)
-        return self.processors.forced_texts(batch.host_tokens, [not ended and num > 1 for ended, num in rows])
+        return self.processors.forced_texts(
+            batch.host_tokens, [not ended and num > 1 for ended, num in rows]
+        )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Forget the positions of the round without emitted tokens."""
@@ -127,13 +146,17 @@ class RowWiseVerification(Verification):
     # All processors are row-wise.
     keeps_padding: bool = False  # whether the KV cache keeps padding after finished rows
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
+    def _verify(
+        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool
+    ) -> Verified:
         tokens, scores, num_positions = batch.tokens, logits, logits.shape[1]
         loses_nan = checks_logits and not self.processors.keep_nan
         if loses_nan:  # plain `generate` shows processors no NaN of a rejected token
             scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)
         if len(self.processors):
-            scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
+            scores = self.processors(
+                tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens
+            )
         verdict = self._verifier_at(0, batch, draft).verify(scores, draft, keys)
         ids, draft_lens = verdict.token_ids, draft.lens.to(torch.int32)
         if loses_nan:
@@ -147,7 +170,9 @@ class RowWiseVerification(Verification):
         has_bad_logits = False
         if loses_nan or flagged:
             is_nan = any(any(rows[row][num_positions:][: num_accepted[row] + 1]) for row in counted)
-            has_bad_logits = self.ranks.broadcast_number(is_nan or _are_bad(logits, flagged, num_accepted))
+            has_bad_logits = self.ranks.broadcast_number(
+                is_nan or _are_bad(logits, flagged, num_accepted)
+            )
         if has_bad_logits:
             self.processors.rollback([num_positions] * batch.num_rows)
         return Verified(
@@ -172,7 +197,8 @@ class RowWiseVerification(Verification):
 class LockStepVerification(Verification):
     """Verification of one position at a time.
 
-    A round ends when a row finishes or rejects a token. Processors are called as in plain `generate`.
+    A round ends when a row finishes or rejects a token. Processors are called as in plain
+    `generate`.
     """
 
     processors: BlockLogitsProcessorList  # the call's whole list
@@ -181,25 +207,37 @@ class LockStepVerification(Verification):
     pad_token_id: int | None
     records_scores: bool  # whether criteria get the scores so far
     _is_finished: Tensor | None = None  # [B] bool
-    _has_ended: list[bool] = field(default_factory=list)  # the same on the host; empty before the first token
+    # the same on the host; empty before the first token
+    _has_ended: list[bool] = field(default_factory=list)
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
-        # This check comes before the processors: they must get the same logits as in plain `generate`.
+    def _verify(
+        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool
+    ) -> Verified:
+        # This check comes before the processors: they must get the same logits as in plain
+        # `generate`.
         if checks_logits and self.ranks.broadcast_number(self._begins_with_nan(batch, logits)):
             nothing = _no_verdict(batch, logits, draft)
-            return nothing._replace(num_drafted=draft.lens.tolist(), num_host_syncs=2, has_bad_logits=True)
-        input_ids: Any = batch.tokens.token_ids[:, : batch.tokens.lens[0]]  # [B, T]; typed as a LongTensor elsewhere
+            return nothing._replace(
+                num_drafted=draft.lens.tolist(), num_host_syncs=2, has_bad_logits=True
+            )
+        # [B, T]; typed as a LongTensor elsewhere
+        input_ids: Any = batch.tokens.token_ids[:, : batch.tokens.lens[0]]
         was_finished = self._is_finished
         if was_finished is None:
             was_finished = torch.zeros(batch.num_rows, dtype=torch.bool, device=input_ids.device)
-        # Finished rows continue with padding; without EOS they continue with samples, as in plain `generate`.
-        is_padded = was_finished if self.pad_token_id is not None else torch.zeros_like(was_finished)
+        # Finished rows continue with padding; without EOS they continue with samples, as in plain
+        # `generate`.
+        is_padded = (
+            was_finished if self.pad_token_id is not None else torch.zeros_like(was_finished)
+        )
         had_ended = self._has_ended or [False] * batch.num_rows
         status, num_accepted, new_ids = 0, [0] * batch.num_rows, [list[int]() for _ in had_ended]
         columns, scores = [], []
         for position in range(logits.shape[1]):
-            step_scores = self.processors(input_ids, logits[:, position].to(torch.float32, copy=True))
+            step_scores = self.processors(
+                input_ids, logits[:, position].to(torch.float32, copy=True)
+            )
             verifier = self._verifier_at(position, batch, draft)
             verdict = verifier.verify(*_single_position(step_scores, draft, keys, position))
             next_ids = verdict.token_ids[:, 0].masked_fill(is_padded, self.pad_token_id or 0)
@@ -208,15 +246,21 @@ class LockStepVerification(Verification):
             scores.append(step_scores)
             if self.records_scores:
                 self._scores.append(step_scores)
-            self._is_finished = is_finished = was_finished | self.criteria.ask(input_ids, tuple(self._scores) or None)
+            self._is_finished = is_finished = was_finished | self.criteria.ask(
+                input_ids, tuple(self._scores) or None
+            )
             ids, accepted, flags, ended = download(
                 next_ids[:, None], verdict.num_accepted, verdict.status, is_finished.to(torch.int32)
             )
             self._has_ended = [bool(has_ended) for has_ended in ended]
             new_ids = [row + new for row, new in zip(new_ids, ids, strict=True)]
-            num_accepted = [before + new for before, new in zip(num_accepted, accepted, strict=True)]
+            num_accepted = [
+                before + new for before, new in zip(num_accepted, accepted, strict=True)
+            ]
             # The draft of padded rows is padding.
-            live = [row for row, had in enumerate(had_ended) if not had or self.pad_token_id is None]
+            live = [
+                row for row, had in enumerate(had_ended) if not had or self.pad_token_id is None
+            ]
             status = reduce(or_, (flags[row] for row in live), status)
             if not all(accepted[row] for row in live) or self._has_ended != had_ended:
                 break
@@ -239,14 +283,21 @@ class LockStepVerification(Verification):
         """
         tops = logits[:, 0].amax(-1).tolist()
         rows = zip(batch.is_finished, tops, strict=True)
-        return any(isnan(top) for is_finished, top in rows if not is_finished or self.pad_token_id is None)
+        return any(
+            isnan(top) for is_finished, top in rows if not is_finished or self.pad_token_id is None
+        )
 
 
 def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:
     """Return the verdict of a round without output."""
     nothing = [0] * batch.num_rows
-    token_ids, is_stopped = draft.token_ids.new_full((batch.num_rows, 1), -1), [False] * batch.num_rows
-    return Verified(token_ids, [[] for _ in nothing], nothing, nothing, 0, logits, is_stopped, num_host_syncs=0)
+    token_ids, is_stopped = (
+        draft.token_ids.new_full((batch.num_rows, 1), -1),
+        [False] * batch.num_rows,
+    )
+    return Verified(
+        token_ids, [[] for _ in nothing], nothing, nothing, 0, logits, is_stopped, num_host_syncs=0
+    )
 
 
 def _are_bad(logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> bool:
@@ -275,6 +326,7 @@ def _single_position(
         token_logits=None if draft.token_logits is None else draft.token_logits[:, window],
         logsumexp=None if draft.logsumexp is None else draft.logsumexp[:, window],
     )
-    # The next position is not processed yet: the verifier gets this one twice, and its bonus token is not used.
+    # The next position is not processed yet: the verifier gets this one twice, and its bonus token
+    # is not used.
     target_logits = scores[:, None].expand(-1, token_ids.shape[1] + 1, -1)
     return target_logits, step, keys._replace(positions=keys.positions + position)

@@ -11,8 +11,13 @@ from transformers import PreTrainedModel
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 
-# A field also excludes its companion from weaker sources: a call with K tokens gets K, whatever the saved schedule.
-_SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
+# A field also excludes its companion from weaker sources: a call with K tokens gets K, whatever the
+# saved schedule.
+_SHUTS_OUT = {
+    "num_assistant_tokens": "num_assistant_tokens_schedule",
+    "seed": "generator",
+    "generator": "seed",
+}
 
 # Fields with an object as value -> module and name of its class, imported on use.
 _OBJECTS = {
@@ -28,7 +33,10 @@ def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
     """
     if name in call:
         return call[name]
-    values = (getattr(config, name, None) for config in (call.get("generation_config"), model.generation_config))
+    values = (
+        getattr(config, name, None)
+        for config in (call.get("generation_config"), model.generation_config)
+    )
     return next((value for value in values if value is not None), None)
 
 
@@ -42,12 +50,17 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
                 settled[name] = source[name]
     for name, (module, class_name) in _OBJECTS.items():
         value = settled.get(name)
-        if value is not None and not isinstance(value, getattr(importlib.import_module(module), class_name)):
+        if value is not None and not isinstance(
+            value, getattr(importlib.import_module(module), class_name)
+        ):
             raise ConfigError(
-                f"{name} must be a {class_name}, got {type(value).__name__}; pass hf_speculate.{class_name}()"
+                f"{name} must be a {class_name}, got {type(value).__name__}; pass "
+                f"hf_speculate.{class_name}()"
             )
     # An explicit None excludes weaker sources, then means the default.
-    return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
+    return SpeculationConfig(
+        **{name: value for name, value in settled.items() if value is not None}
+    )
 
 
 def fields_of(config: object) -> dict[str, Any]:
@@ -63,7 +76,9 @@ def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             values = json.loads(Path(saved).read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:  # no JSON, or nested too deeply
-            raise ConfigError(f"fields_from must be a JSON object, got {saved}: {error}; mend the file") from error
+            raise ConfigError(
+                f"fields_from must be a JSON object, got {saved}: {error}; mend the file"
+            ) from error
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"fields_from must be a JSON object or a mapping, got {type(values).__name__}; "

@@ -6,7 +6,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.static import static_copies
@@ -17,7 +22,12 @@ from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.plan import make_plan
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.inputs import read_call
-from hf_speculate.generation.plain_decoding import decode_plainly, plain_reason, returned_cache, self_test
+from hf_speculate.generation.plain_decoding import (
+    decode_plainly,
+    plain_reason,
+    returned_cache,
+    self_test,
+)
 from hf_speculate.generation.request import Request, refusals
 from hf_speculate.models.folded_attention import folded_attention_for
 
@@ -94,12 +104,15 @@ class SpeculativeDecoding:
             output: GenerateOutput | Tensor
             if call.generation_config.return_dict_in_generate:
                 encoded = call.model_kwargs.get("encoder_outputs")
-                encoder_states = encoded.get("hidden_states") if isinstance(encoded, ModelOutput) else None
+                encoder_states = (
+                    encoded.get("hidden_states") if isinstance(encoded, ModelOutput) else None
+                )
                 output = decoder.output.output(input_ids, pad_id, cache, encoder_states)
             else:
                 output = decoder.output.sequences(input_ids, pad_id)
             for row, ids in enumerate(decoder.output.new_ids.values()):
                 plan.source.keep_row(ids, partial(call.prompts.real_ids, row))
             if call.static_cache is not None:
-                static_copies().write_back(call.cache, call.static_cache)  # last, because nothing would undo it
+                # last, because nothing would undo it
+                static_copies().write_back(call.cache, call.static_cache)
         return output

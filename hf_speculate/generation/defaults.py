@@ -17,7 +17,9 @@ SAVED_ASSISTANT = "speculation_assistant"  # key of generation configs, names a 
 TOKENIZERS = ("tokenizer", "assistant_tokenizer")
 _ATTRIBUTE = "_hf_speculate_defaults"  # attribute of enabled models; no module, parameter or buffer
 
-_plain_models: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hf_speculate_plain_models", default=())
+_plain_models: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar(
+    "hf_speculate_plain_models", default=()
+)
 _is_nested: ContextVar[bool] = ContextVar("hf_speculate_is_nested", default=False)
 
 
@@ -46,7 +48,11 @@ class Defaults:
         """
         values = dict(self.values)
         if any(is_set(value_in(call, name)) for name in sources):
-            values = {name: value for name, value in values.items() if name not in {*sources, *_COMPANIONS}}
+            values = {
+                name: value
+                for name, value in values.items()
+                if name not in {*sources, *_COMPANIONS}
+            }
         return {name: value for name, value in values.items() if value_in(call, name) is None}
 
     def warn_once(self, text: str) -> None:
@@ -58,13 +64,17 @@ class Defaults:
     def warn_left_out(self, where: str, hint: str) -> None:
         """Warn the user once: saving leaves these defaults out."""
         if self.values:
-            self.warn_once(f"{where} leaves out {', '.join(self.values)}, which enable() was given; {hint}")
+            self.warn_once(
+                f"{where} leaves out {', '.join(self.values)}, which enable() was given; {hint}"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Defaults":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.warn_left_out("a pickle of the model", "call enable() with them again where it is loaded")
+        self.warn_left_out(
+            "a pickle of the model", "call enable() with them again where it is loaded"
+        )
         return Defaults, ({},)
 
 
@@ -82,8 +92,9 @@ def remove_defaults(model: PreTrainedModel) -> None:
 def plain(model: PreTrainedModel) -> Iterator[None]:
     """Decode plainly in this context.
 
-    Calls of `model.generate()` ignore all draft sources and fields. Other threads and tasks, and `generate()` of other
-    models, draft as before. A generator suspended inside of the context keeps it on for its caller.
+    Calls of `model.generate()` ignore all draft sources and fields. Other threads and tasks, and
+    `generate()` of other models, draft as before. A generator suspended inside of the context keeps
+    it on for its caller.
 
     Args:
         model: an enabled model, or the PEFT model around one.

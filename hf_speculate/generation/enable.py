@@ -13,7 +13,13 @@ from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.source import SOURCES, find_source, is_set
 from hf_speculate.errors import ConfigError, UnsupportedModelError, nearest_name, warn_user
 from hf_speculate.generation.config_sources import fields_of, read_config
-from hf_speculate.generation.defaults import SAVED_ASSISTANT, TOKENIZERS, Defaults, remove_defaults, set_defaults
+from hf_speculate.generation.defaults import (
+    SAVED_ASSISTANT,
+    TOKENIZERS,
+    Defaults,
+    remove_defaults,
+    set_defaults,
+)
 from hf_speculate.generation.generate import SpeculativeGenerationMixin, warn_of_lost_fields
 from hf_speculate.generation.request import check_source, source_arguments
 from hf_speculate.verify.base import check_verifier
@@ -27,25 +33,26 @@ _ENABLED_CLASSES: dict[type, type] = {}  # plain class (their `_plain_class`) ->
 def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> ModelT:
     """Make `model.generate()` speculative, whoever calls it.
 
-    All arguments of `generate()` for speculation may be given here as defaults: a draft source (`assistant_model`,
-    `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter`, `candidate_generator` or `use_mtp`), tokenizers, and
-    the fields of `SpeculationConfig`. A call may override them; its draft source replaces theirs. They take precedence
-    over the settings saved with the model. A call that cannot use them decodes plainly, with one warning. Without
-    defaults, an enabled model keeps its earlier ones. A call without a draft source decodes as before; only
-    `verifier="coupled"` with `do_sample=True` replaces the draw then too.
+    All arguments of `generate()` for speculation may be given here as defaults: a draft source
+    (`assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter`,
+    `candidate_generator` or `use_mtp`), tokenizers, and the fields of `SpeculationConfig`. A call
+    may override them; its draft source replaces theirs. They take precedence over the settings
+    saved with the model. A call that cannot use them decodes plainly, with one warning. Without
+    defaults, an enabled model keeps its earlier ones. A call without a draft source decodes as
+    before; only `verifier="coupled"` with `do_sample=True` replaces the draw then too.
 
-    Only this object changes. Its class becomes a subclass of the same name; the defaults are stored on the object and
-    are no part of its state dict, config or parameters. For a PEFT model, the wrapped model is enabled. Copies share
-    the defaults. Pickles stay enabled, in other processes as well, without the defaults. `save_pretrained` saves a
-    plain model.
+    Only this object changes. Its class becomes a subclass of the same name; the defaults are stored
+    on the object and are no part of its state dict, config or parameters. For a PEFT model, the
+    wrapped model is enabled. Copies share the defaults. Pickles stay enabled, in other processes as
+    well, without the defaults. `save_pretrained` saves a plain model.
 
-    With a newer transformers than the newest tested one, the first enabled model of a class brings a warning, and its
-    first speculative call a self-test.
+    With a newer transformers than the newest tested one, the first enabled model of a class brings
+    a warning, and its first speculative call a self-test.
 
     Args:
         model: a transformers model that can generate, changed in place.
-        assistant_model: a draft model or head, or its folder or Hub id, loaded with the target's dtype and device.
-            None for the one saved with the model by `save_settings`, if any.
+        assistant_model: a draft model or head, or its folder or Hub id, loaded with the target's
+            dtype and device. None for the one saved with the model by `save_settings`, if any.
         **defaults: other arguments of `generate()` for speculation; None counts as left out.
 
     Returns:
@@ -54,8 +61,8 @@ def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> Model
     Raises:
         ConfigError: a default is unknown or has a wrong value, or the draft does not load.
         UnsupportedGenerationError: the defaults exclude each other.
-        UnsupportedModelError: it is not a transformers model that can generate, the draft does not fit it, or this
-            version of transformers lacks a name that we use.
+        UnsupportedModelError: it is not a transformers model that can generate, the draft does not
+            fit it, or this version of transformers lacks a name that we use.
     """
     base = _base_model(model)
     check_private_names(base)
@@ -102,7 +109,11 @@ def is_enabled(model: object) -> bool:
 
 def _base_model(model: object) -> PreTrainedModel:
     get_base_model = getattr(model, "get_base_model", None)
-    base = get_base_model() if callable(get_base_model) and not isinstance(model, PreTrainedModel) else model
+    base = (
+        get_base_model()
+        if callable(get_base_model) and not isinstance(model, PreTrainedModel)
+        else model
+    )
     if isinstance(base, str | Path):
         raise UnsupportedModelError(
             f"model must be a loaded model, got {str(base)!r}; load it first, for example with "
@@ -111,7 +122,8 @@ def _base_model(model: object) -> PreTrainedModel:
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
         raise UnsupportedModelError(
             f"model must be a transformers model that can generate, got {type(model).__name__}; "
-            "load it with an AutoModelFor... class that has a language modelling head; pass what a wrapper holds, and "
+            "load it with an AutoModelFor... class that has a language modelling head; pass what a "
+            "wrapper holds, and "
             "compile in place, with model.compile()"
         )
     return base
@@ -123,13 +135,18 @@ def _given_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> dict[s
     given = {name: value for name, value in values.items() if value is not None}
     given = {name: value for name, value in given.items() if is_set(value) or name not in sources}
     saved = getattr(model.generation_config, SAVED_ASSISTANT, None)
-    if saved is None or not sources.keys().isdisjoint(given) or (not given and Defaults.of(model).values):
+    if (
+        saved is None
+        or not sources.keys().isdisjoint(given)
+        or (not given and Defaults.of(model).values)
+    ):
         return given
     try:
         NamedDrafts.of(model).get(saved, model)
     except ConfigError as error:
         raise ConfigError(
-            f"{SAVED_ASSISTANT} in the generation config must name a draft, got {saved!r}, which does not load: "
+            f"{SAVED_ASSISTANT} in the generation config must name a draft, got {saved!r}, which "
+            "does not load: "
             f"{error}; set model.generation_config.{SAVED_ASSISTANT} to None to enable without it"
         ) from error
     return {**given, "assistant_model": saved}
@@ -146,12 +163,14 @@ def _check_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
     for name in ("num_assistant_tokens", "seed"):
         if isinstance(values.get(name), Sequence):
             raise ConfigError(
-                f"{name} must be one number in enable(), whose calls have any number of rows, got a list; "
+                f"{name} must be one number in enable(), whose calls have any number of rows, got "
+                "a list; "
                 "pass it to generate()"
             )
     if values.get("verifier") == "greedy":
         raise ConfigError(
-            "verifier must be a sampling one in enable(), got 'greedy', which is the default without do_sample; "
+            "verifier must be a sampling one in enable(), got 'greedy', which is the default "
+            "without do_sample; "
             "leave it out"
         )
     fields = {name: value for name, value in values.items() if name in FIELD_NAMES}
@@ -167,7 +186,8 @@ def _check_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
         check_source(model, source, {name: values.get(name) for name in TOKENIZERS})
     elif not sources.keys().isdisjoint(values):
         raise UnsupportedModelError(
-            f"{type(model).__name__} must draft by itself in transformers' own way, which enable() cannot prepare; "
+            f"{type(model).__name__} must draft by itself in transformers' own way, which enable() "
+            "cannot prepare; "
             f"pass {', '.join(sources.keys() & values.keys())} to generate()"
         )
 
@@ -182,15 +202,17 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
                 "__qualname__": plain.__qualname__,
                 "__reduce_ex__": _reduce,
             }
-            _ENABLED_CLASSES[plain] = type(plain.__name__, (SpeculativeGenerationMixin, plain), body)
+            _ENABLED_CLASSES[plain] = type(
+                plain.__name__, (SpeculativeGenerationMixin, plain), body
+            )
         return _ENABLED_CLASSES[plain]
 
 
 class _Maker:
     """A factory of empty objects for copies and pickles.
 
-    A copy gets the model's own class. A pickle names the plain class, because other processes can import it, and the
-    loaded model is enabled again.
+    A copy gets the model's own class. A pickle names the plain class, because other processes can
+    import it, and the loaded model is enabled again.
     """
 
     def __init__(self, model_class: Any):
@@ -208,7 +230,7 @@ def _maker_of(plain: type[PreTrainedModel]) -> _Maker:
     return _Maker(_enabled_class(plain))
 
 
-# Copies come from here too. Wrappers such as PEFT's look up missing attributes in their model: they would find its
-# `__copy__` and `__deepcopy__` and return a copy of the model alone.
+# Copies come from here too. Wrappers such as PEFT's look up missing attributes in their model: they
+# would find its `__copy__` and `__deepcopy__` and return a copy of the model alone.
 def _reduce(self: PreTrainedModel, protocol: Any) -> tuple[Any, ...]:
     return _Maker(type(self)), (), self.__getstate__()

@@ -41,7 +41,12 @@ from hf_speculate.generation.request import (
     speculative_request,
     take_over_all,
 )
-from hf_speculate.generation.undrafted import Undrafted, WithoutPrompt, add_tokenizer, undrafted_config
+from hf_speculate.generation.undrafted import (
+    Undrafted,
+    WithoutPrompt,
+    add_tokenizer,
+    undrafted_config,
+)
 from hf_speculate.models.text_decoder import unwrapped
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -52,10 +57,11 @@ _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer
 class SpeculativeGenerationMixin(GenerationMixin):
     """Mixin for speculative `generate()`.
 
-    Put it before the model in a class's bases. `generate()` takes the arguments of transformers' method, and the fields
-    of `SpeculationConfig` as keywords or from a `GenerationConfig`. With a draft source, unsupported arguments raise an
-    error. Without a draft source it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws token
-    by token, and the text equals the text with any assistant and the same seed.
+    Put it before the model in a class's bases. `generate()` takes the arguments of transformers'
+    method, and the fields of `SpeculationConfig` as keywords or from a `GenerationConfig`. With a
+    draft source, unsupported arguments raise an error. Without a draft source it decodes plainly;
+    with `do_sample=True` and `verifier="coupled"` it then draws token by token, and the text equals
+    the text with any assistant and the same seed.
     """
 
     draft_sources: ClassVar[Mapping[str, str]] = SOURCES
@@ -64,7 +70,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         ours = SpeculativeGenerationMixin.generate
-        if getattr(cls.generate, "__code__", None) is ours.__code__:  # no class in between overrides it
+        # no class in between overrides it
+        if getattr(cls.generate, "__code__", None) is ours.__code__:
             cls.generate = described(ours, super().generate)  # type: ignore[method-assign]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
@@ -80,7 +87,9 @@ class SpeculativeGenerationMixin(GenerationMixin):
     @functools.wraps(PreTrainedModel.save_pretrained)
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self
-        Defaults.of(model).warn_left_out("what save_pretrained() writes", "hf_speculate.save_settings() writes them")
+        Defaults.of(model).warn_left_out(
+            "what save_pretrained() writes", "hf_speculate.save_settings() writes them"
+        )
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
@@ -95,7 +104,10 @@ class SpeculativeGenerationMixin(GenerationMixin):
 
 
 def generate(
-    model: PreTrainedModel, *args: Any, fields_from: str | Path | Mapping[str, Any] | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    *args: Any,
+    fields_from: str | Path | Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> GenerateOutput | Tensor:
     """Decode once with speculation, without enabling the model.
 
@@ -119,7 +131,8 @@ def generate(
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
-            f"model must be a transformers model, or one in a PEFT wrapper, got {type(model).__name__}; pass the model"
+            "model must be a transformers model, or one in a PEFT wrapper, got "
+            f"{type(model).__name__}; pass the model"
         )
     with name_mistyped(kwargs):
         return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
@@ -130,7 +143,8 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Speculativ
     decoders: list[SpeculativeDecoder] = []
     plain, clock = _plain_generate(model), _started_clock()
     call, _ = bind(plain, (), kwargs)
-    found = find_source_of(model, plain, call, {})._replace(is_default=False)  # refusals reach the caller
+    # refusals reach the caller
+    found = find_source_of(model, plain, call, {})._replace(is_default=False)
     request = speculative_request(model, plain, call, found, clock)
     _decode(model, SpeculativeDecoding(request, clock, refilled_rows(first_row), decoders.append))
     return decoders[-1]
@@ -154,7 +168,11 @@ def _plain_generate(model: PreTrainedModel) -> Any:
 
 
 def _generate(
-    model: PreTrainedModel, plain: Generate, args: tuple[Any, ...], kwargs: dict[str, Any], saved: Mapping[str, Any]
+    model: PreTrainedModel,
+    plain: Generate,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    saved: Mapping[str, Any],
 ) -> GenerateOutput | Tensor:
     clock = _started_clock()
     name_cache(model, kwargs)
@@ -171,7 +189,9 @@ def _generate(
         output = _decode(model, decoding)
     except RefusedDefaultError as refused:
         Defaults.of(model).warn_once(f"a call decodes plainly: {refused}")
-        return _decode_without_source(model, plain, args, kwargs, str(refused), has_prompt=decoding is not None)
+        return _decode_without_source(
+            model, plain, args, kwargs, str(refused), has_prompt=decoding is not None
+        )
     request.source.after_call(model, request.stats)
     request.report(request.stats)
     if LOGGER.isEnabledFor(logging.INFO):
@@ -226,9 +246,12 @@ def _started_clock() -> StageClock:
 def _decode(model: PreTrainedModel, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
     """Let transformers prepare a call and run the decoding function."""
     request = decoding.request
-    if setting(model, request.arguments, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
+    if setting(model, request.arguments, "token_healing") and not isinstance(
+        model, SpeculativeGenerationMixin
+    ):
         raise UnsupportedGenerationError(
-            "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
+            "token_healing must be left out for a model that is not enabled, got True; call "
+            "enable(model), or "
             "model.heal_tokens(input_ids, tokenizer) beforehand"
         )
     with decoding.clock, _provide_tokenizer(request.passed.get("tokenizer")):
@@ -236,7 +259,8 @@ def _decode(model: PreTrainedModel, decoding: SpeculativeDecoding) -> GenerateOu
         output: GenerateOutput | Tensor = request.run(decoding)
     if not decoding.num_runs:
         raise UnsupportedModelError(
-            f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
+            f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} "
+            "with a loop of its "
             f"own; {request.source.hint}"
         )
     return output
@@ -248,7 +272,8 @@ def warn_of_lost_fields(model: PreTrainedModel) -> None:
     names = sorted(fields_of(config))
     if names and comes_from_model_config(config):
         warnings.warn(
-            f"generation_config carries _from_model_config, so transformers will drop {', '.join(names)} when it is "
+            "generation_config carries _from_model_config, so transformers will drop "
+            f"{', '.join(names)} when it is "
             "saved and loaded; save a fresh GenerationConfig(**fields) instead",
             stacklevel=3,
         )
@@ -271,7 +296,9 @@ def _signature(plain: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(plain)
     theirs = list(signature.parameters.values())
     ours = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+        )
         for field in fields(SpeculationConfig)
         if field.name not in signature.parameters
     ]

@@ -39,7 +39,13 @@ from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.context import encoder_context_len
 from hf_speculate.models.extra_inputs import MEDIA, ExtraInputs
 from hf_speculate.models.foreign_code import foreign_code
-from hf_speculate.models.language_model import cache_name, device_of, dtype_of, takes_positions, text_prefix
+from hf_speculate.models.language_model import (
+    cache_name,
+    device_of,
+    dtype_of,
+    takes_positions,
+    text_prefix,
+)
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.registry import offers_forced_text
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -48,14 +54,16 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
 _FEWEST_LEFT = 2  # new tokens from which a call drafts
-_BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")  # read by some encoders
+# read by some encoders
+_BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")
 _OWN = """
 attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
 past_key_values return_dict use_cache
 """
 OWN_NAMES = set(_OWN.split())  # arguments set by our loop, or not passed to forwards
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_BY_COLUMN = {"cross_attention_mask"}  # masks with one entry per token; new tokens repeat the prompt's last entry
+# masks with one entry per token; new tokens repeat the prompt's last entry
+_BY_COLUMN = {"cross_attention_mask"}
 
 
 def read_call(
@@ -95,13 +103,19 @@ def read_call(
     static_cache = _replace_static_cache(model, model_kwargs)
     is_static_named = request.is_static or static_cache is not None
     check_unused(logits_processor)
-    prompts = _prompts(model, input_ids, generation_config, model_kwargs, static_cache, passed, source)
+    prompts = _prompts(
+        model, input_ids, generation_config, model_kwargs, static_cache, passed, source
+    )
     read = target_inputs(model, prompts, model_kwargs, has_positions="position_ids" in passed)
     check_extra_inputs(read, input_ids, generation_config.prefill_chunk_size, source)
     models = [model] if source.model is None else [model, source.model]
     ranks = find_ranks(passed.get("synced_gpus"), models, input_ids.device)
     if ranks.is_synced:
-        check_synced(generation_config, is_static_named or generation_config.compile_config is not None, source)
+        check_synced(
+            generation_config,
+            is_static_named or generation_config.compile_config is not None,
+            source,
+        )
     reads_tensor = "encoder_outputs" not in passed and model_kwargs.get("inputs_embeds") is None
     draft_inputs = _draft_inputs(
         model,
@@ -167,16 +181,21 @@ def _with_forced_text(
         return source
     if not is_offered and not rows_leave:  # joining rows may have such a processor
         raise ConfigError(
-            "grammar_draft must be left out unless a logits processor has forced_text(), got True; pass a processor "
+            "grammar_draft must be left out unless a logits processor has forced_text(), got True; "
+            "pass a processor "
             "that has, or leave grammar_draft out"
         )
     if tokenizer is None and choice:
-        raise ConfigError("tokenizer must be given with grammar_draft, got None; pass tokenizer= to generate()")
+        raise ConfigError(
+            "tokenizer must be given with grammar_draft, got None; pass tokenizer= to generate()"
+        )
     excluded = "" if source.takes_turns else source.argument
     # Synced ranks with different texts would run different numbers of forwards.
     excluded = "synced_gpus" if is_synced else excluded
     if excluded and choice:
-        raise UnsupportedGenerationError(f"grammar_draft must be left out with {excluded}, got True; omit one of them")
+        raise UnsupportedGenerationError(
+            f"grammar_draft must be left out with {excluded}, got True; omit one of them"
+        )
     if tokenizer is None or excluded:
         why = f"because of {excluded}" if excluded else "because the call has no tokenizer"
         stats.add_fallback(f"no drafts of forced text, {why}")
@@ -190,7 +209,9 @@ def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) 
     cache: Cache = model_kwargs[cache_name(model)]
     if not is_static(cache):
         return None
-    model_kwargs[cache_name(model)] = static_copies().dynamic_copy(cache, model.config.get_text_config(decoder=True))
+    model_kwargs[cache_name(model)] = static_copies().dynamic_copy(
+        cache, model.config.get_text_config(decoder=True)
+    )
     return cache
 
 
@@ -230,7 +251,8 @@ def _prompts(
 def _shape_of_ones(passed: Mapping[str, Any], prompt: Tensor) -> tuple[int, ...] | None:
     """Return the shape of a passed attention mask for a prompt [B, P, ...].
 
-    Transformers may drop a mask of ones. None if no mask was passed, or it belongs to another prompt.
+    Transformers may drop a mask of ones. None if no mask was passed, or it belongs to another
+    prompt.
     """
     names = ("inputs_embeds", "input_ids", "inputs")
     mask, prompts = passed.get("attention_mask"), [passed[name] for name in names if name in passed]
@@ -240,7 +262,9 @@ def _shape_of_ones(passed: Mapping[str, Any], prompt: Tensor) -> tuple[int, ...]
     return (prompt.shape[0] if len(mask) == 1 else len(mask) * num_copies, *mask.shape[1:])
 
 
-def _uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds: Tensor | None = None) -> Tensor:
+def _uncached(
+    input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds: Tensor | None = None
+) -> Tensor:
     """Return the uncached tokens of the prompts, [B, Q] int64.
 
     Args:
@@ -260,7 +284,8 @@ def _uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embed
         if mask_len != num_prompt and (mask_len is not None or num_ids not in (0, num_prompt)):
             got = "none" if mask_len is None else counted(mask_len, "column")
             raise UnsupportedGenerationError(
-                f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and {num_ids} input_ids, got "
+                f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and "
+                f"{num_ids} input_ids, got "
                 f"{got}; pass a mask over the embeddings"
             )
         query = input_ids.new_zeros(input_ids.shape[0], max(num_prompt - num_before, 0))
@@ -268,8 +293,10 @@ def _uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embed
     rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
         raise UnsupportedGenerationError(
-            f"the cache must hold fewer tokens than the prompt, for {counted(input_ids.shape[0], 'row')}, got "
-            f"{num_before} of {counted(num_prompt, 'token')} for {counted(rows[0] if rows else 0, 'row')}; "
+            "the cache must hold fewer tokens than the prompt, for "
+            f"{counted(input_ids.shape[0], 'row')}, got "
+            f"{num_before} of {counted(num_prompt, 'token')} for "
+            f"{counted(rows[0] if rows else 0, 'row')}; "
             "pass the whole text and the cache of its beginning"
         )
     return query
@@ -281,24 +308,36 @@ def target_inputs(
     """Return the target's inputs besides the text, from its `prepare_inputs_for_generation`."""
     input_ids, num_query = prompts.input_ids, prompts.query_ids.shape[1]
     if model.config.is_encoder_decoder:
-        names = [name for name in ("encoder_outputs", "attention_mask") if model_kwargs.get(name) is not None]
+        names = [
+            name
+            for name in ("encoder_outputs", "attention_mask")
+            if model_kwargs.get(name) is not None
+        ]
         every = {name: model_kwargs[name] for name in names}
         positions_by_name = _decoder_positions(model, input_ids, num_query, model_kwargs)
         return ExtraInputs(every, positions_by_name, prefix=text_prefix(model))
-    extra = {name for name, value in model_kwargs.items() if value is not None} - OWN_NAMES - {"position_ids"}
+    extra = (
+        {name for name, value in model_kwargs.items() if value is not None}
+        - OWN_NAMES
+        - {"position_ids"}
+    )
     positions = model_kwargs.get("position_ids")
     counts_columns = positions is None and takes_positions(model)  # plain `generate` passes none
     model_class: Any = type(model)
     embeds = model_kwargs.get("inputs_embeds")
     read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
-    is_usual = model_class.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    is_usual = (
+        model_class.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    )
     is_counted = not counts_columns and (positions is None or positions.ndim == 2)
     if is_usual and not extra and not has_positions and is_counted:
         return ExtraInputs(prompt=read)
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
-    prompt = {name: value for name, value in inputs.items() if name not in OWN_NAMES and value is not None} | read
+    prompt = {
+        name: value for name, value in inputs.items() if name not in OWN_NAMES and value is not None
+    } | read
     if "position_ids" not in prompt and (positions is not None or counts_columns):
         prompt["position_ids"] = _columns(model_kwargs, num_query, input_ids.device)
     if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):
@@ -306,7 +345,9 @@ def target_inputs(
     columns = {name: model_kwargs[name][:, -1:] for name in _BY_COLUMN & extra}
     if not columns and (columns := _whole_pictures(model, model_kwargs)):
         prompt |= dict.fromkeys(columns)  # read without them, as in plain decoding
-    return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns)
+    return ExtraInputs(
+        prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns
+    )
 
 
 def _decoder_positions(
@@ -322,7 +363,11 @@ def _decoder_positions(
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
     name = f"{text_prefix(model)}position_ids"
-    return {} if inputs.get(name) is not None else {name: _columns(model_kwargs, num_query, input_ids.device)}
+    return (
+        {}
+        if inputs.get(name) is not None
+        else {name: _columns(model_kwargs, num_query, input_ids.device)}
+    )
 
 
 def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device) -> Tensor:
@@ -334,16 +379,22 @@ def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device)
 def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Return a mask [B, 1, 1, tiles] over all pictures, for calls without one; {} without pictures.
 
-    Without a mask, a single token attends to all tiles. Of several tokens in one forward, SDPA's causal mask hides
-    tiles from the first ones.
+    Without a mask, a single token attends to all tiles. Of several tokens in one forward, SDPA's
+    causal mask hides tiles from the first ones.
     """
     fixed = fixed_layers(model.config.get_text_config(decoder=True))
     if not fixed:
         return {}
-    picture_layers = [layer for index, layer in enumerate(model_kwargs[CACHE_NAME].layers) if index in fixed]
+    picture_layers = [
+        layer for index, layer in enumerate(model_kwargs[CACHE_NAME].layers) if index in fixed
+    ]
     pixels = model_kwargs.get("pixel_values")  # [B, pictures, tiles, ...]
     if pixels is not None:
-        return {"cross_attention_mask": pixels.new_ones(len(pixels), 1, 1, pixels.shape[1] * pixels.shape[2])}
+        return {
+            "cross_attention_mask": pixels.new_ones(
+                len(pixels), 1, 1, pixels.shape[1] * pixels.shape[2]
+            )
+        }
     if not picture_layers or not picture_layers[0].is_initialized:
         return {}
     vision, keys = model.config.vision_config, picture_layers[0].keys
@@ -362,21 +413,28 @@ def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
     is_masked = attention_mask[:, -num_query:] == 0
     counted = (attention_mask.cumsum(-1) - 1)[:, -num_query:].masked_fill(is_masked, 0)
     is_counted = positions == counted
-    return bool((is_counted | is_masked).all() and is_counted[:, -1].all())  # later positions continue the last column
+    # later positions continue the last column
+    return bool((is_counted | is_masked).all() and is_counted[:, -1].all())
 
 
-def _later_types(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def _later_types(
+    model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
     """Return token types [B, 1] of all tokens after the prompt, as in plain `generate`."""
     longer = {}
     for name in _TOKEN_TYPES:
         types = model_kwargs.get(name)
         if types is not None:
             last = types[:, -1:]
-            longer[name] = torch.cat([types, last if name == "token_type_ids" else last * 0], dim=1)  # [B, T+1]
+            # [B, T+1]
+            longer[name] = torch.cat([types, last if name == "token_type_ids" else last * 0], dim=1)
     if not longer:
         return {}
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
-        torch.cat([input_ids, input_ids[:, -1:]], dim=1), next_sequence_length=1, is_first_iteration=False, **longer
+        torch.cat([input_ids, input_ids[:, -1:]], dim=1),
+        next_sequence_length=1,
+        is_first_iteration=False,
+        **longer,
     )
     return {name: inputs[name][:, -1:] for name in _TOKEN_TYPES if inputs.get(name) is not None}
 
@@ -446,11 +504,16 @@ def _read_draft_encoder(
     """
     if not draft.config.is_encoder_decoder:
         outputs = model_kwargs.get("encoder_outputs")
-        if outputs is None or "encoder_outputs" not in inspect.signature(type(draft).forward).parameters:
+        if (
+            outputs is None
+            or "encoder_outputs" not in inspect.signature(type(draft).forward).parameters
+        ):
             return ExtraInputs()
         return ExtraInputs({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)})
     name, read = f"the encoder of the drafter (model {type(draft).__name__})", None
-    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), ranks)
+    faults = DraftFaults(
+        stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), ranks
+    )
     longest, encoder = encoder_context_len(draft.config), draft.get_encoder()
     is_text = inputs is not None and inputs.ndim == 2 and encoder is not target.get_encoder()
     is_long = is_text and inputs is not None and longest is not None and inputs.shape[1] > longest
@@ -458,7 +521,9 @@ def _read_draft_encoder(
         faults.report(f"plain decoding, because {name} reads {longest} tokens at most")
         return None
     with faults:
-        read = _encoded(target, draft, inputs, model_kwargs, vocabulary=vocabulary, batch_size=batch_size)
+        read = _encoded(
+            target, draft, inputs, model_kwargs, vocabulary=vocabulary, batch_size=batch_size
+        )
     faults.meet()
     return read
 
@@ -482,8 +547,10 @@ def _encoded(
     if encoder is not target.get_encoder():
         if inputs is None:
             raise UnsupportedGenerationError(
-                "encoder_outputs and inputs_embeds must be left out for a draft with an encoder of its own, "
-                f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the target's encoder"
+                "encoder_outputs and inputs_embeds must be left out for a draft with an encoder of "
+                "its own, "
+                f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the "
+                "target's encoder"
             )
         if vocabulary is not None and encoder.main_input_name == "input_ids":
             inputs = vocabulary.encoded(inputs.cpu())
@@ -497,7 +564,9 @@ def _encoded(
         with torch.no_grad():
             outputs = encoder(**arguments, return_dict=True)
         if num_copies > 1:
-            outputs = type(outputs)(last_hidden_state=outputs[0].repeat_interleave(num_copies, dim=0))
+            outputs = type(outputs)(
+                last_hidden_state=outputs[0].repeat_interleave(num_copies, dim=0)
+            )
     else:
         outputs = _as_read_by(draft.get_decoder(), outputs)
     every = {"encoder_outputs": outputs}
@@ -510,5 +579,7 @@ def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
     """Move tensors to the model's device, and floating-point ones to its dtype."""
     device, dtype = device_of(model), dtype_of(model)
     return tree_map_only(
-        Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype), value
+        Tensor,
+        lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype),
+        value,
     )

@@ -17,7 +17,8 @@ ARGUMENTS = {
     *inspect.signature(GenerationMixin.generate).parameters,
 } - {"self", "kwargs"}
 
-_REFUSAL = "The following `model_kwargs` are not used by the model"  # the beginning of transformers' error
+# the beginning of transformers' error
+_REFUSAL = "The following `model_kwargs` are not used by the model"
 
 
 @contextmanager
@@ -31,6 +32,7 @@ def name_mistyped(keywords: Collection[str]) -> Iterator[None]:
             nearest = None if name in ARGUMENTS else nearest_name(name, ARGUMENTS)
             if nearest is not None and repr(name) in str(error):
                 raise ConfigError(
-                    f"{name} must be an argument of generate(), got an unknown one; did you mean {nearest}?"
+                    f"{name} must be an argument of generate(), got an unknown one; did you mean "
+                    f"{nearest}?"
                 ) from error
         raise

@@ -61,8 +61,12 @@ def decode_plainly(
     device, seeds = call.prompts.input_ids.device, None
     if call.do_sample and (call.config.seed is not None or call.config.generator is not None):
         seeds = call.config.row_seeds(call.batch_size, do_sample=True)
-    devices = [device.index or 0] if seeds is not None and device.type not in ("cpu", "meta") else []
-    with torch.random.fork_rng(devices, enabled=seeds is not None, device_type=device.type if devices else "cuda"):
+    devices = (
+        [device.index or 0] if seeds is not None and device.type not in ("cpu", "meta") else []
+    )
+    with torch.random.fork_rng(
+        devices, enabled=seeds is not None, device_type=device.type if devices else "cuda"
+    ):
         if seeds is not None:
             torch.manual_seed(int(seeds.sum()))
         plain = logits_processor, stopping_criteria, call.generation_config

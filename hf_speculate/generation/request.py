@@ -9,9 +9,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
-from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE, check_private_names
+from hf_speculate.compat import (
+    CACHE_NAME,
+    CACHE_NAMES,
+    OLD_CACHE_NAMES,
+    TAKES_CACHE,
+    check_private_names,
+)
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE, FORCED_TEXT_ALONE
 from hf_speculate.draft.source import SOURCES, DraftSource, find_source, is_set
@@ -42,7 +54,8 @@ class Request:
 
     plain: Callable[..., Any]  # the model's own `generate`
     arguments: Mapping[str, Any]  # by name
-    positional_names: Sequence[str]  # arguments passed by position, because the function takes *args
+    # arguments passed by position, because the function takes *args
+    positional_names: Sequence[str]
     source: DraftSource  # the drafts' source
     config: SpeculationConfig
     stats: SpeculationStats
@@ -113,7 +126,8 @@ def read_request(
     """
     call, positional_names = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
-        return Undrafted.of(SpeculationConfig())  # the repository's function comes back through `generate`
+        # the repository's function comes back through `generate`
+        return Undrafted.of(SpeculationConfig())
     found = find_source_of(model, plain, call, saved)
     if found.source is not None:
         with refusals(found.is_default):
@@ -126,29 +140,43 @@ def read_request(
     return Undrafted.of(found.config)
 
 
-def call_by_name(plain: Callable[..., Any], call: Mapping[str, Any], positional_names: Sequence[str]) -> Any:
+def call_by_name(
+    plain: Callable[..., Any], call: Mapping[str, Any], positional_names: Sequence[str]
+) -> Any:
     """Call `generate`; positional arguments missing in the call are passed as None."""
     by_name = {name: value for name, value in call.items() if name not in positional_names}
     return plain(*(call.get(name) for name in positional_names), **by_name)
 
 
 def find_source_of(
-    model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any], saved: Mapping[str, Any]
+    model: PreTrainedModel,
+    plain: Callable[..., Any],
+    call: dict[str, Any],
+    saved: Mapping[str, Any],
 ) -> Found:
     """Pop the draft source and settings from a call and return them, with defaults."""
     sources = getattr(model, "draft_sources", SOURCES)
     defaults = Defaults.of(model).for_call(call, sources)
     fields = {name: defaults.pop(name) for name in FIELD_NAMES if name in defaults}
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    keywords = {name: value for name, value in keywords.items() if value is not None or name not in fields}
-    passed, model_fields = fields_of(call.get("generation_config")), fields_of(model.generation_config)
+    keywords = {
+        name: value for name, value in keywords.items() if value is not None or name not in fields
+    }
+    passed, model_fields = (
+        fields_of(call.get("generation_config")),
+        fields_of(model.generation_config),
+    )
     stronger = [keywords, passed, fields, saved, model_fields]
-    is_default = any(name in sources and is_set(value) for name, value in {**fields, **defaults}.items())
+    is_default = any(
+        name in sources and is_set(value) for name, value in {**fields, **defaults}.items()
+    )
     if not is_default:
         defaults.pop("assistant_tokenizer", None)
     call.update(defaults)
     values = source_arguments(model, call, sources)
-    source, config = find_source(model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources)
+    source, config = find_source(
+        model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources
+    )
     if source is not None:
         take_over_all(model, call, values)
         return Found(source, source.settings(config), [], is_default)
@@ -184,7 +212,9 @@ def speculative_request(
     return Request(*arguments, source, config, stats, report, is_static, found.is_default)
 
 
-def check_source(model: PreTrainedModel, source: DraftSource, arguments: Mapping[str, Any]) -> DraftSource:
+def check_source(
+    model: PreTrainedModel, source: DraftSource, arguments: Mapping[str, Any]
+) -> DraftSource:
     """Check the models of a call and resolve its draft source for the target."""
     models = [model] if source.model is None else [model, source.model]
     check_models(models, source)
@@ -192,11 +222,14 @@ def check_source(model: PreTrainedModel, source: DraftSource, arguments: Mapping
     return source.resolve(model, arguments)
 
 
-def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def bind(
+    plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """Bind the arguments of a call to names; those in `*args` as in `GenerationMixin.generate`.
 
     Returns:
-        The arguments by name, and the names of those passed by position, because the function takes *args.
+        The arguments by name, and the names of those passed by position, because the function takes
+        *args.
     """
     signature = inspect.signature(plain)
     call = dict(signature.bind(*args, **kwargs).arguments)
@@ -205,7 +238,8 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             call.update(call.pop(name, {}))
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and call.pop(name, ()):
-            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + index :]  # None stands for self
+            # None stands for self
+            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + index :]
             call.update(named)
             positional_names = [*list(signature.parameters)[:index], *dict(named)]
     return call, positional_names
@@ -213,14 +247,18 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def samples(model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any]) -> bool:
     """Return whether the call may sample by its keywords, its generation config, or the model's."""
-    # A `generate` with an argument `temperature`, such as Whisper's, samples at temperatures above 0.
+    # A `generate` with an argument `temperature`, such as Whisper's, samples at temperatures above
+    # 0.
     if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
         return True
     return bool(setting(model, call, "do_sample"))
 
 
 def check_row_lists(
-    model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any], config: SpeculationConfig
+    model: PreTrainedModel,
+    plain: Callable[..., Any],
+    call: Mapping[str, Any],
+    config: SpeculationConfig,
 ) -> None:
     """Refuse lists with an entry per row if the model's own `generate` may decode several times.
 
@@ -228,15 +266,27 @@ def check_row_lists(
     """
     name = "force_unique_generate_call"
     lists = {field: getattr(config, field) for field in ("num_assistant_tokens", "seed")}
-    lists = {field: value for field, value in lists.items() if isinstance(value, Sequence) and len(value) > 1}
+    lists = {
+        field: value
+        for field, value in lists.items()
+        if isinstance(value, Sequence) and len(value) > 1
+    }
     if not lists or name not in inspect.signature(plain).parameters or setting(model, call, name):
         return
     frames = call.get("input_features")
-    is_long = frames is not None and frames.shape[-1] > _FRAMES_PER_POSITION * model.config.max_source_positions
-    if is_long or setting(model, call, "return_timestamps") or isinstance(call.get("temperature"), Sequence):
+    is_long = (
+        frames is not None
+        and frames.shape[-1] > _FRAMES_PER_POSITION * model.config.max_source_positions
+    )
+    if (
+        is_long
+        or setting(model, call, "return_timestamps")
+        or isinstance(call.get("temperature"), Sequence)
+    ):
         field, value = next(iter(lists.items()))
         raise UnsupportedGenerationError(
-            f"{field} must be one number for audio that is decoded in several parts, got {value}; pass an int for all "
+            f"{field} must be one number for audio that is decoded in several parts, got {value}; "
+            "pass an int for all "
             "rows, or decode the rows one by one"
         )
 
@@ -249,13 +299,18 @@ def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: A
     return value
 
 
-def source_arguments(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+def source_arguments(
+    model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the arguments of draft sources by name, without fields of `SpeculationConfig`.
 
     Arguments unknown to generation configs, such as `assistant_model`, are popped from the call.
     """
     names = [name for name in sources if name not in FIELD_NAMES and name.isidentifier()]
-    return {name: setting(model, call, name) if hasattr(_DEFAULTS, name) else call.pop(name, None) for name in names}
+    return {
+        name: setting(model, call, name) if hasattr(_DEFAULTS, name) else call.pop(name, None)
+        for name in names
+    }
 
 
 def take_over_all(model: PreTrainedModel, call: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -274,7 +329,9 @@ def intercept_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None
     if stop_strings is None:
         return
     if tokenizer is None:
-        raise ConfigError("tokenizer must be given with stop_strings, got None; pass tokenizer= to generate()")
+        raise ConfigError(
+            "tokenizer must be given with stop_strings, got None; pass tokenizer= to generate()"
+        )
     criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer, stop_strings))
     call["stopping_criteria"] = criteria
@@ -302,7 +359,9 @@ def take_cache(model: PreTrainedModel, call: dict[str, Any]) -> None:
     The cache changes no text. Some models' configs, such as MPT's, switch it off by default.
     """
     passed = call.get("use_cache"), getattr(call.get("generation_config"), "use_cache", None)
-    if passed == (None, None) and ("use_cache" in call or model.generation_config.use_cache is False):
+    if passed == (None, None) and (
+        "use_cache" in call or model.generation_config.use_cache is False
+    ):
         call["use_cache"] = True
 
 
@@ -329,4 +388,8 @@ def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         if name in arguments:
             cache = arguments.pop(name)
             arguments.setdefault("cache", cache)
-            warnings.warn(f"`{name}` is deprecated since transformers 5.24; use `cache`", FutureWarning, stacklevel=4)
+            warnings.warn(
+                f"`{name}` is deprecated since transformers 5.24; use `cache`",
+                FutureWarning,
+                stacklevel=4,
+            )

@@ -21,7 +21,9 @@ def undrafted_config(model: PreTrainedModel, call: Mapping[str, Any]) -> Specula
     return SpeculationConfig(speculation_stats=given)
 
 
-def add_tokenizer(model: PreTrainedModel, call: Mapping[str, Any], arguments: dict[str, Any]) -> None:
+def add_tokenizer(
+    model: PreTrainedModel, call: Mapping[str, Any], arguments: dict[str, Any]
+) -> None:
     """Add the default tokenizer to the arguments of a call without one; stop strings need it."""
     tokenizer = Defaults.of(model).values.get("tokenizer")
     if tokenizer is not None and call.get("tokenizer") is None:
@@ -65,7 +67,9 @@ class Undrafted(NamedTuple):
         return undrafted
 
 
-def stats_of(config: SpeculationConfig) -> tuple[SpeculationStats, Callable[[SpeculationStats], object]]:
+def stats_of(
+    config: SpeculationConfig,
+) -> tuple[SpeculationStats, Callable[[SpeculationStats], object]]:
     """Return empty statistics for a call, and the callback that receives them at its end."""
     given = config.speculation_stats
     if given is None or isinstance(given, SpeculationStats):

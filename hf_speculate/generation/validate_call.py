@@ -19,7 +19,8 @@ from hf_speculate.models.language_model import input_table, vocab_size_of
 
 # Supported arguments of forwards, for encoder-decoders and for the prompts of decoder-only models.
 _COMMON = (
-    "attention_mask cache cache_params logits_to_keep output_attentions output_hidden_states past_key_values use_cache"
+    "attention_mask cache cache_params logits_to_keep output_attentions output_hidden_states "
+    "past_key_values use_cache"
 )
 _ENCODER_DECODER_KWARGS = set(
     f"{_COMMON} decoder_attention_mask encoder_outputs global_attention_mask inputs_embeds pixel_values".split()
@@ -33,7 +34,8 @@ _DECODER_KWARGS = set(
     token_type_ids video_grid_thw vision_feature_layer vision_feature_select_strategy""".split()
 )
 
-# `Seq2SeqTrainer` passes labels and plain generation ignores them; nobody reads the routers' logits.
+# `Seq2SeqTrainer` passes labels and plain generation ignores them; nobody reads the routers'
+# logits.
 _PASSED_OVER = {"labels", "output_router_logits"}
 
 
@@ -47,10 +49,14 @@ def check_call(
     """Check the arguments before transformers prepares the call."""
 
     def refused(name: str, got: str = "one") -> UnsupportedGenerationError:
-        return UnsupportedGenerationError(f"{name} must be left out with {source.argument}, got {got}; {source.hint}")
+        return UnsupportedGenerationError(
+            f"{name} must be left out with {source.argument}, got {got}; {source.hint}"
+        )
 
     def exclusive(name: str) -> UnsupportedGenerationError:
-        return UnsupportedGenerationError(f"{name} cannot be combined with {source.argument}; omit one of them")
+        return UnsupportedGenerationError(
+            f"{name} cannot be combined with {source.argument}; omit one of them"
+        )
 
     if call.get("inputs_embeds") is not None and not source.reads_embeds:
         raise refused("inputs_embeds")
@@ -65,15 +71,18 @@ def check_call(
     mask = call.get("attention_mask")
     if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
         raise UnsupportedGenerationError(
-            f"attention_mask must be [B, P] over inputs_embeds with {source.argument}, got {list(mask.shape)}; "
+            f"attention_mask must be [B, P] over inputs_embeds with {source.argument}, got "
+            f"{list(mask.shape)}; "
             "pass which of them are padding"
         )
-    if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
+    # transformers would batch continuously, past our loop
+    if call.get("cache_implementation") == "paged":
         raise refused("cache_implementation", "'paged'")
     span = config.relax_only_inside
     if span is not None and max(span) >= (size := vocab_size_of(model)):
         raise ConfigError(
-            f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got {tuple(span)}; "
+            f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got "
+            f"{tuple(span)}; "
             "take them from the target's tokenizer"
         )
 
@@ -89,47 +98,63 @@ def check_prepared(
     """Check the arguments after transformers has prepared the call."""
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
+        # pipelines of speech set 5
+        hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""
         raise UnsupportedGenerationError(
-            f"the generation mode must be greedy or sampling with {source.argument}, got {mode.value}; {hint}"
+            f"the generation mode must be greedy or sampling with {source.argument}, got "
+            f"{mode.value}; {hint}"
             f"{source.hint}"
         )
     if not generation_config.use_cache:
         raise UnsupportedGenerationError(
-            f"use_cache must be True with {source.argument}, got False; leave it out, or {source.hint}"
+            f"use_cache must be True with {source.argument}, got False; leave it out, or "
+            f"{source.hint}"
         )
-    if not source.is_token_by_token and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+    if (
+        not source.is_token_by_token
+        and getattr(generation_config, "assistant_ensemble_weight", None) is not None
+    ):
         raise UnsupportedGenerationError(
-            "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
+            "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a "
+            "lossy rule"
         )
     has_encoder = model.config.is_encoder_decoder
     known = _ENCODER_DECODER_KWARGS if has_encoder else _DECODER_KWARGS
-    extra = sorted({name for name, value in model_kwargs.items() if value is not None} - known - _PASSED_OVER)
+    extra = sorted(
+        {name for name, value in model_kwargs.items() if value is not None} - known - _PASSED_OVER
+    )
     if extra:
         raise UnsupportedGenerationError(
-            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {source.hint}"
+            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; "
+            f"{source.hint}"
         )
     returns_attentions = bool(generation_config.output_attentions)
     if has_encoder and returns_attentions:
         raise UnsupportedGenerationError(
-            f"output_attentions must be left out for an encoder-decoder with {source.argument}, got True; {source.hint}"
+            f"output_attentions must be left out for an encoder-decoder with {source.argument}, "
+            f"got True; {source.hint}"
         )
     for name in CACHE_NAMES:
         if model_kwargs.get(name) is not None:
             _check_cache(model_kwargs[name], source)
     num_rows, num_ids = input_ids.shape
     if num_ids == 0 and model_kwargs.get("inputs_embeds") is None:
-        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {source.hint}")
+        raise UnsupportedGenerationError(
+            f"the prompt must hold at least one token, got an empty one; {source.hint}"
+        )
     if num_rows > 1:
         _check_rows(num_rows, generation_config, streamer, source)
 
 
-def _check_rows(num_rows: int, generation_config: GenerationConfig, streamer: object, source: DraftSource) -> None:
+def _check_rows(
+    num_rows: int, generation_config: GenerationConfig, streamer: object, source: DraftSource
+) -> None:
     """Refuse arguments for a single row."""
 
     def refused(name: str) -> UnsupportedGenerationError:
         return UnsupportedGenerationError(
-            f"{name} must be left out for more than one row, got {num_rows} rows; decode the rows one by one"
+            f"{name} must be left out for more than one row, got {num_rows} rows; decode the rows "
+            "one by one"
         )
 
     if source.is_single_row:
@@ -142,7 +167,9 @@ def _check_rows(num_rows: int, generation_config: GenerationConfig, streamer: ob
         raise refused("output_attentions")
 
 
-def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str) -> None:
+def check_mask(
+    mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str
+) -> None:
     """Check the shape of the attention mask: cached tokens and the query [B, Q]."""
     num_rows, num_query = query.shape
     if mask_shape is None or mask_shape == (num_rows, num_cached + num_query):
@@ -150,8 +177,10 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
     tokens = counted(num_query, "more token" if num_cached else "token")
     tokens = f"{num_cached} cached and {tokens}" if num_cached else tokens
     raise UnsupportedGenerationError(
-        f"{prefix}attention_mask must be {[num_rows, num_cached + num_query]} for {counted(num_rows, 'row')} of "
-        f"{tokens}, got {list(mask_shape)}; pass the mask that the tokenizer gives with the prompt, cached tokens "
+        f"{prefix}attention_mask must be {[num_rows, num_cached + num_query]} for "
+        f"{counted(num_rows, 'row')} of "
+        f"{tokens}, got {list(mask_shape)}; pass the mask that the tokenizer gives with the "
+        "prompt, cached tokens "
         "included"
     )
 
@@ -161,7 +190,8 @@ def check_synced(generation_config: GenerationConfig, is_static: bool, source: D
 
     def refused(name: str) -> UnsupportedGenerationError:
         return UnsupportedGenerationError(
-            f"{name} must be left out with synced_gpus and {source.argument}, got one; ranks of different texts would "
+            f"{name} must be left out with synced_gpus and {source.argument}, got one; ranks of "
+            "different texts would "
             "run different numbers of forwards"
         )
 
@@ -173,34 +203,45 @@ def check_synced(generation_config: GenerationConfig, is_static: bool, source: D
         raise refused("cache_implementation and compile_config")
 
 
-def check_extra_inputs(read: ExtraInputs, input_ids: Tensor, chunk_size: int | None, source: DraftSource) -> None:
+def check_extra_inputs(
+    read: ExtraInputs, input_ids: Tensor, chunk_size: int | None, source: DraftSource
+) -> None:
     """Refuse chunks and unknown draft ids if the target reads inputs besides the ids [B, T]."""
     if not read.prompt_names:
         return
     if chunk_size is not None:
         raise UnsupportedGenerationError(
-            f"prefill_chunk_size must be left out with {', '.join(read.prompt_names)}, got {chunk_size}; feed such a "
+            f"prefill_chunk_size must be left out with {', '.join(read.prompt_names)}, got "
+            f"{chunk_size}; feed such a "
             "prompt at once"
         )
     if source.model is not None and input_ids.shape[1]:
         vocabulary = source.vocabulary
-        num_read: int = getattr(input_table(source.model), "num_embeddings", vocab_size_of(source.model))
+        num_read: int = getattr(
+            input_table(source.model), "num_embeddings", vocab_size_of(source.model)
+        )
         size = num_read if vocabulary is None else len(vocabulary.table.draft_ids)
         smallest, largest = int(input_ids.min()), int(input_ids.max())
         if largest >= size or smallest < 0:
             raise UnsupportedGenerationError(
-                f"ids of the prompt must be below {size} for assistant_model, which reads placeholders as text, got "
-                f"{largest if largest >= size else smallest}; use a draft whose embeddings hold them"
+                f"ids of the prompt must be below {size} for assistant_model, which reads "
+                "placeholders as text, got "
+                f"{largest if largest >= size else smallest}; use a draft whose embeddings hold "
+                "them"
             )
 
 
 def _check_cache(cache: Any, source: DraftSource) -> None:
     is_pair = isinstance(cache, EncoderDecoderCache)
     caches = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
-    if not is_static(cache) and any(type(single) is not DynamicCache or single.offloading for single in caches):
+    if not is_static(cache) and any(
+        type(single) is not DynamicCache or single.offloading for single in caches
+    ):
         raise UnsupportedGenerationError(
-            "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device with "
-            f"{source.argument}, got {described(cache)}; pass a DynamicCache, or leave the cache and "
+            "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device "
+            "with "
+            f"{source.argument}, got {described(cache)}; pass a DynamicCache, or leave the cache "
+            "and "
             "cache_implementation out"
         )
 
@@ -209,6 +250,7 @@ def check_room(room: int | None, num_columns: int) -> None:
     """Check the room of a static cache for `num_columns` tokens; None is unlimited."""
     if room is not None and room < num_columns:
         raise UnsupportedGenerationError(
-            f"the cache must have room for {counted(num_columns, 'token')}, got a StaticCache for {room}; make it with "
+            f"the cache must have room for {counted(num_columns, 'token')}, got a StaticCache for "
+            f"{room}; make it with "
             f"max_cache_len={num_columns}, or lower max_new_tokens"
         )

@@ -24,19 +24,27 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
     """Raise unless `tensor` has one of `dtypes`."""
     if tensor.dtype not in dtypes:
         choices = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ShapeError(f"{name} must be one of {choices}, got {str(tensor.dtype).removeprefix('torch.')}")
+        raise ShapeError(
+            f"{name} must be one of {choices}, got {str(tensor.dtype).removeprefix('torch.')}"
+        )
 
 
 def check_device(name: str, tensor: Tensor, other: Tensor, other_name: str = "the logits") -> None:
     """Raise unless both tensors are on one device."""
     if tensor.device != other.device:
-        raise ShapeError(f"{name} must be on {other.device}, like {other_name}, got {tensor.device}")
+        raise ShapeError(
+            f"{name} must be on {other.device}, like {other_name}, got {tensor.device}"
+        )
 
 
 def check_logits(name: str, logits: Tensor, legend: str) -> None:
     """Raise unless `logits` has the dimensions of `legend`, V >= 1 and a float dtype."""
     num_dims = legend.count(",") + 1
-    if logits.dim() != num_dims or logits.shape[-1] == 0 or (num_dims == 3 and logits.shape[1] == 0):
+    if (
+        logits.dim() != num_dims
+        or logits.shape[-1] == 0
+        or (num_dims == 3 and logits.shape[1] == 0)
+    ):
         raise ShapeError(f"{name} must be [{legend}] with V >= 1, got {list(logits.shape)}")
     check_dtype(name, logits, FLOAT_DTYPES)
 
@@ -60,12 +68,15 @@ def check_proposal(
     """The validated draft distribution; None for a point mass."""
     num_rows, num_positions, vocab_size = target_logits.shape
     if draft_logits is not None:
-        check_shape("draft_logits", draft_logits, "B, K, V", (num_rows, num_positions - 1, vocab_size))
+        check_shape(
+            "draft_logits", draft_logits, "B, K, V", (num_rows, num_positions - 1, vocab_size)
+        )
         check_dtype("draft_logits", draft_logits, FLOAT_DTYPES)
         check_device("draft_logits", draft_logits, target_logits)
     elif draft_logsumexp is not None:
         raise ConfigError(
-            "draft_logsumexp must come with draft_logits, got draft_logits=None; leave both out for a point mass"
+            "draft_logsumexp must come with draft_logits, got draft_logits=None; leave both out "
+            "for a point mass"
         )
     if draft_logsumexp is not None:
         check_shape("draft_logsumexp", draft_logsumexp, "B, K", (num_rows, num_positions - 1))

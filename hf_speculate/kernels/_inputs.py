@@ -21,7 +21,8 @@ class Warp(NamedTuple):
     """Temperature and cutoffs, applied to raw logits before the softmax."""
 
     temperature: float | Tensor = 1.0  # a float or [B], >= 0; 0 means argmax
-    row_cutoffs: Tensor | None = None  # [B, ...], thresholds of the scaled logits; logits below are masked
+    # [B, ...], thresholds of the scaled logits; logits below are masked
+    row_cutoffs: Tensor | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -62,7 +63,8 @@ class Attention(NamedTuple):
     query: Tensor  # [B, g*H, Q, D]
     key: Tensor  # [B, H, T, D]
     value: Tensor  # [B, H, T, D]
-    spans: Tensor  # [B or 1, Q, 2] int32, the columns that a query sees: the first, and one past the last
+    # [B or 1, Q, 2] int32, the columns that a query sees: the first, and one past the last
+    spans: Tensor
     scaling: float | None = None  # factor of the scores; None: 1 / sqrt(D)
     softcap: float | None = None  # limit of the scores; None: no limit
     sinks: Tensor | None = None  # [g*H], a score of each head without a value
@@ -89,10 +91,16 @@ class TypicalRule:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.threshold < 1.0:
-            raise ConfigError(f"posterior_threshold must be in (0, 1), got {self.threshold}; 0.09 is the usual value")
+            raise ConfigError(
+                f"posterior_threshold must be in (0, 1), got {self.threshold}; 0.09 is the usual "
+                "value"
+            )
         if not (math.isfinite(self.alpha) and self.alpha > 0.0):
-            raise ConfigError(f"posterior_alpha must be finite and > 0, got {self.alpha}; 0.3 is the usual value")
+            raise ConfigError(
+                f"posterior_alpha must be finite and > 0, got {self.alpha}; 0.3 is the usual value"
+            )
         if not (math.isfinite(self.entropy_epsilon) and self.entropy_epsilon >= 0.0):
             raise ConfigError(
-                f"entropy_epsilon must be finite and >= 0, got {self.entropy_epsilon}; 0 is the exact entropy"
+                f"entropy_epsilon must be finite and >= 0, got {self.entropy_epsilon}; 0 is the "
+                "exact entropy"
             )

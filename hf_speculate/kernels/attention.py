@@ -1,8 +1,8 @@
 """Attention for few queries over many keys, as in verification and drafting; also known as flash decoding.
 
-A verification scores K+1 tokens of each row against all keys before them. Kernels made for prompts let one
-multiprocessor read the keys of a head; here the keys are split over all of them. A query sees a span of columns: causal
-masks, padding, rows of different lengths and windows are spans.
+A verification scores K+1 tokens of each row against all keys before them. Kernels made for prompts
+let one multiprocessor read the keys of a head; here the keys are split over all of them. A query
+sees a span of columns: causal masks, padding, rows of different lengths and windows are spans.
 
     output[q] = sum_t exp(s[q, t] - m) value[t] / (sum_t exp(s[q, t] - m) + exp(sink - m)),  first[q] <= t < end[q]
     s[q, t] = cap(scaling * query[q] . key[t]),  cap(s) = softcap * tanh(s / softcap)
@@ -27,12 +27,13 @@ def key_spans(mask: Tensor, *, backend: str = "auto") -> Tensor:
     """Return the span of columns that each row of an additive mask shows, without a look from the host.
 
     Args:
-        mask: [B or 1, 1, Q, T] floating, whose visible columns follow each other. A column is hidden where the entry
-            is the least finite number or below.
+        mask: [B or 1, 1, Q, T] floating, whose visible columns follow each other. A column is
+            hidden where the entry is the least finite number or below.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        [B or 1, Q, 2] int32: the first visible column, and one past the last; 0, 0 where all are hidden.
+        [B or 1, Q, 2] int32: the first visible column, and one past the last; 0, 0 where all are
+        hidden.
 
     Raises:
         ConfigError: an unknown backend.
@@ -63,13 +64,15 @@ def attend(
 ) -> Tensor:
     """Compute attention of few query tokens, each to a range of columns, accumulated in float32.
 
-    A row that sees nothing gives zeros. A column that no row sees is not read, so that it may be NaN.
+    A row that sees nothing gives zeros. A column that no row sees is not read, so that it may be
+    NaN.
 
     Args:
         query: [B, g*H, Q, D], float16, bfloat16 or float32; float64 in torch alone.
         key: [B, H, T, D], the dtype of the query. Views of longer buffers are read where they lie.
         value: [B, H, T, D], the dtype of the query.
-        spans: [B or 1, Q, 2] int32 in 0..T, the columns that a query sees: the first, and one past the last.
+        spans: [B or 1, Q, 2] int32 in 0..T, the columns that a query sees: the first, and one past
+            the last.
         scaling: factor of the scores; None: 1 / sqrt(D).
         softcap: limit of the scores, > 0; None: no limit.
         sinks: [g*H] floating, a score of each head that has no value; None: no sinks.
@@ -85,7 +88,9 @@ def attend(
     """
     inputs = Attention(query, key, value, spans, scaling, softcap, sinks)
     _check(inputs)
-    obstacle = obstacle_of(query, key, value) if runs_kernels(backend, query.device) else "no kernels"
+    obstacle = (
+        obstacle_of(query, key, value) if runs_kernels(backend, query.device) else "no kernels"
+    )
     if not obstacle:
         from . import kernels  # imports Triton
 
@@ -103,10 +108,16 @@ def obstacle_of(query: Tensor, key: Tensor, value: Tensor) -> str:
     if width > MAX_WIDTH or width % (_UNIT_BYTES // 2):
         return f"D must be a multiple of 8 up to {MAX_WIDTH}, got {width}"
     if query.stride(3) != 1:
-        return f"the entries of a head must be contiguous in query, got a stride of {query.stride(3)}"
+        return (
+            f"the entries of a head must be contiguous in query, got a stride of {query.stride(3)}"
+        )
     for name, states in (("key", key), ("value", value)):
         strides = states.stride()
-        if strides[3] != 1 or any(stride % 8 for stride in strides[:3]) or states.data_ptr() % _UNIT_BYTES:
+        if (
+            strides[3] != 1
+            or any(stride % 8 for stride in strides[:3])
+            or states.data_ptr() % _UNIT_BYTES
+        ):
             return f"{name} must have contiguous heads that begin at multiples of 16 bytes, got strides {strides}"
     return ""
 

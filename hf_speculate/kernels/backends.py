@@ -23,13 +23,19 @@ class Operations(Protocol):
     def greedy(self, round_: Round) -> Verdict:
         """Greedy verification."""
 
-    def reject(self, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
+    def reject(
+        self, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
+    ) -> Verdict:
         """Rejection sampling."""
 
-    def reject_and_test(self, round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
+    def reject_and_test(
+        self, round_: Round, proposal: Proposal, keys: NoiseKeys
+    ) -> tuple[Verdict, Tensor]:
         """Rejection sampling, and the acceptance test of every position by itself, [B, K] bool."""
 
-    def typical(self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None) -> Verdict:
+    def typical(
+        self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
+    ) -> Verdict:
         """Typical acceptance; `keys` is required if the rule samples."""
 
     def block(self, round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
@@ -65,23 +71,32 @@ def check_backend(backend: str, device: torch.device) -> None:
 
     Raises:
         ConfigError: the name is unknown.
-        KernelUnavailableError: the backend is "triton", which is missing, too old, or does not support the device.
+        KernelUnavailableError: the backend is "triton", which is missing, too old, or does not
+            support the device.
     """
     if backend not in BACKENDS:
         choices = ", ".join(f'"{choice}"' for choice in BACKENDS)
-        raise ConfigError(f'backend must be one of {choices}, got {backend!r}; leave it out for "auto"')
+        raise ConfigError(
+            f'backend must be one of {choices}, got {backend!r}; leave it out for "auto"'
+        )
     if backend != "triton":
         return
     version = _triton_version()
     if version is None or version < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        state = "is not installed" if version is None else f"is installed as {'.'.join(map(str, version))}"
+        state = (
+            "is not installed"
+            if version is None
+            else f"is installed as {'.'.join(map(str, version))}"
+        )
         raise KernelUnavailableError(
-            f'backend must be "auto" or "torch" here, got "triton", which {state}; pip install "triton>={oldest}"'
+            f'backend must be "auto" or "torch" here, got "triton", which {state}; pip install '
+            f'"triton>={oldest}"'
         )
     if device.type != "cuda" and not is_interpreting():
         raise KernelUnavailableError(
-            f'backend must be "auto" or "torch" for tensors on {device.type}, got "triton"; move them to a GPU, or '
+            f'backend must be "auto" or "torch" for tensors on {device.type}, got "triton"; move '
+            "them to a GPU, or "
             "set TRITON_INTERPRET=1 before Triton is imported"
         )
 

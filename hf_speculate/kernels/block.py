@@ -24,15 +24,18 @@ def verify_block(
 ) -> Verdict:
     """Block verification: accept the longest prefix of the draft that passes a joint test of its tokens.
 
-    The emitted tokens follow the target distribution, and at least as many are accepted on average as by
-    `verify_rejection`. For a point mass or a single drafted token it is `verify_rejection`. Every round needs new keys:
-    if rounds share random numbers, tokens that were rejected once are rejected again and the output is biased.
+    The emitted tokens follow the target distribution, and at least as many are accepted on average
+    as by `verify_rejection`. For a point mass or a single drafted token it is `verify_rejection`.
+    Every round needs new keys: if rounds share random numbers, tokens that were rejected once are
+    rejected again and the output is biased.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64, sampled from `draft_logits`.
-        draft_logits: [B, K, V], without further temperature or cutoffs. None for a deterministic draft (point mass).
-        keys: [B] int64 each, at the position of the first drafted token. Streams ACCEPT and CORRECTION.
+        draft_logits: [B, K, V], without further temperature or cutoffs. None for a deterministic
+            draft (point mass).
+        keys: [B] int64 each, at the position of the first drafted token. Streams ACCEPT and
+            CORRECTION.
         draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
         temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
         row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
@@ -43,7 +46,8 @@ def verify_block(
         The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: unknown backend, invalid temperature, or `draft_logsumexp` without `draft_logits`.
+        ConfigError: unknown backend, invalid temperature, or `draft_logsumexp` without
+            `draft_logits`.
         KernelUnavailableError: backend="triton" is not available.
         ShapeError: a tensor has a wrong shape, dtype or device.
 

@@ -46,16 +46,24 @@ def _verify(
         return tuple(run(round_, warp, noise_keys))
     if verifier == "typical":
         threshold, alpha, epsilon, samples = typical_rule
-        return tuple(run(round_, warp, TypicalRule(threshold, alpha, epsilon, bool(samples)), noise_keys))
+        return tuple(
+            run(round_, warp, TypicalRule(threshold, alpha, epsilon, bool(samples)), noise_keys)
+        )
     proposal = None if draft_logits is None else Proposal(draft_logits, draft_logsumexp)
     return tuple(run(round_, warp, proposal, noise_keys))
 
 
 @_verify.register_fake
-def _(is_triton: bool, verifier: str, target_logits: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    is_triton: bool, verifier: str, target_logits: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
     batch_size, num_positions, _ = target_logits.shape
     counts = [target_logits.new_empty(batch_size, dtype=torch.int32) for _ in range(2)]
-    return target_logits.new_empty(batch_size, num_positions, dtype=torch.int64), counts[0], counts[1]
+    return (
+        target_logits.new_empty(batch_size, num_positions, dtype=torch.int64),
+        counts[0],
+        counts[1],
+    )
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::sample", mutates_args=())
@@ -73,7 +81,9 @@ def _sample(
 
 @_sample.register_fake
 def _(logits: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64), logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return logits.new_empty(logits.shape[0], dtype=torch.int64), logits.new_empty(
+        logits.shape[0], dtype=torch.float32
+    )
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cut", mutates_args=())
@@ -98,8 +108,8 @@ def _split(warp: Warp) -> tuple[float, Tensor | None, Tensor | None]:
 class CustomOperations(NamedTuple):
     """`Operations` inside of a compiled function.
 
-    The torch reference of `sample` and `cut` is traced, because a compiler fuses it with what is around it.
-    That of the verifiers writes into parts of tensors, which cannot be traced whole.
+    The torch reference of `sample` and `cut` is traced, because a compiler fuses it with what is
+    around it. That of the verifiers writes into parts of tensors, which cannot be traced whole.
     """
 
     is_triton: bool
@@ -132,17 +142,23 @@ class CustomOperations(NamedTuple):
         """See `verify_greedy`."""
         return self._verdict("greedy", round_, Warp(), None, None)
 
-    def reject(self, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
+    def reject(
+        self, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
+    ) -> Verdict:
         """See `verify_rejection`."""
         return self._verdict("reject", round_, warp, proposal, keys)
 
-    def reject_and_test(self, round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
+    def reject_and_test(
+        self, round_: Round, proposal: Proposal, keys: NoiseKeys
+    ) -> tuple[Verdict, Tensor]:
         """Not an operator: `chain_speculative_sampling`, its only caller, counts in place. Never compiled in pieces."""
         reject_and_test = torch.compiler.disable(_operations(self.is_triton).reject_and_test)
         result: tuple[Verdict, Tensor] = reject_and_test(round_, proposal, keys)
         return result
 
-    def typical(self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None) -> Verdict:
+    def typical(
+        self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
+    ) -> Verdict:
         """See `verify_typical`."""
         values = [rule.threshold, rule.alpha, rule.entropy_epsilon, float(rule.samples)]
         return self._verdict("typical", round_, warp, None, keys, values)

@@ -11,8 +11,9 @@ from .reference.sampling import Drawn, draw, logsumexps
 from .sampling import sample
 from .types import NoiseKeys, Stream
 
-# Above this size, every draw computes its own noise: 2 MB stay in the caches of a core until they are read. Sharing is
-# faster for small rows, which are bound by the number of operations (V = 4,096, 2 cores of an AMD EPYC).
+# Above this size, every draw computes its own noise: 2 MB stay in the caches of a core until they
+# are read. Sharing is faster for small rows, which are bound by the number of operations (V =
+# 4,096, 2 cores of an AMD EPYC).
 MAX_SHARED_NUMEL = 1 << 19
 
 
@@ -50,7 +51,9 @@ class Draws:
         """
         step = len(self._drawn) + len(self._logsumexps)
         if step == self.num_draws:
-            raise ConfigError(f"num_draws must cover every draw, got {self.num_draws}; begin another round")
+            raise ConfigError(
+                f"num_draws must cover every draw, got {self.num_draws}; begin another round"
+            )
         if step == 0:
             self._noise = self._shared_noise(logits)
         if self._noise is None:

@@ -11,7 +11,11 @@ from .types import Verdict
 
 @torch.no_grad()
 def verify_greedy(
-    target_logits: Tensor, draft_token_ids: Tensor, *, draft_lens: Tensor | None = None, backend: str = "auto"
+    target_logits: Tensor,
+    draft_token_ids: Tensor,
+    *,
+    draft_lens: Tensor | None = None,
+    backend: str = "auto",
 ) -> Verdict:
     """Greedy verification: accept drafted tokens while each equals the target's argmax, then emit the argmax.
 
@@ -32,4 +36,6 @@ def verify_greedy(
         ShapeError: a tensor has a wrong shape, dtype or device.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
-    return operations(backend, target_logits.device).greedy(Round(target_logits, draft_token_ids, draft_lens))
+    return operations(backend, target_logits.device).greedy(
+        Round(target_logits, draft_token_ids, draft_lens)
+    )

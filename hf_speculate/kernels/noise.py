@@ -1,15 +1,16 @@
 """Counter-based random numbers: each is a hash of (row seed, round, position, stream, token id).
 
-There is no generator state. A 64-bit state is hashed once per row and position, then mixed with the token id:
+There is no generator state. A 64-bit state is hashed once per row and position, then mixed with the
+token id:
 
     state = fold64(fold64(fold64(seed + round * A + position * B + stream * C + D) * M1) * M2)
     word  = sum16(fold15(fold16((token + low(state)) * N1) * N2 + high(state)) * N3)
 
     fold64(z) = z ^ (z >> 32)      foldS(x) = x ^ (x >>> S)      sum16(x) = x + (x >> 16)
 
-Arithmetic is signed and wraps around; `>>` keeps the sign, `>>>` fills with zeros. torch and Triton therefore give the
-same bits. Two multiplications, or folds with addition instead of xor, failed the tests on consecutive token ids
-(chi-square of single rows, pairs of neighbours).
+Arithmetic is signed and wraps around; `>>` keeps the sign, `>>>` fills with zeros. torch and Triton
+therefore give the same bits. Two multiplications, or folds with addition instead of xor, failed the
+tests on consecutive token ids (chi-square of single rows, pairs of neighbours).
 """
 
 from typing import Any
@@ -25,7 +26,8 @@ def _signed(value: int, bits: int) -> int:
     return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
 
 
-# Odd constants: fractions of irrational numbers, and the multipliers of the murmur and lowbias hash functions.
+# Odd constants: fractions of irrational numbers, and the multipliers of the murmur and lowbias hash
+# functions.
 ROUND_FACTOR = _signed(0x9E3779B97F4A7C15, 64)
 POSITION_FACTOR = _signed(0xD1B54A32D192ED03, 64)
 STREAM_FACTOR = 0x2545F4914F6CDD1D
@@ -36,10 +38,12 @@ WORD_SHIFTS = (16, 15, 16)
 WORD_MASKS = tuple((1 << (32 - shift)) - 1 for shift in WORD_SHIFTS)
 ROW_FACTOR = 0x5851F42D4C957F2D
 
-# (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word: the float32 nearest to 2**32 times it is 1 - 2**-24.
+# (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word: the float32 nearest to 2**32 times it
+# is 1 - 2**-24.
 UNIFORM_SCALE = (2.0**24 - 1.0) * 2.0**-56
 
-# Tensors, because torch converts a Python int in every operation, which costs more than the arithmetic on small rows.
+# Tensors, because torch converts a Python int in every operation, which costs more than the
+# arithmetic on small rows.
 _FACTORS = tuple(torch.tensor(factor, dtype=torch.int32, device="cpu") for factor in WORD_FACTORS)
 _SHIFTS = tuple(torch.tensor(shift, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
 _MASKS = tuple(torch.tensor(mask, dtype=torch.int32, device="cpu") for mask in WORD_MASKS)
@@ -66,7 +70,11 @@ def row_seeds(seed: int | Tensor, num_rows: int, *, device: torch.device | str =
     Returns:
         [num_rows] int64.
     """
-    base = seed if isinstance(seed, Tensor) else torch.full((1,), _signed(seed, 64), dtype=torch.int64, device=device)
+    base = (
+        seed
+        if isinstance(seed, Tensor)
+        else torch.full((1,), _signed(seed, 64), dtype=torch.int64, device=device)
+    )
     rows = torch.arange(num_rows, dtype=torch.int64, device=base.device)
     return torch.where(rows == 0, base, _mix64(torch.add(base, rows, alpha=ROW_FACTOR)))
 
@@ -125,14 +133,17 @@ def _scaled_words(state: Tensor, token_ids: Tensor, scale: float) -> Tensor:
     return scratch.view(torch.float32).copy_(bits.view(torch.uint32)).add_(0.5).mul_(scale)
 
 
-def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
+def uniforms(
+    keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor
+) -> Tensor:
     """Uniform random numbers in (0, 1), in steps of 2**-32 near 0; neither 0 nor 1 occurs.
 
     Args:
         keys: [B] int64 each.
         stream: random number stream.
         position_offsets: integers [B, ...] or [1, ...], added to `keys.positions`.
-        token_ids: int32 or int64, broadcastable with [B, ...]: `[V]` against offsets [B, 1] gives [B, V].
+        token_ids: int32 or int64, broadcastable with [B, ...]: `[V]` against offsets [B, 1] gives
+            [B, V].
 
     Returns:
         float32, of the broadcast shape.
@@ -140,7 +151,9 @@ def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_id
     return _scaled_words(states(keys, stream, position_offsets), token_ids, UNIFORM_SCALE)
 
 
-def exponentials(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
+def exponentials(
+    keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor
+) -> Tensor:
     """Exponential random numbers of rate 1, > 0, with the finest resolution near 0; arguments as for `uniforms`."""
     return exponentials_of(states(keys, stream, position_offsets), token_ids)
 

@@ -30,8 +30,9 @@ def sample(
         backend: "auto", "torch" or "triton".
 
     Returns:
-        Ids in [0, V), and the log-sum-exp of the logits after temperature and cutoffs. At temperature 0 it is their
-        maximum, which gives the argmax probability 1. It is NaN, +inf or -inf if the row is not a valid distribution.
+        Ids in [0, V), and the log-sum-exp of the logits after temperature and cutoffs. At
+        temperature 0 it is their maximum, which gives the argmax probability 1. It is NaN, +inf or
+        -inf if the row is not a valid distribution.
 
     Raises:
         ConfigError: unknown backend or invalid temperature.

@@ -47,7 +47,8 @@ class Sampled(NamedTuple):
 class Verdict(NamedTuple):
     """The result of verifying one round."""
 
-    token_ids: Tensor  # [B, K+1] int64: accepted draft tokens, the correction or bonus token, then -1
+    # [B, K+1] int64: accepted draft tokens, the correction or bonus token, then -1
+    token_ids: Tensor
     num_accepted: Tensor  # [B] int32, without the correction or bonus token
     status: Tensor  # [B] int32, `Status` flags
 

@@ -29,7 +29,8 @@ def verify_typical(
 ) -> Verdict:
     """Typical acceptance: accept drafted tokens while p(x) > min(threshold, alpha * exp(-entropy of p)).
 
-    p is the target distribution. Typical acceptance is lossy: the output does not follow the target distribution.
+    p is the target distribution. Typical acceptance is lossy: the output does not follow the target
+    distribution.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
@@ -37,7 +38,8 @@ def verify_typical(
         posterior_threshold: in (0, 1), a probability.
         posterior_alpha: > 0.
         correction: "argmax" or "sample", how the correction or bonus token is chosen.
-        entropy_epsilon: >= 0, added inside the logarithm of the entropy; 0 gives the exact entropy in nats.
+        entropy_epsilon: >= 0, added inside the logarithm of the entropy; 0 gives the exact entropy
+            in nats.
         keys: [B] int64 each, required for correction="sample" (stream CORRECTION).
         draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
         temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
@@ -48,7 +50,8 @@ def verify_typical(
         The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: unknown backend or correction, a value out of range, or correction="sample" without keys.
+        ConfigError: unknown backend or correction, a value out of range, or correction="sample"
+            without keys.
         KernelUnavailableError: backend="triton" is not available.
         ShapeError: a tensor has a wrong shape, dtype or device.
 
@@ -56,11 +59,18 @@ def verify_typical(
     """
     check_round(target_logits, draft_token_ids, draft_lens)
     warp = check_warp(target_logits, "B, K+1", Warp(temperature, row_cutoffs))
-    rule = TypicalRule(posterior_threshold, posterior_alpha, entropy_epsilon, samples=correction == "sample")
+    rule = TypicalRule(
+        posterior_threshold, posterior_alpha, entropy_epsilon, samples=correction == "sample"
+    )
     if correction not in CORRECTIONS:
-        raise ConfigError(f'correction must be one of "argmax", "sample", got {correction!r}; "argmax" needs no keys')
+        raise ConfigError(
+            f'correction must be one of "argmax", "sample", got {correction!r}; "argmax" needs no '
+            "keys"
+        )
     if rule.samples and keys is None:
-        raise ConfigError('keys must be given with correction="sample", got None; or pass correction="argmax"')
+        raise ConfigError(
+            'keys must be given with correction="sample", got None; or pass correction="argmax"'
+        )
     if keys is not None:
         check_keys(keys, target_logits)
     round_ = Round(target_logits, draft_token_ids, draft_lens)

@@ -26,11 +26,19 @@ class WarpedDraws:
         warp: arguments of `warp_logits`.
     """
 
-    def __init__(self, keys: NoiseKeys, stream: Stream, num_draws: int, keeps_logits: bool, warp: dict[str, Any]):
+    def __init__(
+        self,
+        keys: NoiseKeys,
+        stream: Stream,
+        num_draws: int,
+        keeps_logits: bool,
+        warp: dict[str, Any],
+    ):
         self.keys, self.stream, self.num_draws, self.warp = keys, stream, num_draws, warp
         self.num_drawn = 0
         self._num_kept = num_draws if keeps_logits else 1
-        self._logits = self._memory(0, 0)  # [B, N, V], or [B, 1, V] if only the last draw's are read
+        # [B, N, V], or [B, 1, V] if only the last draw's are read
+        self._logits = self._memory(0, 0)
         self._logsumexps = self._memory(num_draws)  # [B, N]
 
     @staticmethod
@@ -54,13 +62,16 @@ class WarpedDraws:
             [B] int64, and the warped logits [B, V] float32.
 
         Raises:
-            ConfigError: `draw` was called more than `num_draws` times, or an argument of `warp_logits` is invalid.
+            ConfigError: `draw` was called more than `num_draws` times, or an argument of
+                `warp_logits` is invalid.
             ShapeError: a tensor has a wrong shape, dtype or device.
         """
         from . import kernels  # imports Triton
 
         if self.num_drawn == self.num_draws:
-            raise ConfigError(f"num_draws must cover every draw, got {self.num_draws}; begin another round")
+            raise ConfigError(
+                f"num_draws must cover every draw, got {self.num_draws}; begin another round"
+            )
         check_logits("logits", logits, "B, V")
         if self.num_drawn == 0:
             check_keys(self.keys, logits)
@@ -70,7 +81,10 @@ class WarpedDraws:
         token_ids = logits.new_empty(num_rows, dtype=torch.int64) if out is None else out
         step, self.num_drawn = self.num_drawn, self.num_drawn + 1
         drawn = WarpedDraw(token_ids, self._logsumexps[:, step], self._logits[:, step % num_kept])
-        rule, temperature = cut_of(vocab_size, **self.warp), float(self.warp.get("temperature", 1.0))
+        rule, temperature = (
+            cut_of(vocab_size, **self.warp),
+            float(self.warp.get("temperature", 1.0)),
+        )
         kernels.cut_and_draw(logits, temperature, rule, self.keys, self.stream, step, drawn)
         return token_ids, drawn.logits
 

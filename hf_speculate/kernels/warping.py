@@ -23,10 +23,11 @@ def warp_logits(
 ) -> Tensor:
     """Apply temperature, then top-k, top-p and min-p, in three launches where the kernels run.
 
-    A row is cut between two of the 1,024 bins that its largest 16 nats are divided into. Entries that share a bin with
-    the last one to be kept are kept too, and entries more than 16 nats below the largest are always dropped. The result
-    differs from one that sorts by a few tokens at the border. Use it for drafts: their distribution is free as long as
-    the verifier gets the same logits.
+    A row is cut between two of the 1,024 bins that its largest 16 nats are divided into. Entries
+    that share a bin with the last one to be kept are kept too, and entries more than 16 nats below
+    the largest are always dropped. The result differs from one that sorts by a few tokens at the
+    border. Use it for drafts: their distribution is free as long as the verifier gets the same
+    logits.
 
     Args:
         logits: [B, V], float16, bfloat16, float32 or float64, any strides.
@@ -37,7 +38,8 @@ def warp_logits(
         backend: "auto", "torch" or "triton".
 
     Returns:
-        [B, V] float32, -inf where it is cut. A row with a NaN, a +inf, or nothing but -inf is not cut.
+        [B, V] float32, -inf where it is cut. A row with a NaN, a +inf, or nothing but -inf is not
+        cut.
 
     Raises:
         ConfigError: an unknown backend, or a number out of range.
@@ -63,7 +65,9 @@ def cut_of(
     ranges = {"top_k": (top_k, 1, math.inf), "top_p": (top_p, 0.0, 1.0), "min_p": (min_p, 0.0, 1.0)}
     for name, (value, least, most) in ranges.items():
         if value is not None and not (least <= value <= most and (value > 0 or name == "min_p")):
-            raise ConfigError(f"{name} must be in {least}..{most}, got {value}; leave it out to keep every entry")
+            raise ConfigError(
+                f"{name} must be in {least}..{most}, got {value}; leave it out to keep every entry"
+            )
     return Cut(
         vocab_size if top_k is None else min(top_k, vocab_size),
         2.0 if top_p is None or top_p == 1.0 else top_p,

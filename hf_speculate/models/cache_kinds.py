@@ -47,7 +47,8 @@ class CacheRequest:
     attention_mask: Tensor | None  # [B, T] int64 over cached states and prompt, on the device
     device: torch.device
     requested: str = "auto"  # or "dynamic", or "preallocated"
-    is_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
+    # whether the user passed the cache; "auto" then makes no second copy of it
+    is_passed: bool = False
     is_kept: bool = False  # whether the cache outlives the call
     records_attentions: bool = False  # whether the call returns attention weights
     crosses: bool = False  # whether layers also attend to an encoder's output
@@ -98,7 +99,9 @@ class PreallocatedKind(CacheKind):
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         kept_cache = request.cache if request.is_kept else None
         windows = tuple(window_of(layer) for layer in holding(request.layers.layers))
-        by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
+        by_name: dict[str, int | None] = {
+            _MASK_NAMES[window is not None]: window for window in windows
+        }
         is_mask_per_row = bool(limit_reason(request.model, Limit.MASK_PER_ROW))
         mask_spec = MaskSpec(windows, by_name, dtype_of(request.model), is_mask_per_row)
         return PreallocatedKVCache(
@@ -117,14 +120,21 @@ class DynamicKind(CacheKind):
     """transformers' dynamic cache."""
 
     def obstacle(self, request: CacheRequest) -> str:
-        quirk = "" if request.cache is None else limit_reason(request.model, Limit.ONLY_PREALLOCATED)
+        quirk = (
+            "" if request.cache is None else limit_reason(request.model, Limit.ONLY_PREALLOCATED)
+        )
         return quirk if quirk and windows_in(request.layers) != {None} else ""
 
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         cache = request.cache
         if cache is None:
-            # Without a config all layers of a draft cache are full, so K forwards roll back at once.
-            cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if request.crosses else DynamicCache()
+            # Without a config all layers of a draft cache are full, so K forwards roll back at
+            # once.
+            cache = (
+                EncoderDecoderCache(DynamicCache(), DynamicCache())
+                if request.crosses
+                else DynamicCache()
+            )
         fixed = fixed_layers(request.model.config.get_text_config(decoder=True))
         return DynamicKVCache(cache, batch_size, request.attention_mask, request.device, fixed)
 
@@ -144,16 +154,23 @@ def choose_kind(request: CacheRequest) -> tuple[str, str]:
     """Choose the cache kind: hybrid if recurrent, preallocated if supported, otherwise dynamic.
 
     Returns:
-        The name of the kind, and a note: why "preallocated" was preferred and not chosen, or how "hybrid" rolls back.
+        The name of the kind, and a note: why "preallocated" was preferred and not chosen, or how
+        "hybrid" rolls back.
 
     Raises:
         UnsupportedModelError: The requested kind is not supported, or no kind is.
     """
-    wants = request.requested == "preallocated" or (request.requested == "auto" and not request.is_passed)
-    reason, name = find_kind("preallocated").obstacle(request) if wants else "", type(request.model).__name__
+    wants = request.requested == "preallocated" or (
+        request.requested == "auto" and not request.is_passed
+    )
+    reason, name = (
+        find_kind("preallocated").obstacle(request) if wants else "",
+        type(request.model).__name__,
+    )
     if reason and request.requested == "preallocated":
         raise UnsupportedModelError(
-            f"speculation_cache must be auto or dynamic for {name}, got 'preallocated': {reason}; leave it out"
+            f"speculation_cache must be auto or dynamic for {name}, got 'preallocated': {reason}; "
+            "leave it out"
         )
     if is_recurrent(request.layers):
         return "hybrid", find_kind("hybrid").remark(request)
@@ -161,7 +178,8 @@ def choose_kind(request: CacheRequest) -> tuple[str, str]:
         return "preallocated", ""
     if obstacle := find_kind("dynamic").obstacle(request):
         raise UnsupportedModelError(
-            f"states of {name} must be preallocated, for {obstacle}, got {reason or 'a dynamic cache'}; leave the "
+            f"states of {name} must be preallocated, for {obstacle}, got "
+            f"{reason or 'a dynamic cache'}; leave the "
             "cache and speculation_cache out, or decode plainly"
         )
     return "dynamic", reason
@@ -195,7 +213,9 @@ def _obstacles(request: CacheRequest) -> Iterator[str]:
         yield "its layers have several windows"
     if len(windows) > 1 and not takes_mask_by_type(decoder):
         yield "it takes one mask for layers of two types"
-    if not cache.layers or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)):
+    if not cache.layers or any(
+        type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)
+    ):
         yield "its cache has layers of another type"
     if windows != _windows_by(config):
         yield "its cache was made without its config, and knows no windows"
@@ -232,7 +252,9 @@ def has_holes(attention_mask: Tensor | None) -> bool:
     """Return whether a row has masked tokens after its first real token, or no real token."""
     if attention_mask is None:
         return False
-    return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any() or not attention_mask[:, -1].all())
+    return bool(
+        (attention_mask[:, 1:] < attention_mask[:, :-1]).any() or not attention_mask[:, -1].all()
+    )
 
 
 def windows_in(cache: Cache) -> set[int | None]:

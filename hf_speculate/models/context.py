@@ -8,7 +8,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_speculate.models.language_model import counts_columns
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 
-_LENGTHS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len")
+_LENGTHS = (
+    "max_target_positions",
+    "max_decoder_position_embeddings",
+    "max_position_embeddings",
+    "max_seq_len",
+)
 _SCALED_TYPES = ("linear", "yarn")  # rotary embeddings with `factor` times the trained length
 
 
@@ -23,8 +28,8 @@ class Context(NamedTuple):
 def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
     """Return the context of a model.
 
-    A rotary embedding raises no error past the trained length, but almost no token drafted there would be accepted.
-    Some types change the positions of all rows as soon as one row is longer.
+    A rotary embedding raises no error past the trained length, but almost no token drafted there
+    would be accepted. Some types change the positions of all rows as soon as one row is longer.
 
     Args:
         model: The model.
@@ -39,7 +44,9 @@ def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
     rope = growing_rope(model)
     if rope is not None and longest <= rope[1]:  # a longer prompt keeps its frequencies to the end
         length = min(length, rope[1])
-    return Context(length, counts_columns(model), bool(limit_reason(model, Limit.CONTEXT_BY_COLUMNS)))
+    return Context(
+        length, counts_columns(model), bool(limit_reason(model, Limit.CONTEXT_BY_COLUMNS))
+    )
 
 
 def context_len(config: PreTrainedConfig) -> int | None:
@@ -67,7 +74,10 @@ def max_columns(model: PreTrainedModel) -> int | None:
 
 def encoder_context_len(config: PreTrainedConfig) -> int | None:
     """Return the context length of a config's text encoder in tokens; None if there is no limit."""
-    values = (getattr(config, name, None) for name in ("max_encoder_position_embeddings", "max_position_embeddings"))
+    values = (
+        getattr(config, name, None)
+        for name in ("max_encoder_position_embeddings", "max_position_embeddings")
+    )
     return next((int(value) for value in values if isinstance(value, int) and value > 0), None)
 
 
@@ -78,7 +88,15 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def _scaled(length: int, rope: dict[str, Any]) -> int:
-    rope_type, trained = rope.get("rope_type"), rope.get("original_max_position_embeddings") or length
-    if rope_type == "dynamic":  # its frequencies change with the length, those of cached keys do not
+    rope_type, trained = (
+        rope.get("rope_type"),
+        rope.get("original_max_position_embeddings") or length,
+    )
+    # its frequencies change with the length, those of cached keys do not
+    if rope_type == "dynamic":
         return min(length, trained)
-    return max(length, int(trained * (rope.get("factor") or 1))) if rope_type in _SCALED_TYPES else length
+    return (
+        max(length, int(trained * (rope.get("factor") or 1)))
+        if rope_type in _SCALED_TYPES
+        else length
+    )

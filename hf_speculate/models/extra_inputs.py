@@ -8,26 +8,36 @@ from torch import Tensor
 from hf_speculate.rows.per_row import PerRow, RowIndices
 
 # Names of image and audio inputs.
-MEDIA = {"audio_input_features", "image_patches", "image_pixel_values", "input_features", "input_values"}
+MEDIA = {
+    "audio_input_features",
+    "image_patches",
+    "image_pixel_values",
+    "input_features",
+    "input_values",
+}
 MEDIA |= {"mm_encoder_outputs", "pixel_values", "pixel_values_videos"}
 
 
 class ExtraInputs(PerRow):
     """Arguments of forwards besides tokens, mask and positions.
 
-    A text-only model has none. Each token after the prompt takes the next position on every axis, as in plain
-    `generate`.
+    A text-only model has none. Each token after the prompt takes the next position on every axis,
+    as in plain `generate`.
     """
 
     TENSORS = ("_every", "_types", "_columns")
 
     def __init__(
         self,
-        every: Mapping[str, Any] | None = None,  # inputs of all forwards by name; tensors are [B, ...]
-        prompt: Mapping[str, Any] | None = None,  # inputs of the first forward only; it reads the whole prompt
-        types: Mapping[str, Tensor] | None = None,  # inputs of later forwards, [B, 1], equal for all tokens of a row
+        # inputs of all forwards by name; tensors are [B, ...]
+        every: Mapping[str, Any] | None = None,
+        # inputs of the first forward only; it reads the whole prompt
+        prompt: Mapping[str, Any] | None = None,
+        # inputs of later forwards, [B, 1], equal for all tokens of a row
+        types: Mapping[str, Tensor] | None = None,
         prefix: str = "",  # prefix of the text inputs' names; "decoder_" for encoder-decoders
-        # Inputs of later forwards: entries [B, 1, ...], repeated for every cached and queried column.
+        # Inputs of later forwards: entries [B, 1, ...], repeated for every cached and queried
+        # column.
         columns: Mapping[str, Tensor] | None = None,
         description: str = "",  # non-text inputs in words, for `stats.plan`
     ):
@@ -36,7 +46,8 @@ class ExtraInputs(PerRow):
         self._prompt = dict(prompt or {})
         self._types = dict(types or {})
         self._columns = dict(columns or {})
-        self._offsets: Tensor | None = None  # [..., B or 1, 1], model positions minus counted positions
+        # [..., B or 1, 1], model positions minus counted positions
+        self._offsets: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -87,9 +98,11 @@ class ExtraInputs(PerRow):
         num_query = text["input_ids"].shape[1]
         arguments |= {name: types.expand(-1, num_query) for name, types in self._types.items()}
         for name, entry in self._columns.items():
-            arguments[name] = entry.expand(-1, num_cached + num_query, *entry.shape[2:])  # [B, T + Q, ...]
+            # [B, T + Q, ...]
+            arguments[name] = entry.expand(-1, num_cached + num_query, *entry.shape[2:])
         if self._offsets is not None:
-            arguments[f"{self.prefix}position_ids"] = text["position_ids"] + self._offsets  # [..., B, Q]
+            # [..., B, Q]
+            arguments[f"{self.prefix}position_ids"] = text["position_ids"] + self._offsets
         return arguments
 
     def rows(self, indices: Sequence[int]) -> None:

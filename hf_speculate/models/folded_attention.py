@@ -1,13 +1,14 @@
 """SDPA attention that folds the heads of a group into query rows, put into models' configs for the length of a call.
 
-With grouped queries g query heads share one key-value head. transformers' `sdpa` copies keys and values g times as soon
-as several query rows meet a mask, which is every verification. Folded, the g heads are g times as many rows of one
-head, and keys and values are read where they lie:
+With grouped queries g query heads share one key-value head. transformers' `sdpa` copies keys and
+values g times as soon as several query rows meet a mask, which is every verification. Folded, the g
+heads are g times as many rows of one head, and keys and values are read where they lie:
 
     query [B, g*H, Q, D] -> [B, H, g*Q, D],    mask [B, 1, Q, T] -> [B, 1, g*Q, T]
 
-Every row's softmax is over the same numbers as before, so the result differs by round-off at most. The mask is folded
-once a forward. On some devices the backend is chosen here too, also where nothing is folded: see `_BACKENDS`.
+Every row's softmax is over the same numbers as before, so the result differs by round-off at most.
+The mask is folded once a forward. On some devices the backend is chosen here too, also where
+nothing is folded: see `_BACKENDS`.
 """
 
 import contextvars
@@ -22,7 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,7 +41,8 @@ from hf_speculate.models.quirks import may_compare_attention
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
 STANDS_FOR = "sdpa"  # what it replaces, and passes on to
 
-# Type of device -> the module that chooses a backend of attention there, imported when a model lies on one.
+# Type of device -> the module that chooses a backend of attention there, imported when a model lies
+# on one.
 _BACKENDS = {"cuda": "hf_speculate.options.cuda.attention_backends"}
 _loaded: dict[str, Any] = {}  # those imported, before anything is traced, which cannot import
 
@@ -43,15 +50,16 @@ _loaded: dict[str, Any] = {}  # those imported, before anything is traced, which
 _DEVICES = ("cpu", "cuda")
 # Arguments that change what transformers' function computes; all others it ignores, and so do we.
 _HONOURED = ("position_bias", "cache", "softcap")
-# The folded mask is a copy of g*Q*T entries a row. Up to 64 query tokens folding was as fast or faster, from 256 on
-# slower (float32 and bfloat16, 500 to 1000 states, g = 4, 2-core CPU).
+# The folded mask is a copy of g*Q*T entries a row. Up to 64 query tokens folding was as fast or
+# faster, from 256 on slower (float32 and bfloat16, 500 to 1000 states, g = 4, 2-core CPU).
 _MOST_QUERY_TOKENS = 64
 
 _MOST_MASKS = 4  # kept in a forward: one for each type of layer
 _SPANS = 0  # in place of a number of groups: the spans of columns that a mask shows
 
 _LOCK = threading.Lock()
-_HOLDERS: dict[int, set[object]] = {}  # by the id of a config: the calls for whose sake it holds our name
+# by the id of a config: the calls for whose sake it holds our name
+_HOLDERS: dict[int, set[object]] = {}
 
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
@@ -65,7 +73,9 @@ class _Forward(NamedTuple):
     is_captured: bool
 
 
-_forward: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar("hf_speculate_forward", default=None)
+_forward: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar(
+    "hf_speculate_forward", default=None
+)
 
 
 @contextmanager
@@ -87,16 +97,19 @@ def folded_attention(
     query: Tensor,  # [B, g*H, Q, D]
     key: Tensor,  # [B, H, T, D]
     value: Tensor,  # [B, H, T, D']
-    attention_mask: Tensor | None,  # [B or 1, 1, Q, T], bool (True: seen) or floating (added); None for causal rows
+    # [B or 1, 1, Q, T], bool (True: seen) or floating (added); None for causal rows
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,  # factor of the scores; None for 1 / sqrt(D)
-    is_causal: bool | None = None,  # whether a missing mask means causal rows; None for what `module.is_causal` says
+    # whether a missing mask means causal rows; None for what `module.is_causal` says
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' `sdpa` computes it, without copies of keys and values where it would make them.
 
-    It folds inside `folding()` and in code that `torch.compile` traces, which knows no context; whatever it cannot
-    compute it passes on to what is registered as "sdpa". Returns [B, Q, g*H, D'] contiguous, and None for the weights.
+    It folds inside `folding()` and in code that `torch.compile` traces, which knows no context;
+    whatever it cannot compute it passes on to what is registered as "sdpa". Returns [B, Q, g*H, D']
+    contiguous, and None for the weights.
     """
     passed_on: Any = ALL_ATTENTION_FUNCTIONS[STANDS_FOR]
     forward = None if torch.compiler.is_compiling() else _forward.get()
@@ -104,7 +117,9 @@ def folded_attention(
     can_attend = not dropout and not any(kwargs.get(name) is not None for name in _HONOURED)
     if is_ours and can_attend and passed_on is sdpa_attention_forward:
         is_causal_layer = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        output = _attend(module, query, key, value, attention_mask, scaling, is_causal_layer, forward)
+        output = _attend(
+            module, query, key, value, attention_mask, scaling, is_causal_layer, forward
+        )
         if output is not None:
             return output, None
     result: tuple[Tensor, None] = passed_on(
@@ -134,7 +149,10 @@ def _attend(
     """Attention output [B, Q, g*H, D'], contiguous; None if transformers' own function must compute it."""
     groups: Any = getattr(module, "num_key_value_groups", 1)
     backends: Any = _loaded.get(query.device.type)
-    num_query, is_ours = query.shape[2], backends is not None and backends.chooses_backend(query, value)
+    num_query, is_ours = (
+        query.shape[2],
+        backends is not None and backends.chooses_backend(query, value),
+    )
     if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None
     masks = None if forward is None else forward.masks
@@ -175,7 +193,13 @@ def _attend(
 
 
 def _attend_few(
-    backends: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, forward: _Forward
+    backends: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    forward: _Forward,
 ) -> Tensor | None:
     """Attention output [B, Q, g*H, D], contiguous, by a kernel for few queries; None if none serves these."""
     if not backends.serves_few(query, key, value, scaling, forward.is_captured):
@@ -193,10 +217,16 @@ def register_folded_attention() -> None:
 
 
 def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    return mask.ndim == 4 and mask.shape[2:] == (query.shape[2], key.shape[2]) and mask.shape[1] in (1, query.shape[1])
+    return (
+        mask.ndim == 4
+        and mask.shape[2:] == (query.shape[2], key.shape[2])
+        and mask.shape[1] in (1, query.shape[1])
+    )
 
 
-def _converted_once(make: Callable[[Tensor, int], Tensor], mask: Tensor, groups: int, masks: _Masks | None) -> Tensor:
+def _converted_once(
+    make: Callable[[Tensor, int], Tensor], mask: Tensor, groups: int, masks: _Masks | None
+) -> Tensor:
     for original, number, converted in masks or ():
         if original is mask and number == groups:
             return converted
@@ -220,7 +250,8 @@ def _make_mask(*args: Any, **kwargs: Any) -> Any:
 def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
     """Have the attention layers of `models` look up the folded function; the last call to leave restores the name.
 
-    Only configs that say "sdpa" are written to, and what a caller assigns to one in the meantime stays.
+    Only configs that say "sdpa" are written to, and what a caller assigns to one in the meantime
+    stays.
     """
     configs = {id(config): config for model in models for config in _configs_of(model)}
     call = object()
@@ -269,7 +300,11 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
         if (takes_all and "config" in vars(module))
         or ("num_key_value_groups" in vars(module) and _num_groups(module) > 1)
     ]
-    configs = {id(config): config for layer in layers if (config := getattr(layer, "config", None)) is not None}
+    configs = {
+        id(config): config
+        for layer in layers
+        if (config := getattr(layer, "config", None)) is not None
+    }
     served = [
         config
         for config in configs.values()

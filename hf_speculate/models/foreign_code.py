@@ -1,8 +1,8 @@
 """Foreign code in a model: hooks, replaced forwards and modules of unknown packages.
 
-Verification reads several tokens in one forward and rolls some of them back. User code may count forwards, change the
-last token of each, or edit the cache; only a comparison with plain decoding shows whether it does. Known packages treat
-every token by itself.
+Verification reads several tokens in one forward and rolls some of them back. User code may count
+forwards, change the last token of each, or edit the cache; only a comparison with plain decoding
+shows whether it does. Known packages treat every token by itself.
 """
 
 import weakref
@@ -20,7 +20,8 @@ _KNOWN_NAMES = """
 accelerate aqlm auto_round awq bitsandbytes compressed_tensors deepspeed eetq fbgemm_gpu fla gptqmodel hf_speculate hqq
 kernels liger_kernel optimum peft quark torch torchao transformer_engine transformers
 """
-KNOWN_PACKAGES = set(_KNOWN_NAMES.split())  # first names of frameworks, adapters, quantisers and kernels
+# first names of frameworks, adapters, quantisers and kernels
+KNOWN_PACKAGES = set(_KNOWN_NAMES.split())
 # The output of these adapters depends on the other tokens of a forward.
 _UNKNOWN_PARTS = ("peft.tuners.adaption_prompt", "peft.tuners.shadow", "peft.tuners.xlora")
 _ALL_MODULES = "every module"
@@ -86,7 +87,10 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
     parts: list[tuple[nn.Module, str, Any]] = []
     is_foreign: dict[int, bool] = {}  # by id of the hook; many layers may share one
     for module in touched:
-        for kind, table in (hook_kinds[0], module._forward_pre_hooks), (hook_kinds[1], module._forward_hooks):
+        for kind, table in (
+            (hook_kinds[0], module._forward_pre_hooks),
+            (hook_kinds[1], module._forward_hooks),
+        ):
             for hook in table.values():
                 if id(hook) not in is_foreign:
                     is_foreign[id(hook)] = _is_foreign(hook)
@@ -94,9 +98,16 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
                     parts.append((module, kind, hook))
         if "forward" in vars(module) and _is_foreign_forward(module, packages):
             parts.append((module, "replaced forward", vars(module)["forward"]))
-    parts += [(module, kind, function) for cls, (kind, function) in classes.items() for module in modules[cls]]
+    parts += [
+        (module, kind, function)
+        for cls, (kind, function) in classes.items()
+        for module in modules[cls]
+    ]
     names = {id(module): name for name, module in model.named_modules()} if parts else {}
-    return tuple(entries + [_entry(names.get(id(module), ""), kind, function) for module, kind, function in parts])
+    return tuple(
+        entries
+        + [_entry(names.get(id(module), ""), kind, function) for module, kind, function in parts]
+    )
 
 
 def described(code: Sequence[ForeignCode]) -> str:
@@ -119,7 +130,9 @@ def has_activated_adapters(model: nn.Module) -> bool:
 
 
 def _entry(module_name: str, kind: str, function: Any) -> ForeignCode:
-    parts = [function] if not hasattr(function, "__func__") else [function.__self__, function.__func__]
+    parts = (
+        [function] if not hasattr(function, "__func__") else [function.__self__, function.__func__]
+    )
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -147,7 +160,9 @@ def _is_foreign_forward(module: nn.Module, packages: set[str]) -> bool:
     if not all(_is_known(type(single_hook).__module__) for single_hook in hooks):
         return True
     forward = vars(module)["forward"]
-    return any(not _is_known(name) and _package(name) not in packages for name in _origins(forward, module))
+    return any(
+        not _is_known(name) and _package(name) not in packages for name in _origins(forward, module)
+    )
 
 
 def _is_foreign(hook: Any) -> bool:

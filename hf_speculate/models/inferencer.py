@@ -58,7 +58,8 @@ class ChosenTokens:
         self._columns: Tensor | None = None  # [N, B] int64, the tokens in place
         self._stop_ids = stop_ids
         self._counts = counts
-        self._are_last: list[Tensor] = []  # by token, [B] bool: rows that end there; empty if only ids end rows
+        # by token, [B] bool: rows that end there; empty if only ids end rows
+        self._are_last: list[Tensor] = []
         self._is_ended: Tensor | None = None  # [B] bool, up to the last call of `are_enough`
 
     def column(self, num_rows: int) -> Tensor | None:
@@ -71,7 +72,9 @@ class ChosenTokens:
             self._columns = torch.empty(shape, dtype=torch.int64, device=self._counts.device)
         return self._columns[step]
 
-    def add(self, chosen: Chosen, are_last: Tensor | None = None, *, is_in_place: bool = False) -> None:
+    def add(
+        self, chosen: Chosen, are_last: Tensor | None = None, *, is_in_place: bool = False
+    ) -> None:
         """Append tokens.
 
         Args:
@@ -117,7 +120,9 @@ class ChosenTokens:
         stop_ids = self._stop_ids
         if stop_ids is not None:
             is_single = stop_ids.shape[0] == 1
-            go_on.append(token_ids != stop_ids if is_single else (token_ids[:, :, None] != stop_ids).all(-1))
+            go_on.append(
+                token_ids != stop_ids if is_single else (token_ids[:, :, None] != stop_ids).all(-1)
+            )
         if not go_on:
             return counts[-1:].repeat(token_ids.shape[0])
         return torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amin(1)
@@ -156,8 +161,10 @@ class Inferencer:
         self,
         language_model: LanguageModel,
         chunk_size: int | None = None,  # maximum tokens of each row per forward
-        stops_early: bool = True,  # stop when all rows have ended, if known without waiting for the device
-        meet: Callable[[], None] | None = None,  # called before every forward, to wait for other ranks
+        # stop when all rows have ended, if known without waiting for the device
+        stops_early: bool = True,
+        # called before every forward, to wait for other ranks
+        meet: Callable[[], None] | None = None,
     ):
         self.language_model, self.chunk_size = language_model, chunk_size
         self.stops_early, self.meet = stops_early, meet
@@ -172,10 +179,12 @@ class Inferencer:
     ) -> PrefillOutput:
         """Read a prompt [B, Q] int64 and choose the next token.
 
-        `kv_cache` advances by Q tokens, in place. This method is a public reference. The library does not call it;
-        drafters call `feed`.
+        `kv_cache` advances by Q tokens, in place. This method is a public reference. The library
+        does not call it; drafters call `feed`.
         """
-        logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
+        logits = self.language_model.forward(
+            query_token_ids, kv_cache, logits_to_keep=logits_to_keep
+        )
         token_ids = self._choice(sample_strategy).choose(logits[:, -1])
         return PrefillOutput(token_ids[:, None], logits)
 
@@ -193,25 +202,33 @@ class Inferencer:
         return scored.logits[:, -1]
 
     def decode(
-        self, query_token_ids: Tensor, kv_cache: KVCache, max_new_tokens: int, sample_strategy: SampleStrategy
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache,
+        max_new_tokens: int,
+        sample_strategy: SampleStrategy,
     ) -> DecodeOutput:
         """Decode up to `max_new_tokens` tokens after a query [B, Q] int64.
 
-        A row ends with its EOS token. This method is a public reference. The library does not call it; drafters call
-        `extend`, with the same loop and the same use of the cache.
+        A row ends with its EOS token. This method is a public reference. The library does not call
+        it; drafters call `extend`, with the same loop and the same use of the cache.
         """
         if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
+            raise ConfigError(
+                f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token"
+            )
         choice = self._choice(sample_strategy)
         self.extend(query_token_ids, kv_cache, max_new_tokens, choice)
         token_ids, logits, _ = joined(choice.tokens.chosen)
         return DecodeOutput(token_ids, logits, choice.tokens.lens(token_ids))
 
-    def extend(self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, choice: TokenChoice) -> None:
+    def extend(
+        self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, choice: TokenChoice
+    ) -> None:
         """Choose up to `max_new_tokens` >= 1 tokens after a query [B, Q] int64.
 
-        `kv_cache` advances by all but the last token, in place. The loop stops early if every row has ended and the
-        host knows it without waiting for the device.
+        `kv_cache` advances by all but the last token, in place. The loop stops early if every row
+        has ended and the host knows it without waiting for the device.
         """
         num_query = query.shape[1]
         if num_query <= MAX_EXPECTED_QUERY:
@@ -228,14 +245,16 @@ class Inferencer:
         model, device = self.language_model.model, self.language_model.device
         eos = model.generation_config.eos_token_id
         stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
-        return _ModelChoice(ChosenTokens(stop_ids, ArangeCache(device, torch.int32)), sample_strategy)
+        return _ModelChoice(
+            ChosenTokens(stop_ids, ArangeCache(device, torch.int32)), sample_strategy
+        )
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
     """Return the draft model's prompt tokens per forward and row.
 
-    The draft's widest activations then take no more memory than the target's for `num_query` tokens. In the first round
-    the draft also reads the tokens after the prompt.
+    The draft's widest activations then take no more memory than the target's for `num_query`
+    tokens. In the first round the draft also reads the tokens after the prompt.
     """
     if num_query <= MIN_CHUNK_TOKENS:
         return MIN_CHUNK_TOKENS
@@ -250,4 +269,7 @@ def widest_bytes(model: PreTrainedModel) -> int:
     # Linear layers name their width out_features in torch, and nf in transformers' GPT-2.
     attributes = [vars(module) for module in modules_of(model) if module is not head]
     widths = [by_name.get("out_features") or by_name.get("nf", 0) for by_name in attributes]
-    return max([width for width in widths if isinstance(width, int)], default=0) * dtype_of(model).itemsize
+    return (
+        max([width for width in widths if isinstance(width, int)], default=0)
+        * dtype_of(model).itemsize
+    )

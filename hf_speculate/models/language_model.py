@@ -45,7 +45,8 @@ _eager_forwards: list[Any] = []  # torch's previous stance, one entry per runnin
 def running_eagerly() -> Iterator[None]:
     """Run the caller's compiled forwards eagerly.
 
-    A compiled forward would be traced again for most shapes of the cache's buffers, with graph breaks in them.
+    A compiled forward would be traced again for most shapes of the cache's buffers, with graph
+    breaks in them.
     """
     with _LOCK:  # torch has one stance for all threads: the last forward to end restores it
         stance = _eager_forwards[0] if _eager_forwards else torch.compiler.set_stance("force_eager")
@@ -73,8 +74,10 @@ class LanguageModel(PerRow):
     def __init__(
         self,
         model: PreTrainedModel,
-        max_position: int | None = None,  # maximum position id, for tokens drafted past the end of the sequence
-        keeps_states: bool = True,  # whether KV states, hidden states or attentions outlive the call
+        # maximum position id, for tokens drafted past the end of the sequence
+        max_position: int | None = None,
+        # whether KV states, hidden states or attentions outlive the call
+        keeps_states: bool = True,
         extra_inputs: ExtraInputs | None = None,
         capture: StateCapture | None = None,  # records hidden states for `Scored.captured`
         is_watched: bool = False,  # whether user hooks may shorten the cache
@@ -85,7 +88,8 @@ class LanguageModel(PerRow):
         self.extra_inputs = extra_inputs or ExtraInputs()
         self.max_position = max_position
         self.device = device_of(model)  # device of query tokens
-        # Inference mode makes forwards of small layers 6 to 8 % faster (2-core CPU, 16 layers of width 192).
+        # Inference mode makes forwards of small layers 6 to 8 % faster (2-core CPU, 16 layers of
+        # width 192).
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
         self._context = running_eagerly if is_compiled(model) else nullcontext
         self._takes_position_ids = takes_positions(model)
@@ -96,10 +100,11 @@ class LanguageModel(PerRow):
         config = model.config.get_text_config(decoder=True)
         shares_states = getattr(config, "num_kv_shared_layers", 0) > 0
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and shares_states
-        # An int slices a view of the hidden states. On CPUs the head's matmul on a view is 3x slower in float32
-        # (8 rows), and 20x to 100x slower in bfloat16. Indices copy.
+        # An int slices a view of the hidden states. On CPUs the head's matmul on a view is 3x
+        # slower in float32 (8 rows), and 20x to 100x slower in bfloat16. Indices copy.
         self._makes_compact = takes_indices and self.device.type == "cpu" and not saves
-        # With an int, layers with shared states skip the other tokens, and their states are missing.
+        # With an int, layers with shared states skip the other tokens, and their states are
+        # missing.
         self._runs_all_tokens = shares_states and capture is not None and capture.needs_all_tokens
         self._can_index = takes_indices and not _is_split(model)
 
@@ -112,10 +117,14 @@ class LanguageModel(PerRow):
         """
         eos = self.model.generation_config.eos_token_id
         if eos is None or eos == []:
-            raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
+            raise ValueError(
+                "eos_token_id must be set in the model's generation config, got None; set it there"
+            )
         return int(eos[0] if isinstance(eos, list) else eos)
 
-    def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
+    def forward(
+        self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None
+    ) -> Tensor:
         """Read query tokens [B, Q] int64, advance the cache, and return logits [B, Q', V].
 
         Q' is `logits_to_keep`, or Q if it is None.
@@ -138,7 +147,9 @@ class LanguageModel(PerRow):
         """
         num_query = query_token_ids.shape[1]
         if num_query < 1:
-            raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
+            raise ShapeError(
+                f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}"
+            )
         text = {"input_ids": query_token_ids}
         mask = kv_cache.mask(num_query)
         if mask is not None:
@@ -157,14 +168,20 @@ class LanguageModel(PerRow):
                 options["logits_to_keep"] = torch.arange(first, num_query, device=self.device)
             elif not (is_view and self._runs_all_tokens):
                 options["logits_to_keep"] = logits_to_keep
-        with self._mode(), folding(is_captured=False), self._context(), self.capture or nullcontext():
+        with (
+            self._mode(),
+            folding(is_captured=False),
+            self._context(),
+            self.capture or nullcontext(),
+        ):
             options[self._cache_name] = kv_cache.cache
             output = self.model(use_cache=True, return_dict=True, **options)
             captured = None if self.capture is None else self.capture.concatenated()
         kv_cache.advance(num_query)
         if self._is_watched:
             self._check_lens(kv_cache, num_columns + num_query)
-        logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
+        # [B, Q', V]
+        logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
         return Scored(logits, hidden_states, output.get("attentions"), captured)
 
@@ -173,8 +190,10 @@ class LanguageModel(PerRow):
         short = kv_cache.short_layer(num_columns)
         if short is not None:
             raise UnsupportedModelError(
-                f"layers of the cache must keep all columns of a forward, got {short.num_columns} of {num_columns} in "
-                f"layer {short.layer} of {type(self.model).__name__}, which has {described(foreign_code(self.model))}; "
+                f"layers of the cache must keep all columns of a forward, got {short.num_columns} "
+                f"of {num_columns} in "
+                f"layer {short.layer} of {type(self.model).__name__}, which has "
+                f"{described(foreign_code(self.model))}; "
                 "remove what shortens the cache, or set speculation_hooks='plain'"
             )
 
@@ -198,8 +217,14 @@ def cache_name(module: nn.Module) -> str:
     """Return the name of the forward's cache argument; empty if it takes no cache."""
     parameters = inspect.signature(type(module).forward).parameters
     name = next((name for name in CACHE_NAMES if name in parameters), "")
-    if name in OLD_CACHE_NAMES and CACHE_NAME not in OLD_CACHE_NAMES and isinstance(module, PreTrainedModel):
-        hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if (
+        name in OLD_CACHE_NAMES
+        and CACHE_NAME not in OLD_CACHE_NAMES
+        and isinstance(module, PreTrainedModel)
+    ):
+        hands_on = any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
         return CACHE_NAME if hands_on else ""  # `generate` passes it under the new name in any case
     return name
 
@@ -270,10 +295,16 @@ def takes_positions(model: PreTrainedModel) -> bool:
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
-    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    hands_on = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     decoder = text_decoder(model)
     is_inner = decoder is not model and not model.config.is_encoder_decoder
-    return hands_on and is_inner and "position_ids" in inspect.signature(type(decoder).forward).parameters
+    return (
+        hands_on
+        and is_inner
+        and "position_ids" in inspect.signature(type(decoder).forward).parameters
+    )
 
 
 def counts_columns(model: PreTrainedModel) -> bool:
@@ -283,7 +314,9 @@ def counts_columns(model: PreTrainedModel) -> bool:
         return False
     if config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
         return True  # its temperature grows with the column, whatever the position
-    has_biases = hasattr(config, "relative_attention_num_buckets") or limit_reason(model, Limit.DISTANCES_ONLY)
+    has_biases = hasattr(config, "relative_attention_num_buckets") or limit_reason(
+        model, Limit.DISTANCES_ONLY
+    )
     return not takes_positions(model) and not has_biases
 
 

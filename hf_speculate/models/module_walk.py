@@ -1,7 +1,7 @@
 """Module walk: find modules, parameters, forward hooks and compiled forwards in one plain loop.
 
-torch's `modules()` and `parameters()` also build names, in a generator for every level. They take four to eight times
-as long, a noticeable cost in each call of a deep model.
+torch's `modules()` and `parameters()` also build names, in a generator for every level. They take
+four to eight times as long, a noticeable cost in each call of a deep model.
 """
 
 from typing import Any
@@ -23,14 +23,19 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
     """Return the parameters of a module and its descendants, each once."""
-    parameters: Any = [parameter for part in modules_of(module) for parameter in vars(part)["_parameters"].values()]
-    return list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
+    parameters: Any = [
+        parameter for part in modules_of(module) for parameter in vars(part)["_parameters"].values()
+    ]
+    return list(
+        {id(parameter): parameter for parameter in parameters if parameter is not None}.values()
+    )
 
 
 def weight_bytes(weight: Tensor) -> int:
     """Return the storage size of a weight in bytes.
 
-    A packed weight reports the shape and dtype of the unpacked one, so its inner tensors are counted.
+    A packed weight reports the shape and dtype of the unpacked one, so its inner tensors are
+    counted.
     """
     if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "device_mesh"):
         return weight.numel() * weight.element_size()
@@ -66,6 +71,12 @@ def forward_hook_ids(model: nn.Module) -> tuple[int, ...]:
 
 def has_hooks_of_others(model: nn.Module) -> bool:
     """Return whether the model has forward hooks besides transformers' output recorders."""
-    hook_dicts = (hooks for module in modules_of(model) for hooks in (module._forward_pre_hooks, module._forward_hooks))
-    modules = {getattr(hook, "__module__", None) or "" for hooks in hook_dicts for hook in hooks.values()}
+    hook_dicts = (
+        hooks
+        for module in modules_of(model)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    )
+    modules = {
+        getattr(hook, "__module__", None) or "" for hooks in hook_dicts for hook in hooks.values()
+    }
     return any(name.partition(".")[0] != "transformers" for name in modules)

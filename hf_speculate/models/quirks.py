@@ -1,7 +1,7 @@
 """Tested model types, and limitations of single types.
 
-A model of an untested type, or of a class outside transformers, is compared with plain decoding at its first
-speculative call, see `hf_speculate.options.self_test.compare`.
+A model of an untested type, or of a class outside transformers, is compared with plain decoding at
+its first speculative call, see `hf_speculate.options.self_test.compare`.
 """
 
 from enum import Enum
@@ -24,11 +24,19 @@ class Limit(Enum):
     ONLY_DYNAMIC = "models.cache_kinds: the cache is dynamic"
     MASK_PER_ROW = "models.cache_kinds: rows that are alike get a mask each"
     LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of indices"
-    DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
-    NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"
-    NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
+    DISTANCES_ONLY = (
+        "models.language_model: rows may be shifted, though the model takes no position_ids"
+    )
+    NO_ATTENTIONS_FROM_SDPA = (
+        "generation.validate_models refuses output_attentions unless the attention is eager"
+    )
+    NO_PADDED_DECODER_PROMPT = (
+        "generation.validate_models refuses masked tokens in a decoder prompt"
+    )
     CONTEXT_BY_COLUMNS = "models.context: the columns of the longest row count for all rows"
-    PADDING_HAS_NO_POSITION = "engine.draft_session: drafted tokens behind a padding token do not count"
+    PADDING_HAS_NO_POSITION = (
+        "engine.draft_session: drafted tokens behind a padding token do not count"
+    )
 
 
 class Quirk(NamedTuple):
@@ -43,20 +51,46 @@ QUIRKS = (
     Quirk("blt", Limit.NOT_SUPPORTED, "cut into patches what one forward reads"),
     Quirk("cpmant", Limit.NOT_SUPPORTED, "read the whole text anew for every token"),
     Quirk("fsmt", Limit.NOT_SUPPORTED, "see the tokens that follow where they read several"),
-    Quirk("git", Limit.NOT_SUPPORTED, "keep pictures in the cache that take no place in the text or its mask"),
-    Quirk("glm_image", Limit.NOT_SUPPORTED, "place tokens on a grid that is counted from the prompt's end"),
-    Quirk("idefics", Limit.NOT_SUPPORTED, "read with every token what an earlier forward made of the pictures"),
+    Quirk(
+        "git",
+        Limit.NOT_SUPPORTED,
+        "keep pictures in the cache that take no place in the text or its mask",
+    ),
+    Quirk(
+        "glm_image",
+        Limit.NOT_SUPPORTED,
+        "place tokens on a grid that is counted from the prompt's end",
+    ),
+    Quirk(
+        "idefics",
+        Limit.NOT_SUPPORTED,
+        "read with every token what an earlier forward made of the pictures",
+    ),
     Quirk("kosmos-2", Limit.NOT_SUPPORTED, "place tokens by counting those that are no padding"),
     Quirk("kosmos-2.5", Limit.NOT_SUPPORTED, "place tokens by counting those that are no padding"),
     Quirk("prophetnet", Limit.NOT_SUPPORTED, "read one token at a time"),
-    Quirk("qwen2_5_omni_talker", Limit.NOT_SUPPORTED, "place tokens by what the model keeps from its last forward"),
-    Quirk("moshi", Limit.ONLY_PREALLOCATED, "its window layers read all that a dynamic cache holds"),
+    Quirk(
+        "qwen2_5_omni_talker",
+        Limit.NOT_SUPPORTED,
+        "place tokens by what the model keeps from its last forward",
+    ),
+    Quirk(
+        "moshi", Limit.ONLY_PREALLOCATED, "its window layers read all that a dynamic cache holds"
+    ),
     Quirk("imagegpt", Limit.ONLY_DYNAMIC, "its forward reads the attention mask as [B, T]"),
     Quirk("mllama", Limit.ONLY_DYNAMIC, "its cache holds the states of pictures too"),
     Quirk("mllama_text_model", Limit.ONLY_DYNAMIC, "its cache holds the states of pictures too"),
     Quirk("falcon", Limit.NO_ATTENTIONS_FROM_SDPA, "its plain prompt then sees later tokens"),
-    Quirk("led", Limit.NO_PADDED_DECODER_PROMPT, "its plain decoding reads single tokens without a mask"),
-    Quirk("nllb-moe", Limit.NO_PADDED_DECODER_PROMPT, "tokens that it reads together go to other experts"),
+    Quirk(
+        "led",
+        Limit.NO_PADDED_DECODER_PROMPT,
+        "its plain decoding reads single tokens without a mask",
+    ),
+    Quirk(
+        "nllb-moe",
+        Limit.NO_PADDED_DECODER_PROMPT,
+        "tokens that it reads together go to other experts",
+    ),
     Quirk("xglm", Limit.MASK_PER_ROW, "its attention wants a mask of shape [B, 1, Q, T]"),
     Quirk("bloom", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
     Quirk("mpt", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
@@ -65,11 +99,26 @@ QUIRKS = (
         for name in ("gpt_neo", "imagegpt", "mpt")
     ),
     *(
-        Quirk(name, Limit.PADDING_HAS_NO_POSITION, "its forward counts no padding tokens among those it reads together")
-        for name in ("m2m_100", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "trocr")
+        Quirk(
+            name,
+            Limit.PADDING_HAS_NO_POSITION,
+            "its forward counts no padding tokens among those it reads together",
+        )
+        for name in (
+            "m2m_100",
+            "nllb-moe",
+            "seamless_m4t",
+            "seamless_m4t_v2",
+            "speech_to_text",
+            "trocr",
+        )
     ),
     *(
-        Quirk(name, Limit.LOGITS_BY_COUNT, "layers that share states leave out what a count of logits leaves out")
+        Quirk(
+            name,
+            Limit.LOGITS_BY_COUNT,
+            "layers that share states leave out what a count of logits leaves out",
+        )
         for name in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
     ),
 )
@@ -91,11 +140,14 @@ olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
 _SINCE_5_23 = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
 _SINCE_5_24 = "moss_transcribe_diarize omniasr"
 # Model type -> oldest tested version of transformers; `compat` has the newest.
-TESTED_TYPES = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_23.split(), "5.23.0")
+TESTED_TYPES = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(
+    _SINCE_5_23.split(), "5.23.0"
+)
 TESTED_TYPES |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 
 
-# Packages of `transformers.models`: their models take a dict of masks by layer type as `attention_mask`.
+# Packages of `transformers.models`: their models take a dict of masks by layer type as
+# `attention_mask`.
 _MASK_BY_TYPE_NAMES = """
 afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dory dots1
 exaone4 exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss
@@ -104,7 +156,8 @@ laguna lara_mini lfm2 lfm2_moe lfm3 llama4 mellum mimo_v2_flash minimax ministra
 muse_spark nemotron_h olmo3 olmo_hybrid qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
 qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7 unlimited_ocr vaultgemma zamba zamba2 zaya
 """
-# Packages of models with a comparison of the attention's name with "sdpa"; another name changes their mask or path.
+# Packages of models with a comparison of the attention's name with "sdpa"; another name changes
+# their mask or path.
 _COMPARES_ATTENTION_NAMES = """
 axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 hy_v4_vl minimax_m3_vl
 mistral_large4
@@ -135,7 +188,9 @@ def _package_of(module_class: type) -> str:
 def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
     """Return why a limit holds for a model, by its types; empty if it does not."""
     types = model_types(model)
-    return next((quirk.reason for quirk in QUIRKS if quirk.limit is limit and quirk.model_type in types), "")
+    return next(
+        (quirk.reason for quirk in QUIRKS if quirk.limit is limit and quirk.model_type in types), ""
+    )
 
 
 def token_without_position(model: PreTrainedModel) -> int | None:
@@ -160,7 +215,9 @@ def is_known_type(model: PreTrainedModel) -> bool:
 
 def is_tested_type(model: PreTrainedModel) -> bool:
     """Return whether the test suite covers the model's type with this version of transformers."""
-    return is_known_type(model) and all(is_tested_since(TESTED_TYPES[name]) for name in model_types(model))
+    return is_known_type(model) and all(
+        is_tested_since(TESTED_TYPES[name]) for name in model_types(model)
+    )
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
@@ -170,8 +227,12 @@ def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
     """
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [
+        parameters
+    ]
     for rope in by_layer_type:
         if rope.get("rope_type") in _GROWING_TYPES:
-            return rope["rope_type"], rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            return rope["rope_type"], rope.get(
+                "original_max_position_embeddings"
+            ) or config.max_position_embeddings
     return None

@@ -18,7 +18,8 @@ def recurrent_cache(model: PreTrainedModel) -> Cache | None:
         return None
     try:
         cache = DynamicCache(config=config)
-    except (KeyError, AttributeError, TypeError, ValueError):  # the config does not describe a cache
+    # the config does not describe a cache
+    except (KeyError, AttributeError, TypeError, ValueError):
         return None
     return cache if is_recurrent(cache) else None
 
@@ -34,10 +35,13 @@ def rollback_obstacle(model: PreTrainedModel) -> str:
 def reads_prompts_in_chunks(model: PreTrainedModel) -> bool:
     """Return whether the output is independent of how a prompt is split into forwards.
 
-    Recurrent layers may lose earlier states in a forward of several tokens, or compute single tokens differently.
+    Recurrent layers may lose earlier states in a forward of several tokens, or compute single
+    tokens differently.
     """
     cache = recurrent_cache(model)
-    return cache is None or bool(importlib.import_module(_MIXERS).stepped_model(model, cache).reads_at_once)
+    return cache is None or bool(
+        importlib.import_module(_MIXERS).stepped_model(model, cache).reads_at_once
+    )
 
 
 def reads_prompts_otherwise(model: PreTrainedModel) -> bool:

@@ -15,14 +15,15 @@ GRAPH_BACKENDS = {"cuda": "hf_speculate.options.compiled.graphs:CudaGraphs"}
 class CompiledUnits:
     """Functions compiled for one model.
 
-    All calls share them. They take the model as an argument, so it can be freed. A copy or a pickle is empty: its model
-    is compiled again.
+    All calls share them. They take the model as an argument, so it can be freed. A copy or a pickle
+    is empty: its model is compiled again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self.failures: dict[Hashable, str] = {}  # reasons of failed compilations by settings; not tried again
+        # reasons of failed compilations by settings; not tried again
+        self.failures: dict[Hashable, str] = {}
 
     @classmethod
     def of(cls, model: nn.Module) -> "CompiledUnits":
@@ -32,7 +33,9 @@ class CompiledUnits:
     def __reduce__(self) -> tuple[type["CompiledUnits"], tuple[()]]:
         return CompiledUnits, ()
 
-    def function(self, key: Hashable, compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    def function(
+        self, key: Hashable, compile_it: Callable[[], Callable[..., Any]]
+    ) -> Callable[..., Any]:
         with self._lock:
             if key not in self._functions:
                 self._functions[key] = compile_it()

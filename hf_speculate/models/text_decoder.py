@@ -23,7 +23,8 @@ def unwrapped(model: Any, role: str = "model") -> Any:
     """Return the model inside a PEFT wrapper, with its adapters; other objects unchanged.
 
     Raises:
-        UnsupportedModelError: The wrapper adds a learned prompt or an activated LoRA to each forward.
+        UnsupportedModelError: The wrapper adds a learned prompt or an activated LoRA to each
+            forward.
     """
     if isinstance(model, PreTrainedModel) or not callable(getattr(model, "get_base_model", None)):
         return model
@@ -35,7 +36,8 @@ def unwrapped(model: Any, role: str = "model") -> Any:
     else:
         return model.get_base_model()
     raise UnsupportedModelError(
-        f"{role} must read the text alone, got {type(model).__name__} with {addition}; use a model without one, or "
+        f"{role} must read the text alone, got {type(model).__name__} with {addition}; use a model "
+        "without one, or "
         "with an ordinary LoRA"
     )
 

@@ -1,8 +1,8 @@
 """Wrapper probe: find the arguments passed on unchanged to a model's text decoder.
 
-A forward may take a 4D mask, or positions missing from its signature, only if they reach the text decoder. The probe
-builds the model on the meta device, from its config with one layer in each part, and calls it with text up to the
-decoder. No user code runs, and no weights are allocated.
+A forward may take a 4D mask, or positions missing from its signature, only if they reach the text
+decoder. The probe builds the model on the meta device, from its config with one layer in each part,
+and calls it with text up to the decoder. No user code runs, and no weights are allocated.
 """
 
 import copy
@@ -23,7 +23,8 @@ from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.text_decoder import text_decoder
 
-_NUM_ROWS, _NUM_CACHED, _NUM_QUERY = 2, 3, 2  # rows, tokens in the cache and new tokens of the probe's forward
+# rows, tokens in the cache and new tokens of the probe's forward
+_NUM_ROWS, _NUM_CACHED, _NUM_QUERY = 2, 3, 2
 _META = torch.device("meta")
 _LAYER_TYPES = ("full_attention", "sliding_attention")  # layer types with different masks
 
@@ -54,7 +55,8 @@ class _StopForward(Exception):
 def find_handed_on(model: PreTrainedModel) -> HandedOn:
     """Probe a model for the arguments passed on to its decoder; all of them without a wrapper.
 
-    Encoder-decoders need no probe: their caches are dynamic, and their forwards name their position arguments.
+    Encoder-decoders need no probe: their caches are dynamic, and their forwards name their position
+    arguments.
     """
     if text_decoder(model) is model.base_model or model.config.is_encoder_decoder:
         return EVERYTHING
@@ -65,7 +67,9 @@ def find_handed_on(model: PreTrainedModel) -> HandedOn:
     for num_layers, is_by_type in product((1, None), (True, False) if has_two_masks else (False,)):
         try:
             with torch.random.fork_rng(devices=[]), _META, torch.no_grad():
-                handed_on = _probed(type(model)(_shortened(model.config, num_layers)).eval(), is_by_type)
+                handed_on = _probed(
+                    type(model)(_shortened(model.config, num_layers)).eval(), is_by_type
+                )
             return handed_on._replace(mask=handed_on.mask and is_by_type == has_two_masks)
         except Exception as error:  # noqa: BLE001  # an unknown class may raise any error
             failure = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -82,7 +86,8 @@ def _probed(meta_model: PreTrainedModel, has_two_masks: bool) -> HandedOn:
         layer_type: torch.empty(shape, dtype=meta_model.dtype, device=_META)
         for layer_type in _LAYER_TYPES[: 1 + has_two_masks]
     }
-    ids, positions = torch.zeros(2, _NUM_ROWS, _NUM_QUERY, dtype=torch.int64, device=_META)  # both [B, Q]
+    # both [B, Q]
+    ids, positions = torch.zeros(2, _NUM_ROWS, _NUM_QUERY, dtype=torch.int64, device=_META)
     received: dict[str, Any] = {}
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,14 +95,20 @@ def _probed(meta_model: PreTrainedModel, has_two_masks: bool) -> HandedOn:
         raise _StopForward
 
     text_decoder(meta_model).register_forward_pre_hook(stop, with_kwargs=True)
-    text: dict[str, Any] = {"input_ids": ids, "position_ids": positions, cache_name(meta_model): cache}
+    text: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": positions,
+        cache_name(meta_model): cache,
+    }
     text["attention_mask"] = masks if has_two_masks else masks[_LAYER_TYPES[0]]
     try:
         meta_model(**text, use_cache=True, return_dict=True)
     except _StopForward:
         sent, arrived = list(masks.values()), tree_leaves(received.get("attention_mask"))
         is_same = all(any(leaf is mask for mask in sent) for leaf in arrived)
-        return HandedOn(is_same, _names_positions(meta_model) or received.get("position_ids") is positions)
+        return HandedOn(
+            is_same, _names_positions(meta_model) or received.get("position_ids") is positions
+        )
     raise RuntimeError("its forward does not call its text decoder")
 
 

@@ -96,7 +96,8 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             raise UnsupportedGenerationError(
                 "scores [B, K+1, V] must meet pure row-wise processors only, got "
                 f"{', '.join(map(name_of, self.foreign))}; "
-                "pass scores [B, V] position by position, or declare the class with register_row_wise"
+                "pass scores [B, V] position by position, or declare the class with "
+                "register_row_wise"
             )
         takes_half = bool(self) and getattr(self[0], "takes_half", False)
         block = scores if takes_half else scores.float()  # [B, K+1, V]
@@ -107,10 +108,15 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             draft_token_ids = input_ids.new_empty((num_rows, 0))
         lens = [input_ids.shape[1]] * num_rows if prefix_lens is None else list(prefix_lens)
         shapes = [len(input_ids), *draft_token_ids.shape, len(lens)]
-        if shapes != [num_rows, num_rows, num_positions - 1, num_rows] or max(lens) > input_ids.shape[1]:
+        if (
+            shapes != [num_rows, num_rows, num_positions - 1, num_rows]
+            or max(lens) > input_ids.shape[1]
+        ):
             raise ShapeError(
-                f"input_ids [B, T], draft_token_ids [B, K] and prefix_lens [B] must fit scores {list(scores.shape)}, "
-                f"got {list(input_ids.shape)}, {list(draft_token_ids.shape)} and {lens}; pass those of the same rows"
+                "input_ids [B, T], draft_token_ids [B, K] and prefix_lens [B] must fit scores "
+                f"{list(scores.shape)}, "
+                f"got {list(input_ids.shape)}, {list(draft_token_ids.shape)} and {lens}; pass "
+                "those of the same rows"
             )
         if draft_token_ids.shape[1] and self.reads_token_ids:
             draft_token_ids = draft_token_ids.clamp(0, vocab_size - 1)
@@ -159,7 +165,9 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
     def for_draft(self) -> "BlockLogitsProcessorList":
         """Return the processors for the draft model: pure ones, and forks of those with state."""
-        parts = [_ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
+        parts = [
+            _ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None
+        ]
         return BlockLogitsProcessorList(_unsized(p) for p in parts)
 
     def forked(self) -> "BlockLogitsProcessorList":
@@ -212,7 +220,8 @@ def _forced_text(processor: Any, row: int, input_ids: Tensor) -> str:
     text = processor.forced_text(row, input_ids)
     if not isinstance(text, str):
         raise ConfigError(
-            f"forced_text of a logits processor must return a str, got {type(text).__name__}; decode bytes as far as "
+            f"forced_text of a logits processor must return a str, got {type(text).__name__}; "
+            "decode bytes as far as "
             "they are whole characters"
         )
     return text
@@ -223,7 +232,8 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
 
     It may return them, but not write to them.
     """
-    reads, flat = find_reads(processor), block.flatten(0, 1)  # [N, V] of all N pairs of row and position
+    # [N, V] of all N pairs of row and position
+    reads, flat = find_reads(processor), block.flatten(0, 1)
     if reads is Reads.HISTORY:
         return _run_by_position(processor, prefixes, block)
     if reads is Reads.ROW:
@@ -261,7 +271,8 @@ def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor) -> Tenso
     whole_rows = range(last, len(prefixes.lens), last + 1)
     aligned_ids = prefixes.last_ids(whole_rows, max(prefixes.lens))  # [B, T'+K]
     for position in range(last + 1):
-        seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (last - position)].contiguous()  # [B, T'+j]
+        # [B, T'+j]
+        seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (last - position)].contiguous()
         # The user's code may write into its arguments.
         processed[:, position] = processor(seen_ids, block[:, position].clone())
     return processed
@@ -277,16 +288,26 @@ def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | No
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is not None:  # the processor ignores the filler too
         missing = upload([longest - length for length in prefixes.lens], flat.device)
-        ignored_lens = ignored_lens.to(flat.device).repeat_interleave(prefixes.num_positions) + missing
-        processor = RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored_lens)
+        ignored_lens = (
+            ignored_lens.to(flat.device).repeat_interleave(prefixes.num_positions) + missing
+        )
+        processor = RepetitionPenaltyLogitsProcessor(
+            processor.penalty, prompt_ignore_length=ignored_lens
+        )
     elif type(processor) is NoRepeatNGramLogitsProcessor and shortest >= processor.ngram_size > 1:
         fill = _NO_TOKEN  # no n-gram with this id repeats another one
-    elif type(processor) is not RepetitionPenaltyLogitsProcessor or processor.prompt_ignore_length or not shortest:
+    elif (
+        type(processor) is not RepetitionPenaltyLogitsProcessor
+        or processor.prompt_ignore_length
+        or not shortest
+    ):
         return None  # otherwise the first id is repeated: a token seen twice is punished once
     return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), longest, fill), flat))
 
 
-def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor) -> Tensor:
+def _run_by_group(
+    processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor
+) -> Tensor:
     """Call a processor once per group of pairs with equally many visible tokens; return [N, V]."""
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1:
@@ -294,11 +315,18 @@ def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int
         if not reads_ids:
             return cast(Tensor, processor(any_ids(len(flat), seen_len, flat.device), flat))
         # The user's code may write into its arguments.
-        return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), seen_len), flat.clone())).to(flat)
+        return cast(
+            Tensor, processor(prefixes.last_ids(range(len(flat)), seen_len), flat.clone())
+        ).to(flat)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
         indices = upload(pairs, flat.device)  # [M]
-        ids = prefixes.last_ids(pairs, seen_len) if reads_ids else any_ids(len(pairs), seen_len, flat.device)  # [M, n]
+        # [M, n]
+        ids = (
+            prefixes.last_ids(pairs, seen_len)
+            if reads_ids
+            else any_ids(len(pairs), seen_len, flat.device)
+        )
         scores = processor(ids, flat.index_select(0, indices))  # [M, V]
         processed.index_copy_(0, indices, scores.to(processed))
     return processed
@@ -309,7 +337,9 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
 
     The result is None without such counts.
     """
-    if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
+    if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(
+        processor.prompt_ignore_length, Tensor
+    ):
         return processor.prompt_ignore_length
     return None
 
@@ -326,7 +356,9 @@ def _for_rows(processor: Any, row_indices: RowIndices) -> Any:
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is None:
         return processor
-    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=row_indices.select(ignored_lens))
+    return RepetitionPenaltyLogitsProcessor(
+        processor.penalty, prompt_ignore_length=row_indices.select(ignored_lens)
+    )
 
 
 def _has_state(processor: Any) -> bool:

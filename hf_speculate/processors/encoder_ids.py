@@ -1,7 +1,8 @@
 """Logits processors over the encoder's ids, with one entry per row of the batch.
 
-transformers' own hold one entry per prompt, in the order of the prompts, and are called with every row at once. Here
-N rows of scores are N / B positions of each of the B rows, one row after the other.
+transformers' own hold one entry per prompt, in the order of the prompts, and are called with every
+row at once. Here N rows of scores are N / B positions of each of the B rows, one row after the
+other.
 """
 
 from collections.abc import Sequence
@@ -64,12 +65,15 @@ class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scale the scores [N, V] of the prompt's ids, without reading `input_ids`."""
         encoder_ids = self._encoder_ids.to(scores.device)
-        encoder_ids = encoder_ids.repeat_interleave(len(scores) // len(encoder_ids), dim=0)  # [N, L]
+        # [N, L]
+        encoder_ids = encoder_ids.repeat_interleave(len(scores) // len(encoder_ids), dim=0)
         vocab_size = scores.shape[1]
         if self._num_ids > vocab_size:  # a draft model may have fewer ids
             scores = pad(scores, (0, self._num_ids - vocab_size))
         prompt_scores = scores.gather(1, encoder_ids)
-        prompt_scores = torch.where(prompt_scores < 0, prompt_scores * self._penalty, prompt_scores / self._penalty)
+        prompt_scores = torch.where(
+            prompt_scores < 0, prompt_scores * self._penalty, prompt_scores / self._penalty
+        )
         return scores.scatter(1, encoder_ids, prompt_scores)[:, :vocab_size]
 
 
@@ -89,14 +93,22 @@ def by_row(processor: Any, num_rows: int) -> Any:
 
     Other processors are returned as they are.
     """
-    if type(processor) is EncoderNoRepeatNGramLogitsProcessor and num_rows % processor.batch_size == 0:
+    if (
+        type(processor) is EncoderNoRepeatNGramLogitsProcessor
+        and num_rows % processor.batch_size == 0
+    ):
         num_copies = num_rows // processor.batch_size
         followers = [ngrams for ngrams in processor.generated_ngrams for _ in range(num_copies)]
         return EncoderNoRepeatNGramByRow(processor.ngram_size, followers)
     if type(processor) is EncoderRepetitionPenaltyLogitsProcessor:
         encoder_ids: Tensor = processor.encoder_input_ids
         is_filled = encoder_ids.dim() == 2 and encoder_ids.numel() > 0
-        if is_filled and (num_rows == len(encoder_ids) or (_repeats_prompts() and num_rows % len(encoder_ids) == 0)):
+        if is_filled and (
+            num_rows == len(encoder_ids)
+            or (_repeats_prompts() and num_rows % len(encoder_ids) == 0)
+        ):
             encoder_ids = encoder_ids.repeat_interleave(num_rows // len(encoder_ids), dim=0)
-            return EncoderRepetitionPenaltyByRow(processor.penalty, encoder_ids, int(encoder_ids.max()) + 1)
+            return EncoderRepetitionPenaltyByRow(
+                processor.penalty, encoder_ids, int(encoder_ids.max()) + 1
+            )
     return processor

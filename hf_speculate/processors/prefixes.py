@@ -28,7 +28,11 @@ class Prefixes:
     @cached_property
     def lens(self) -> list[int]:
         """[N] lengths of the prefixes."""
-        return [row_len + position for row_len in self.row_lens for position in range(self.num_positions)]
+        return [
+            row_len + position
+            for row_len in self.row_lens
+            for position in range(self.num_positions)
+        ]
 
     @cached_property
     def full_ids(self) -> Tensor:
@@ -41,7 +45,9 @@ class Prefixes:
         if min(self.row_lens) == longest:
             return full_ids
         ends = upload(self.row_lens, drafts.device)[:, None]
-        return full_ids.scatter_(1, ends + torch.arange(drafts.shape[1], device=drafts.device), drafts)
+        return full_ids.scatter_(
+            1, ends + torch.arange(drafts.shape[1], device=drafts.device), drafts
+        )
 
     def last_ids(self, pairs: Sequence[int], num_ids: int, fill: int | None = None) -> Tensor:
         """Return the last `num_ids` ids of each pair's prefix, as a new tensor [M, n] int64.
@@ -51,10 +57,15 @@ class Prefixes:
             num_ids: n; a shorter prefix is filled up on the left.
             fill: id in front of shorter prefixes; None for the first id of the row.
         """
-        if self.num_positions == 1 and len(pairs) == len(self.lens) and min(self.lens) == max(self.lens) >= num_ids:
+        if (
+            self.num_positions == 1
+            and len(pairs) == len(self.lens)
+            and min(self.lens) == max(self.lens) >= num_ids
+        ):
             return self.full_ids[:, self.lens[0] - num_ids :].clone()  # uploads no indices
         corners = [[pair // self.num_positions, self.lens[pair] - num_ids] for pair in pairs]
-        rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)  # [M, 1] each
+        # [M, 1] each
+        rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)
         columns = starts + torch.arange(num_ids, device=rows.device)  # [M, n]
         ids = self.full_ids[rows, columns.clamp(min=0)]
         return ids if fill is None else ids.masked_fill(columns < 0, fill)

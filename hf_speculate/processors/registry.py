@@ -31,10 +31,12 @@ class RollbackProcessor(Protocol):
     call shows every row one token more than its previous call:
 
     - the first call of all shows the prompts, as plain `generate()` does;
-    - a round's first call shows each row's newest token, the next K calls its drafted ones, from left to right;
-    - `rollback` follows the round and takes back the calls whose newest token was refused. It never asks for more calls
-      than there were since the last `rollback`, so nothing older need be kept. If the target's logits are NaN for a
-      drafted token, it takes back all calls of the round, which is then shown again;
+    - a round's first call shows each row's newest token, the next K calls its drafted ones, from
+      left to right;
+    - `rollback` follows the round and takes back the calls whose newest token was refused. It never
+      asks for more calls than there were since the last `rollback`, so nothing older need be kept.
+      If the target's logits are NaN for a drafted token, it takes back all calls of the round,
+      which is then shown again;
     - before each draft, `fork` gives the draft model a copy, which is discarded after the draft.
 
     An object serves one call: its rows leave as they finish, and a later call with it raises an
@@ -89,8 +91,8 @@ class Reads(Enum):
     HISTORY = "history"  # earlier calls; it can take calls back
 
 
-# RepetitionPenaltyLogitsProcessor may hold one number per row: see rows() in block.py. WatermarkLogitsProcessor seeds
-# its generator anew from the prefix before every draw.
+# RepetitionPenaltyLogitsProcessor may hold one number per row: see rows() in block.py.
+# WatermarkLogitsProcessor seeds its generator anew from the prefix before every draw.
 _NAMES = {
     Reads.NOTHING: """
         BarkEosPrioritizerLogitsProcessor EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor
@@ -105,7 +107,9 @@ _NAMES = {
         SequenceBiasLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor""",
 }
 READS: dict[type, Reads] = {
-    getattr(logits_process, name): reads for reads, names in _NAMES.items() for name in names.split()
+    getattr(logits_process, name): reads
+    for reads, names in _NAMES.items()
+    for name in names.split()
 }
 
 
@@ -131,8 +135,12 @@ _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.ForcedBOSTokenLogitsProcessor: lambda p, n: _at(1, n),
     logits_process.ForcedEOSTokenLogitsProcessor: lambda p, n: _at(p.max_length - 1, n),
     logits_process.MinLengthLogitsProcessor: lambda p, n: _at(p.min_length, n),
-    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, n: _at(p.prompt_length_to_skip + p.min_new_tokens, n),
-    logits_process.NoBadWordsLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias), default=0)),
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, n: _at(
+        p.prompt_length_to_skip + p.min_new_tokens, n
+    ),
+    logits_process.NoBadWordsLogitsProcessor: lambda p, n: min(
+        n, max(map(len, p.sequence_bias), default=0)
+    ),
     logits_process.SequenceBiasLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias))),
     logits_process.SuppressTokensAtBeginLogitsProcessor: lambda p, n: _at(p.begin_index, n),
     logits_process.WatermarkLogitsProcessor: lambda p, n: min(n, p.context_width),
@@ -142,7 +150,11 @@ _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
 # outside `READS`.
 _LOSES_NAN = (
     *(logits_process.ForcedBOSTokenLogitsProcessor, logits_process.ForcedEOSTokenLogitsProcessor),
-    *(logits_process.InfNanRemoveLogitsProcessor, logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper),
+    *(
+        logits_process.InfNanRemoveLogitsProcessor,
+        logits_process.EtaLogitsWarper,
+        logits_process.TopHLogitsWarper,
+    ),
 )
 
 # Maps a class to the reason for calling it position by position, as plain `generate()` does.
@@ -165,8 +177,9 @@ _REGISTERED: set[type] = set()
 def register_row_wise(cls: AnyClass) -> AnyClass:
     """Declare a class of processors or stopping criteria pure and row-wise.
 
-    Such a class runs at all positions of a round at once, rows of equal prefix length together; its processors run on
-    the draft model too. The declaration covers this very class, not its subclasses. Usable as a decorator.
+    Such a class runs at all positions of a round at once, rows of equal prefix length together; its
+    processors run on the draft model too. The declaration covers this very class, not its
+    subclasses. Usable as a decorator.
 
     Args:
         cls: a subclass of transformers' `LogitsProcessor` or `StoppingCriteria`. Its `__call__`

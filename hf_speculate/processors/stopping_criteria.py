@@ -22,7 +22,8 @@ from hf_speculate.rows.per_row import PerRow
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _HOST = torch.device("cpu")
-_NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
+# StopStringCriteria matches ids past its vocabulary with nothing
+_NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 class BlockStoppingCriteria(PerRow):
@@ -40,8 +41,12 @@ class BlockStoppingCriteria(PerRow):
         self._max_time_criteria = [c for c in criteria_list if type(c) is MaxTimeCriteria]
         self._stop_string_criteria = [c for c in criteria_list if type(c) is StopStringCriteria]
         self._registered = [c for c in criteria_list if is_registered(c)]
-        self._foreign = [c for c in criteria_list if not is_registered(c) and type(c) not in _KNOWN_TYPES]
-        eos_ids = [c.eos_token_id.flatten().tolist() for c in criteria_list if type(c) is EosTokenCriteria]
+        self._foreign = [
+            c for c in criteria_list if not is_registered(c) and type(c) not in _KNOWN_TYPES
+        ]
+        eos_ids = [
+            c.eos_token_id.flatten().tolist() for c in criteria_list if type(c) is EosTokenCriteria
+        ]
         self._eos_token_ids = frozenset(chain.from_iterable(eos_ids))
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,7 +80,8 @@ class BlockStoppingCriteria(PerRow):
         """Cut each row's new tokens behind the first prefix at which any criterion stops."""
         if self._foreign:
             raise UnsupportedGenerationError(
-                f"a block must meet row-wise stopping criteria only, got {', '.join(map(name_of, self._foreign))}; "
+                "a block must meet row-wise stopping criteria only, got "
+                f"{', '.join(map(name_of, self._foreign))}; "
                 "call the plain list after every token, or declare the class with register_row_wise"
             )
         num_emitted = [len(ids) for ids in new_ids]
@@ -88,7 +94,9 @@ class BlockStoppingCriteria(PerRow):
             for row, length in ends:
                 num_emitted[row], is_done[row] = min(num_emitted[row], length), True
 
-        if self._max_time_criteria and bool(_ask(self._max_time_criteria, any_ids(1, 1, _HOST)).any()):
+        if self._max_time_criteria and bool(
+            _ask(self._max_time_criteria, any_ids(1, 1, _HOST)).any()
+        ):
             cut((row, len(ids)) for row, ids in enumerate(new_ids) if ids)
         cut(self._find_max_length(tokens.lens, [len(ids) for ids in new_ids]))
         cut(self._find_eos(new_ids))
@@ -103,7 +111,9 @@ class BlockStoppingCriteria(PerRow):
         """
         return _ask(self._criteria, input_ids, scores)
 
-    def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _find_max_length(
+        self, prefix_lens: Sequence[int], num_new: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
         max_length = self.max_length
         if max_length is None:
             return
@@ -113,15 +123,27 @@ class BlockStoppingCriteria(PerRow):
                 yield row, max(1, max_length - prefix_len)
         for criterion in self._max_length_criteria:
             unfinished_len = min(max(lens), criterion.max_length - 1)
-            if criterion.max_position_embeddings is not None and unfinished_len > criterion.max_position_embeddings:
+            if (
+                criterion.max_position_embeddings is not None
+                and unfinished_len > criterion.max_position_embeddings
+            ):
                 _ask([criterion], any_ids(1, unfinished_len, _HOST))  # warns, once
 
     def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         for row, ids in enumerate(new_ids):
             if not self._eos_token_ids.isdisjoint(ids):
-                yield row, next(length for length, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids)
+                yield (
+                    row,
+                    next(
+                        length
+                        for length, token_id in enumerate(ids, 1)
+                        if token_id in self._eos_token_ids
+                    ),
+                )
 
-    def _find_stop_strings(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
+    def _find_stop_strings(
+        self, tokens: TokenRows, new_ids: Sequence[list[int]]
+    ) -> Iterator[tuple[int, int]]:
         """Call a criterion on all prefixes of a block at once: it reads their last few tokens."""
         for criterion in self._stop_string_criteria:
             width = max(1, criterion.maximum_token_len)
@@ -140,18 +162,28 @@ class BlockStoppingCriteria(PerRow):
         width = max(map(len, new_ids))
         token_ids = pad(tokens.token_ids[:, : max(tokens.lens)], (0, width))
         rows_by_len: dict[int, list[int]] = {}
-        for row, (prefix_len, ids, num_row_tokens) in enumerate(zip(tokens.lens, new_ids, num_emitted, strict=True)):
-            token_ids[row, prefix_len : prefix_len + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
+        for row, (prefix_len, ids, num_row_tokens) in enumerate(
+            zip(tokens.lens, new_ids, num_emitted, strict=True)
+        ):
+            token_ids[row, prefix_len : prefix_len + len(ids)] = torch.tensor(
+                ids, dtype=torch.int64, device="cpu"
+            )
             for num_tokens in range(1, num_row_tokens + 1):
                 rows_by_len.setdefault(prefix_len + num_tokens, []).append(row)
         # A list: a generator would turn a StopIteration of the user's code into a RuntimeError.
-        answers = [_ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()]
+        answers = [
+            _ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()
+        ]
         pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
         stops = zip(pairs, torch.cat(answers).tolist(), strict=True)
-        return [(row, length - tokens.lens[row]) for (length, row), is_stopped in stops if is_stopped]
+        return [
+            (row, length - tokens.lens[row]) for (length, row), is_stopped in stops if is_stopped
+        ]
 
 
-def _ask(criteria: Iterable[Any], input_ids: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
+def _ask(
+    criteria: Iterable[Any], input_ids: Tensor, scores: tuple[Tensor, ...] | None = None
+) -> Tensor:
     """Call criteria on ids [N, n].
 
     Return [N] bool. A criterion's single bool counts for every row.
@@ -177,5 +209,10 @@ def _tails(tokens: TokenRows, new_ids: Sequence[list[int]], width: int) -> Tenso
     rows = []
     for ids, length, after in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
         before = ids[max(length - width + 1, 0) : length].tolist()
-        rows.append([_NO_TOKEN] * (width - 1 - len(before)) + before + after + [_NO_TOKEN] * (num_new - len(after)))
+        rows.append(
+            [_NO_TOKEN] * (width - 1 - len(before))
+            + before
+            + after
+            + [_NO_TOKEN] * (num_new - len(after))
+        )
     return torch.tensor(rows, device="cpu")

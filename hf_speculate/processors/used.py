@@ -28,6 +28,7 @@ def check_unused(processors: Iterable[Any]) -> None:
         reference = _lost_rows.get(id(processor))
         if reference is not None and reference() is processor:
             raise UnsupportedGenerationError(
-                f"a logits processor with state must be a new one in each call, got a {name_of(processor)} that holds "
+                "a logits processor with state must be a new one in each call, got a "
+                f"{name_of(processor)} that holds "
                 "the last rows of an earlier call; make another one"
             )

@@ -39,7 +39,8 @@ class RowIndices(list[int]):
 class PerRow:
     """An object with members per row.
 
-    `rows` and `join` update the members declared by name. A member is skipped while it is None or an empty list.
+    `rows` and `join` update the members declared by name. A member is skipped while it is None or
+    an empty list.
     """
 
     BY_ROW: ClassVar[tuple[str, ...]] = ()
@@ -83,7 +84,11 @@ class PerRow:
         """Drop values derived from the rows; called after each change of the rows."""
 
     def _part_names(self) -> list[str]:
-        first = {id(member): name for name in reversed(self.PARTS) if (member := getattr(self, name)) is not None}
+        first = {
+            id(member): name
+            for name in reversed(self.PARTS)
+            if (member := getattr(self, name)) is not None
+        }
         return [name for name in self.PARTS if name in first.values()]
 
 

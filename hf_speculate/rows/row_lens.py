@@ -37,9 +37,13 @@ class ArangeCache:
         """Return a read-only view of `num_values` integers from `start` on."""
         end = start + num_values
         if self._values is None or start < self._first or end > self._end:
-            self._first = self._first if start >= self._first else min(start, 2 * self._first, -_FIRST_VALUES)
+            self._first = (
+                self._first if start >= self._first else min(start, 2 * self._first, -_FIRST_VALUES)
+            )
             self._end = self._end if end <= self._end else max(end, 2 * self._end, _FIRST_VALUES)
-            self._values = torch.arange(self._first, self._end, dtype=self.dtype, device=self.device)
+            self._values = torch.arange(
+                self._first, self._end, dtype=self.dtype, device=self.device
+            )
         return self._values[start - self._first : end - self._first]
 
     def span_less(self, start: int, num: int, pads: Tensor) -> Tensor:
@@ -56,16 +60,18 @@ class RowCounts(NamedTuple):
     """A count for each of B rows."""
 
     on_host: Sequence[int]  # [B]
-    per_row: Tensor | None = None  # [B] int32 or int64, the counts minus `common`; None if not on the device
+    # [B] int32 or int64, the counts minus `common`; None if not on the device
+    per_row: Tensor | None = None
     common: int = 0
 
 
 class RowLens(PerRow):
     """Lengths of B rows, on host and device.
 
-    Decisions read the host's numbers, arithmetic a tensor on the device. There a length is an entry of the tensor plus
-    a number shared by all rows, so adding one count to all rows launches no kernel. The tensor is uploaded when it is
-    next read, without a wait, unless the counts are on the device already.
+    Decisions read the host's numbers, arithmetic a tensor on the device. There a length is an entry
+    of the tensor plus a number shared by all rows, so adding one count to all rows launches no
+    kernel. The tensor is uploaded when it is next read, without a wait, unless the counts are on
+    the device already.
     """
 
     BY_ROW = ("on_host",)
@@ -90,7 +96,9 @@ class RowLens(PerRow):
         """Return the lengths as a tensor [B] int64."""
         if self.is_even:
             length = self.on_host[0] if self.on_host else 0
-            return torch.full((len(self.on_host),), length, dtype=torch.int64, device=self.aranges.device)
+            return torch.full(
+                (len(self.on_host),), length, dtype=torch.int64, device=self.aranges.device
+            )
         return self._tensor() + self._common
 
     def less(self, other: "RowLens") -> tuple[Tensor, int]:
@@ -109,7 +117,9 @@ class RowLens(PerRow):
             [B or 1, num_tokens] int64, read-only.
         """
         if self.is_even:
-            return self.aranges.span((self.on_host[0] if self.on_host else 0) + offset, num_tokens)[None]
+            return self.aranges.span((self.on_host[0] if self.on_host else 0) + offset, num_tokens)[
+                None
+            ]
         per_row = self._tensor()[:, None]  # may change `_common`
         return per_row + self.aranges.span(self._common + offset, num_tokens)
 
@@ -138,13 +148,18 @@ class RowLens(PerRow):
         if not isinstance(counts, RowCounts):
             counts = RowCounts(counts)
         was_even, before = self.is_even, self.on_host
-        self.on_host = [length + count for length, count in zip(before, counts.on_host, strict=True)]
+        self.on_host = [
+            length + count for length, count in zip(before, counts.on_host, strict=True)
+        ]
         if counts.per_row is None or self.is_even:
             self._per_row = None
         elif was_even:
             self._per_row, self._common = counts.per_row.to(torch.int64), before[0] + counts.common
         elif self._per_row is not None:
-            self._per_row, self._common = self._per_row + counts.per_row, self._common + counts.common
+            self._per_row, self._common = (
+                self._per_row + counts.per_row,
+                self._common + counts.common,
+            )
 
     def set(self, lens: Sequence[int], like: "RowLens | None" = None) -> None:
         """Replace the lengths [B].
@@ -154,7 +169,10 @@ class RowLens(PerRow):
         self.on_host, self._per_row = list(lens), None
         if like is None or like._per_row is None or like.aranges.device != self.aranges.device:
             return
-        gaps = {length - like_length for length, like_length in zip(self.on_host, like.on_host, strict=True)}
+        gaps = {
+            length - like_length
+            for length, like_length in zip(self.on_host, like.on_host, strict=True)
+        }
         if len(gaps) == 1:
             self._per_row, self._common = like._per_row, like._common + gaps.pop()
 
@@ -171,5 +189,7 @@ class RowLens(PerRow):
         """Return the lengths minus `_common`, [B] int64."""
         if self._per_row is None:
             self._common = min(self.on_host)
-            self._per_row = upload([length - self._common for length in self.on_host], self.aranges.device)
+            self._per_row = upload(
+                [length - self._common for length in self.on_host], self.aranges.device
+            )
         return self._per_row

@@ -25,7 +25,8 @@ class TokenBuffer(PerRow):
         self.token_ids = token_ids.new_zeros(batch_size, max(capacity, length))  # [B, C] int64
         self.token_ids[:, :length] = token_ids
         self.row_lens = RowLens([length] * batch_size, ArangeCache(token_ids.device))
-        # [B, N] int64, the last tokens of each row, gathered at these lengths: each change makes a new list
+        # [B, N] int64, the last tokens of each row, gathered at these lengths: each change makes a
+        # new list
         self._gathered: tuple[list[int], Tensor] | None = None
 
     @property
@@ -64,8 +65,12 @@ class TokenBuffer(PerRow):
             return self.token_ids[:, self.lens[0] - num_tokens : self.lens[0]]
         gathered = self._gathered
         if gathered is None or gathered[0] is not self.lens or gathered[1].shape[1] < num_tokens:
-            columns = self.row_lens.columns(num_tokens, offset=-num_tokens).expand(len(self.lens), -1)
-            ids = self.token_ids.gather(1, columns if num_tokens <= min(self.lens) else columns.clamp_min(0))
+            columns = self.row_lens.columns(num_tokens, offset=-num_tokens).expand(
+                len(self.lens), -1
+            )
+            ids = self.token_ids.gather(
+                1, columns if num_tokens <= min(self.lens) else columns.clamp_min(0)
+            )
             gathered = self._gathered = self.lens, ids
         return gathered[1][:, gathered[1].shape[1] - num_tokens :]
 
@@ -81,7 +86,9 @@ class TokenBuffer(PerRow):
 
     def join(self, other: "TokenBuffer") -> None:
         self._reserve(other.token_ids.shape[1])
-        other.token_ids = pad(other.token_ids, (0, self.token_ids.shape[1] - other.token_ids.shape[1]))
+        other.token_ids = pad(
+            other.token_ids, (0, self.token_ids.shape[1] - other.token_ids.shape[1])
+        )
         super().join(other)
 
     def _reserve(self, num_columns: int) -> None:

@@ -5,10 +5,10 @@ seconds than it adds to the verification. A model or head drafts with the best K
 soon, including the time to read its prompt. If no K gains, the source is tried again after
 4, 8, ... 256 plain steps, counted across calls.
 
-One account over all calls of a type limits the loss by drafting: at most `LOSS_SHARE` of the counted
-seconds plus `MAX_LOSS` plain steps. A round counts at most twice its expected seconds, and reading a
-prompt no more than expected. Pauses of the process and the first forwards of a compiled size are thus
-not counted in full. A plain step counts with its last measurement.
+One account over all calls of a type limits the loss by drafting: at most `LOSS_SHARE` of the
+counted seconds plus `MAX_LOSS` plain steps. A round counts at most twice its expected seconds, and
+reading a prompt no more than expected. Pauses of the process and the first forwards of a compiled
+size are thus not counted in full. A plain step counts with its last measurement.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,9 @@ class AdaptiveSchedule(Schedule):
             same value.
     """
 
-    def __init__(self, memory: ScheduleMemory, max_model_tokens: int, refills_rows: bool = False) -> None:
+    def __init__(
+        self, memory: ScheduleMemory, max_model_tokens: int, refills_rows: bool = False
+    ) -> None:
         self.memory = memory
         self._max_model_tokens, self._refills_rows = max_model_tokens, refills_rows
         self._rows: Sequence[RowAhead] = ()  # rows of the newest choice
@@ -66,7 +68,9 @@ class AdaptiveSchedule(Schedule):
         with self.memory.lock:
             self.memory.costs.begin(prefill_s, num_read)
 
-    def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
+    def choose(
+        self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0
+    ) -> Choice:
         self._rows, self._num_unread = rows, num_unread
         with self.memory.lock:
             self._choice = self._choose(num_rows, max_tokens)
@@ -99,7 +103,12 @@ class AdaptiveSchedule(Schedule):
             return PLAIN_STEP, 0.0
         width, saved_s = self._best_width(num_rows, lengths)
         num_tokens, gain, is_trial = self._choose_length(num_rows, lengths)
-        if num_tokens and width and not is_trial and not self._outweighs(num_rows, num_tokens, saved_s):
+        if (
+            num_tokens
+            and width
+            and not is_trial
+            and not self._outweighs(num_rows, num_tokens, saved_s)
+        ):
             num_tokens = 0
         if not num_tokens:
             return Choice(width), saved_s
@@ -108,7 +117,9 @@ class AdaptiveSchedule(Schedule):
     def _best_width(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float]:
         """Return the best width of the free proposals, and the seconds it saves."""
         verifications_s = self.memory.costs.verifications_s(num_rows)
-        return best_width(self._rows, self._worths(), self._token_s(num_rows), verifications_s, lengths)
+        return best_width(
+            self._rows, self._worths(), self._token_s(num_rows), verifications_s, lengths
+        )
 
     def _worths(self) -> list[float]:
         """Return the plain steps [N] saved by one more token of each row."""
@@ -128,7 +139,9 @@ class AdaptiveSchedule(Schedule):
         step_s = costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return 0, 1.0, False
-        rounds_s = list(map(float.__add__, costs.verifications_s(num_rows), costs.drafts_s(num_rows)))
+        rounds_s = list(
+            map(float.__add__, costs.verifications_s(num_rows), costs.drafts_s(num_rows))
+        )
         read_s = costs.read_s(num_rows, self._num_unread)
         round_costs = RoundCosts(step_s, rounds_s, read_s)
         probabilities = memory.acceptance.probabilities()
@@ -156,7 +169,9 @@ class AdaptiveSchedule(Schedule):
         both_s -= costs.drafts_s(num_rows)[num_tokens] + costs.read_s(num_rows, self._num_unread)
         return both_s > saved_s
 
-    def _compiled(self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float) -> Choice:
+    def _compiled(
+        self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float
+    ) -> Choice:
         """Return a draft of a compiled size; a new size once the missed savings cover its start."""
         memory, costs = self.memory, self.memory.costs
         compiled = [draft_len for draft_len in lengths if costs.is_measured(num_rows, draft_len)]

@@ -12,8 +12,8 @@ class DraftPrior:
     """Prior costs of a draft source.
 
     Args:
-        step_ratio: Ratio of the seconds of a draft step to those of a plain step, estimated from the
-            bytes read by both. None if unknown.
+        step_ratio: Ratio of the seconds of a draft step to those of a plain step, estimated from
+            the bytes read by both. None if unknown.
         is_parallel: Whether one step drafts all tokens of a round.
         is_verification_known: Whether the target scores a few tokens about as fast as one. False
             for quantised weights, as their products are often computed row by row.
@@ -100,7 +100,9 @@ class Schedule(Protocol):
         """
         return
 
-    def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
+    def choose(
+        self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0
+    ) -> Choice:
         """Choose K for the next round.
 
         Args:

@@ -14,8 +14,8 @@ class ConstantSchedule(Schedule):
     Args:
         num_draft_tokens: K; 0 decodes token by token.
         max_model_tokens: Maximum tokens of these drafted by a model or head. None for all.
-        begins_plain: Whether the first round is a plain step, to measure plain decoding. Short calls
-            have none.
+        begins_plain: Whether the first round is a plain step, to measure plain decoding. Short
+            calls have none.
     """
 
     def __init__(
@@ -28,7 +28,9 @@ class ConstantSchedule(Schedule):
         self.max_model_tokens = num_draft_tokens if max_model_tokens is None else max_model_tokens
         self._begins_plain = begins_plain
 
-    def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
+    def choose(
+        self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0
+    ) -> Choice:
         begins_plain, self._begins_plain = self._begins_plain, False
         if begins_plain and max(row.num_left for row in rows) >= _MIN_LEFT:
             return PLAIN_STEP

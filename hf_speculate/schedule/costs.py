@@ -40,19 +40,23 @@ class Costs:
     Args:
         prior: Costs before any drafted round.
         max_draft_tokens: K_max, >= 1.
-        sizes: Ascending draft lengths of compiled or captured forwards; other lengths run as the next
-            larger one. None if all lengths run as they are.
+        sizes: Ascending draft lengths of compiled or captured forwards; other lengths run as the
+            next larger one. None if all lengths run as they are.
     """
 
-    def __init__(self, prior: DraftPrior, max_draft_tokens: int, sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, prior: DraftPrior, max_draft_tokens: int, sizes: Sequence[int] | None = None
+    ) -> None:
         self.prior, self.max_draft_tokens = prior, max_draft_tokens
         self.sizes = sizes
         self.num_since_plain = 0  # drafted rounds since the last plain step
         self.start_s = 0.0  # extra seconds of the first forward of a new size
-        self._samples: dict[tuple[int, int], deque[float]] = {}  # seconds of verifications, by B and K
+        # seconds of verifications, by B and K
+        self._samples: dict[tuple[int, int], deque[float]] = {}
         self._medians: dict[tuple[int, int], float] = {}  # medians in use, by B and K
         self._plain: dict[int, float | None] = {}  # results of `plain_s`, by B
-        self._first_s: dict[tuple[int, int], float] = {}  # first seconds of each size, without a bound
+        # first seconds of each size, without a bound
+        self._first_s: dict[tuple[int, int], float] = {}
         self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
         self._step_medians: dict[int, float] = {}  # medians in use, by B
         self._reads: deque[float] = deque(maxlen=3)  # seconds per token read by the draft
@@ -80,7 +84,9 @@ class Costs:
     @property
     def is_plain_due(self) -> bool:
         """Whether plain steps were never measured, only while they were compiled, or long ago."""
-        num_known = sum(len(samples) for (_, draft_len), samples in self._samples.items() if draft_len == 0)
+        num_known = sum(
+            len(samples) for (_, draft_len), samples in self._samples.items() if draft_len == 0
+        )
         min_known = 1 if self.sizes is None else 2
         return num_known < min_known or self.num_since_plain >= TUNING.stale
 
@@ -119,7 +125,8 @@ class Costs:
             # A source reads a few missing tokens with its first step.
             steps = self._steps.setdefault(num_rows, deque(maxlen=TUNING.num_samples))
             known_s = self._step_medians.get(num_rows)
-            expected_s = self.step_s(num_rows) or math.inf  # of the nearest number of rows if this one is new
+            # of the nearest number of rows if this one is new
+            expected_s = self.step_s(num_rows) or math.inf
             steps.append(min(seconds / num_steps, TUNING.max_factor * expected_s))
             median_s = median_low(steps)
             if known_s is None or abs(median_s - known_s) > TUNING.changed * known_s:
@@ -175,13 +182,16 @@ class Costs:
     def drafts_s(self, num_rows: int) -> list[float]:
         """Return the seconds [K_max + 1] of a draft by K, without reading a prompt."""
         step_s, lens = self.step_s(num_rows), range(self.max_draft_tokens + 1)
-        return [step_s * (min(draft_len, 1) if self.prior.is_parallel else draft_len) for draft_len in lens]
+        return [
+            step_s * (min(draft_len, 1) if self.prior.is_parallel else draft_len)
+            for draft_len in lens
+        ]
 
     def read_s(self, num_rows: int, num_tokens: int) -> float:
         """Return the draft's seconds for reading `num_tokens` tokens of each row."""
         if num_tokens < _LONG_READ:
             return 0.0
-        if self._reads:
+        if self._reads:  # noqa: SIM108  # one line would be too long
             token_s = num_rows * median_low(self._reads)
         else:
             token_s = self.prior.draft_steps(1) * self._prefill_token_s
@@ -197,8 +207,8 @@ class Costs:
     def _fit(self, num_rows: int) -> list[float]:
         """Fit the seconds [K_max + 1] of a verification: least squares over the medians by K.
 
-        The plain step and a prior slope count as two samples each. With few samples of this number of
-        rows, the fit uses the nearest measured number of rows, scaled by the plain steps.
+        The plain step and a prior slope count as two samples each. With few samples of this number
+        of rows, the fit uses the nearest measured number of rows, scaled by the plain steps.
         """
         plain_s = self.plain_s(num_rows) or 1.0
         counts: dict[int, int] = {}
@@ -208,7 +218,9 @@ class Costs:
         enough = [rows for rows, count in counts.items() if count >= min_count]
         near = min(enough, key=lambda rows: abs(math.log(rows / num_rows)), default=num_rows)
         scale = plain_s / (self.plain_s(near) or plain_s)
-        points = {size: scale * s for (rows, size), s in self._medians.items() if rows == near and size}
+        points = {
+            size: scale * s for (rows, size), s in self._medians.items() if rows == near and size
+        }
         weights = {size: float(len(self._samples[near, size])) for size in points} | {0: 2.0}
         points[0] = plain_s
         total = sum(weights.values())
@@ -217,7 +229,8 @@ class Costs:
         slope = TUNING.slope if self.prior.is_verification_known else TUNING.unknown_slope
         square = sum(weight * (size - mean_size) ** 2 for size, weight in weights.items()) + 2.0
         product = 2.0 * slope * plain_s + sum(
-            weight * (size - mean_size) * (points[size] - mean_s) for size, weight in weights.items()
+            weight * (size - mean_size) * (points[size] - mean_s)
+            for size, weight in weights.items()
         )
         slope_s = max(product / square, 0.0)
         seconds = [plain_s]

@@ -36,7 +36,8 @@ class ScheduleMemory:
         self.lock = threading.Lock()
         self.costs = Costs(prior or DraftPrior(), max_draft_tokens, sizes)
         self.acceptance = Acceptance(max_draft_tokens)
-        self.account = 0.0  # balance of drafting in plain steps: past gains, and the allowed share of loss
+        # balance of drafting in plain steps: past gains, and the allowed share of loss
+        self.account = 0.0
         self.pace = 1.0  # recent number of plain steps replaced in the seconds of one
         self.wait = FIRST_WAIT  # plain steps between trials
         self.num_plain = FIRST_WAIT  # plain steps since the last trial
@@ -52,21 +53,26 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_draft: WeakKeyDictionary[object, dict[Hashable, ScheduleMemory]] = WeakKeyDictionary()
+        self._by_draft: WeakKeyDictionary[object, dict[Hashable, ScheduleMemory]] = (
+            WeakKeyDictionary()
+        )
 
     @classmethod
     def of(cls, model: nn.Module) -> "MemoryStore":
         """Return the memories of a target."""
         return model_state(model).get(cls, cls)
 
-    def get(self, draft: object | None, call_type: Hashable, make: Callable[[], ScheduleMemory]) -> ScheduleMemory:
+    def get(
+        self, draft: object | None, call_type: Hashable, make: Callable[[], ScheduleMemory]
+    ) -> ScheduleMemory:
         """Return the memory of a call type; make it on first use.
 
         Beyond 64 call types with a drafter, the least recently used one is dropped.
 
         Args:
             draft: The drafter, held weakly. None if the source keeps no object between calls.
-            call_type: Key of further influences on a round's seconds besides rows and K, such as the cache.
+            call_type: Key of further influences on a round's seconds besides rows and K, such as
+                the cache.
             make: Makes a new memory.
         """
         with self._lock:

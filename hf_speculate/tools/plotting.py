@@ -24,7 +24,11 @@ def make_figure(
 
     positions = range(1, len(acceptance_rate_per_position) + 1)
     acceptance.bar(positions, acceptance_rate_per_position, color=_COLOR)
-    acceptance.set(title="acceptance rate per position", xlabel="position in the draft", ylabel="accepted / drafted")
+    acceptance.set(
+        title="acceptance rate per position",
+        xlabel="position in the draft",
+        ylabel="accepted / drafted",
+    )
     acceptance.set_ylim(0, 1)
     acceptance.locator_params(axis="x", integer=True)
     if not positions:
@@ -34,8 +38,17 @@ def make_figure(
     lens.step(rounds, draft_lens, where="mid", color=_COLOR)
     if len(draft_lens) == 1:
         lens.plot(rounds, draft_lens, marker="o", color=_COLOR)  # a step plot of one point is empty
-    label = "round" if num_rounds <= len(draft_lens) else f"round, the first {len(draft_lens)} of {num_rounds}"
-    lens.set(title="draft length", xlabel=label, ylabel="drafted tokens", ylim=(0, max(draft_lens, default=0) + 1))
+    label = (
+        "round"
+        if num_rounds <= len(draft_lens)
+        else f"round, the first {len(draft_lens)} of {num_rounds}"
+    )
+    lens.set(
+        title="draft length",
+        xlabel=label,
+        ylabel="drafted tokens",
+        ylim=(0, max(draft_lens, default=0) + 1),
+    )
     lens.locator_params(integer=True)
     if not rounds:
         _write(lens, "there were no rounds")

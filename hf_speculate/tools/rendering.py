@@ -19,7 +19,9 @@ def headline(stats: SpeculationStats) -> str:
         return "speed-up over plain decoding not measured (no call of this type has taken a plain step yet)"
     num_steps = sum(map(len, stats.measured_steps().values()))
     num_earlier = num_steps - sum(map(len, stats.plain_step_s_by_rows.values()))
-    steps = counted(num_steps, "plain step") + (f", {num_earlier} of earlier calls" if num_earlier > 0 else "")
+    steps = counted(num_steps, "plain step") + (
+        f", {num_earlier} of earlier calls" if num_earlier > 0 else ""
+    )
     return f"about {speedup:.2f}x the speed of plain decoding (estimated from {steps})"
 
 
@@ -32,7 +34,8 @@ def summary(stats: SpeculationStats) -> str:
     rate = f"acceptance rate {stats.acceptance_rate:.3f}" if stats.num_drafted else _NOTHING_DRAFTED
     forwards = f"{counted(stats.num_target_forwards, 'target forward')} (plain {stats.num_plain_forwards}), "
     return (
-        f"{headline(stats)}; {stats.verifier} verification: {counted(stats.num_emitted, 'token')} in "
+        f"{headline(stats)}; {stats.verifier} verification: {counted(stats.num_emitted, 'token')} "
+        "in "
         f"{counted(stats.num_rounds, 'round')}, {forwards}"
         f"mean acceptance length {stats.mean_acceptance_length:.2f}, {rate}, "
         f"{stats.total_s:.2f} s, {stats.tokens_per_s:.1f} tokens/s"
@@ -58,7 +61,9 @@ def _lines(stats: SpeculationStats) -> list[tuple[str, str]]:
         return []
     total_s = stats.total_s
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
-    lens = " ".join(f"{draft_len}:{count}" for draft_len, count in sorted(stats.rounds_by_draft_len.items()))
+    lens = " ".join(
+        f"{draft_len}:{count}" for draft_len, count in sorted(stats.rounds_by_draft_len.items())
+    )
     stages = ", ".join(
         f"{stage} {seconds:.3f} s ({seconds / total_s if total_s else 0.0:.0%})"
         for stage, seconds in stats.seconds_by_stage.items()
@@ -78,9 +83,13 @@ def _lines(stats: SpeculationStats) -> list[tuple[str, str]]:
     lines = {
         **(drafts if stats.has_draft_source and stats.num_rounds else {}),
         "tokens per second": f"{stats.tokens_per_s:.1f}" if stats.num_rounds else "",
-        "time to first token": f"{stats.time_to_first_token_s:.3f} s" if stats.time_to_first_token_s else "",
+        "time to first token": f"{stats.time_to_first_token_s:.3f} s"
+        if stats.time_to_first_token_s
+        else "",
         "rounds by draft length": lens,
-        "rounds scored again": f"{stats.num_rescored}, after NaN or infinite logits" if stats.num_rescored else "",
+        "rounds scored again": f"{stats.num_rescored}, after NaN or infinite logits"
+        if stats.num_rescored
+        else "",
         "time by stage": stages,
         "verifier": stats.verifier or "none",
         "host synchronisations": f"{stats.num_host_syncs} ours, {stats.num_user_host_syncs} in user code",

@@ -14,13 +14,14 @@ class RolloutCallback(TrainerCallback):
 
     It logs the acceptance and warns about an old draft model. Give `record` to the model, as in
     `enable(model, draft, speculation_stats=callback.record)`, and the callback to the trainer. Logs
-    then hold `draft/acceptance_rate` and `draft/acceptance_length` (tokens per row and target forward)
-    of the rollouts since the previous log. With a draft model, `draft/age` is the number of optimiser
-    steps since `enable` got it. Earlier callbacks in the trainer's list read a log without these.
+    then hold `draft/acceptance_rate` and `draft/acceptance_length` (tokens per row and target
+    forward) of the rollouts since the previous log. With a draft model, `draft/age` is the number
+    of optimiser steps since `enable` got it. Earlier callbacks in the trainer's list read a log
+    without these.
 
     Args:
-        max_draft_age: maximum age of a draft model in optimiser steps; an older one brings one warning.
-            None for no warning.
+        max_draft_age: maximum age of a draft model in optimiser steps; an older one brings one
+            warning. None for no warning.
     """
 
     def __init__(self, max_draft_age: int | None = None):

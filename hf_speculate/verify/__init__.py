@@ -50,7 +50,11 @@ def _make_typical(config: SpeculationConfig) -> Verifier:
 
 
 register_verifier(
-    "greedy", _without_options("GreedyVerifier"), lossless=True, reads_draft_logits=False, reads_keys=False
+    "greedy",
+    _without_options("GreedyVerifier"),
+    lossless=True,
+    reads_draft_logits=False,
+    reads_keys=False,
 )
 register_verifier("rejection", _without_options("RejectionVerifier"), lossless=True)
 register_verifier("typical", _make_typical, lossless=False, reads_draft_logits=False)

@@ -72,8 +72,12 @@ def register_verifier(
         ConfigError: the name is taken.
     """
     if name in _REGISTRY and not replace:
-        raise ConfigError(f"verifier name {name!r} is taken; pass replace=True, or choose another one")
-    _REGISTRY[name] = VerifierTraits(factory, lossless, reads_draft_logits, Stream(draft_stream), reads_keys)
+        raise ConfigError(
+            f"verifier name {name!r} is taken; pass replace=True, or choose another one"
+        )
+    _REGISTRY[name] = VerifierTraits(
+        factory, lossless, reads_draft_logits, Stream(draft_stream), reads_keys
+    )
 
 
 def make_verifier(config: SpeculationConfig) -> Verifier:
@@ -86,7 +90,8 @@ def check_verifier(config: SpeculationConfig) -> None:
     if _entry(config).is_lossless and config.relax_only_inside is not None:
         lossy = ", ".join(name for name in sorted(_REGISTRY) if not _REGISTRY[name].is_lossless)
         raise ConfigError(
-            f"relax_only_inside must come with a lossy verifier, one of {lossy}, got {config.verifier!r}, which is "
+            f"relax_only_inside must come with a lossy verifier, one of {lossy}, got "
+            f"{config.verifier!r}, which is "
             "lossless everywhere; set verifier='typical', or relax_only_inside=None"
         )
 
@@ -97,7 +102,11 @@ def traits_of(config: SpeculationConfig) -> VerifierTraits:
     A verifier restricted to spans has a lossless one beside it. That one may read logits and keys.
     """
     traits = _entry(config)
-    return traits if config.relax_only_inside is None else traits._replace(reads_draft_logits=True, reads_keys=True)
+    return (
+        traits
+        if config.relax_only_inside is None
+        else traits._replace(reads_draft_logits=True, reads_keys=True)
+    )
 
 
 def is_lossless(config: SpeculationConfig) -> bool:

@@ -7,11 +7,14 @@ from hf_speculate.types import DraftOut, Status, Verdict
 
 
 @torch.no_grad()
-def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_token_ids: Tensor) -> Verdict:
+def keep_prefix(
+    target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_token_ids: Tensor
+) -> Verdict:
     """Keep each row's drafted tokens before the first rejected one, and append one token.
 
-    A drafted token is rejected whatever `accepted` says if it lies past `draft.lens`, its id is outside [0, V), its
-    target probability is 0, or the logits at its position define no distribution.
+    A drafted token is rejected whatever `accepted` says if it lies past `draft.lens`, its id is
+    outside [0, V), its target probability is 0, or the logits at its position define no
+    distribution.
 
     Args:
         target_logits: [B, K+1, V], any float dtype, processed.
@@ -30,7 +33,13 @@ def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_t
     drafted_logits = target_logits[:, :-1].gather(-1, safe_ids[..., None])[..., 0]  # [B, K]
     columns = torch.arange(num_drafted + 1, device=target_logits.device)
     is_drafted = columns[:-1] < draft.lens[:, None]
-    is_kept = accepted & is_drafted & is_valid_id & max_logits[:, :-1].isfinite() & (drafted_logits > -torch.inf)
+    is_kept = (
+        accepted
+        & is_drafted
+        & is_valid_id
+        & max_logits[:, :-1].isfinite()
+        & (drafted_logits > -torch.inf)
+    )
     num_accepted = is_kept.long().cumprod(dim=1).sum(dim=1)  # [B]
     next_column = num_accepted[:, None]
     next_ids = next_token_ids.gather(1, next_column).clamp(0, last_id)  # [B, 1]
@@ -46,4 +55,6 @@ def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_t
     status = torch.zeros_like(num_accepted, dtype=torch.int32)
     for flag, is_set in status_flags:
         status |= int(flag) * is_set
-    return Verdict(token_ids.masked_fill(columns > next_column, -1), num_accepted.to(torch.int32), status)
+    return Verdict(
+        token_ids.masked_fill(columns > next_column, -1), num_accepted.to(torch.int32), status
+    )

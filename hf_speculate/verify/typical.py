@@ -1,8 +1,8 @@
 """Typical acceptance: lossy verification by a threshold falling with the target's entropy.
 
-With target distribution p and its entropy H(p) in nats, token x is accepted if
-p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))). The token after the accepted ones is the argmax of p or a
-sample from p at their position.
+With target distribution p and its entropy H(p) in nats, token x is accepted if p(x) >
+min(posterior_threshold, posterior_alpha * exp(-H(p))). The token after the accepted ones is the
+argmax of p or a sample from p at their position.
 """
 
 from dataclasses import dataclass

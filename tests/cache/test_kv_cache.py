@@ -23,7 +23,8 @@ from tests.random_calls import Case
 from tests.random_search import run_case
 from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, ragged_prompts
 
-STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by at least 1e-2
+# float64 round-off of attention over masked columns; wrong states differ by at least 1e-2
+STEP_TOLERANCE = 1e-9
 SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # attention rounds to float32 for every dtype
 FLOAT32_TOLERANCE = 1e-4
 
@@ -31,11 +32,16 @@ FLOAT32_TOLERANCE = 1e-4
 def states(batch_size: int, num: int, seed: int = 0, num_layers: int = 2) -> list[KVState]:
     make = torch.Generator().manual_seed(seed)
     shape = (batch_size, 2, num, 4)
-    return [KVState(torch.randn(shape, generator=make), torch.randn(shape, generator=make)) for _ in range(num_layers)]
+    return [
+        KVState(torch.randn(shape, generator=make), torch.randn(shape, generator=make))
+        for _ in range(num_layers)
+    ]
 
 
 def preallocated(batch_size: int) -> PreallocatedKVCache:
-    return PreallocatedKVCache(MaskSpec((None, None), {"full_attention": None}, torch.float32), batch_size)
+    return PreallocatedKVCache(
+        MaskSpec((None, None), {"full_attention": None}, torch.float32), batch_size
+    )
 
 
 MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallocated]
@@ -44,7 +50,8 @@ MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallo
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
 @pytest.mark.parametrize("seed", range(10))
 def test_rows_keep_their_states_through_random_operations(make, seed):
-    draw, cache, by_head = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
+    # layer, keys or values, head
+    draw, cache, by_head = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3
     assert (cache.num_real_tokens, cache.get_kv_states()) == ([0] * 3, [])
     for number in range(12):
         lens = [row.shape[3] for row in by_head]
@@ -53,7 +60,9 @@ def test_rows_keep_their_states_through_random_operations(make, seed):
                 new = states(len(by_head), draw.randint(1, 5), seed=number)
                 cache.update(new)
                 both = torch.stack([torch.stack(layer) for layer in new])  # [L, 2, B, H, T, D]
-                by_head = [torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(by_head)]
+                by_head = [
+                    torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(by_head)
+                ]
             case "rows":
                 kept = sorted(draw.sample(range(len(by_head)), max(2, len(by_head) - 1)))
                 cache.rows(kept)
@@ -62,14 +71,21 @@ def test_rows_keep_their_states_through_random_operations(make, seed):
                 drops = [draw.randint(0, min(lens))] * len(lens)
                 if family == "crop rows":
                     drops = [draw.randint(0, length) for length in lens]
-                cache.crop(drops[0] if family == "crop" else draw.choice([drops, torch.tensor(drops)]))
-                by_head = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(by_head, drops, strict=True)]
+                cache.crop(
+                    drops[0] if family == "crop" else draw.choice([drops, torch.tensor(drops)])
+                )
+                by_head = [
+                    row[:, :, :, : row.shape[3] - drop]
+                    for row, drop in zip(by_head, drops, strict=True)
+                ]
         lens = [row.shape[3] for row in by_head]
         assert cache.num_real_tokens == lens
         for layer, state in enumerate(cache.get_kv_states() if max(lens) else []):
             for index, row in enumerate(by_head):
                 for part, values in enumerate(state):
-                    assert torch.equal(values[index, :, values.shape[2] - lens[index] :], row[layer, part])
+                    assert torch.equal(
+                        values[index, :, values.shape[2] - lens[index] :], row[layer, part]
+                    )
     for wrong in (-1, [max(lens) + 1] * len(lens), [0] * 9):
         with pytest.raises(ShapeError, match="num_tokens_crop"):
             cache.crop(wrong)
@@ -84,10 +100,13 @@ def test_clearing_removes_rejected_states_only(make):
                 part[row, :, 6 - drop :] = torch.nan
     cache.update(kv_states)
     cache.crop(drops)
-    assert cache.holds_rejected == (cache.kind == "preallocated")  # the dynamic cache has no such columns
+    # the dynamic cache has no such columns
+    assert cache.holds_rejected == (cache.kind == "preallocated")
     cache.clear_rejected()
     assert not cache.holds_rejected
-    for buffers, layer, actual in zip(cache.cache.layers, kv_states, cache.get_kv_states(), strict=True):
+    for buffers, layer, actual in zip(
+        cache.cache.layers, kv_states, cache.get_kv_states(), strict=True
+    ):
         assert buffers.keys.isfinite().all() and buffers.values.isfinite().all()
         for row, drop in enumerate(drops):
             for part, kept in zip(layer, actual, strict=True):
@@ -97,7 +116,11 @@ def test_clearing_removes_rejected_states_only(make):
 @each_value(choice=["dynamic", "preallocated"], family=TINY_FAMILIES)
 def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
     """Feed four tokens and drop a different count per row in several rounds, past the window."""
-    model, passed, device = make_model(family), DynamicCache(config=make_model(family).config), torch.device("cpu")
+    model, passed, device = (
+        make_model(family),
+        DynamicCache(config=make_model(family).config),
+        torch.device("cpu"),
+    )
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
@@ -121,7 +144,9 @@ def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
             texts[row] += query[row].tolist()[: 4 - drop]
         assert cache.num_real_tokens == [len(text) for text in texts]
         num_pads = (mask == 0).sum(1).tolist()
-        assert cache.num_columns == max(num + len(text) for num, text in zip(num_pads, texts, strict=True))
+        assert cache.num_columns == max(
+            num + len(text) for num, text in zip(num_pads, texts, strict=True)
+        )
     shortest = num_pads.index(max(num_pads))
     cache.rows([shortest])
     assert cache.num_columns == len(texts[shortest])  # its padding served longer prompts
@@ -146,18 +171,24 @@ def test_rows_join_in_places_of_rows_that_left():
     cache.join(joining)
     assert [layer.keys.data_ptr() for layer in cache.cache.layers] == addresses
     assert cache.num_real_tokens == [9, 9, 5]
-    for layer, before, new, buffers in zip(cache.get_kv_states(), first_states, its, cache.cache.layers, strict=True):
+    for layer, before, new, buffers in zip(
+        cache.get_kv_states(), first_states, its, cache.cache.layers, strict=True
+    ):
         assert torch.equal(layer.keys[:2], before.keys[[0, 3]])
         assert torch.equal(layer.values[2, :, -5:], new.values[0])
         assert buffers.values.isfinite().all()
 
 
-CHAT = Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic")
+CHAT = Case(
+    "gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic"
+)
 CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers with shared states
 CHATS += [replace(CHATS[1], num_turns=1, passed="no", batch_size=3, padding="left", cache="static")]
 THREE = replace(CHAT, batch_size=3, num_turns=3, padding="left", ends=(3, 7))
 CHATS += [replace(THREE, family=family, cache="auto") for family in ("llama", "gpt2")]
-CHATS += [replace(THREE, family="mistral_window", cache=cache) for cache in ("dynamic", "preallocated")]
+CHATS += [
+    replace(THREE, family="mistral_window", cache=cache) for cache in ("dynamic", "preallocated")
+]
 
 
 @pytest.mark.parametrize("case", CHATS, ids=str)
@@ -167,7 +198,9 @@ def test_chat_turns_equal_plain_in_text_scores_and_cache(case):
 
 
 def test_row_joins_one_with_a_moved_window():
-    written = [torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)]
+    written = [
+        torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)
+    ]
     layers = [RaggedLayer(Lookahead(RowLayout([0])), SLIDING_WINDOW) for _ in written]
     for layer, tokens in zip(layers, written, strict=True):
         layer.lookahead.begin(tokens.shape[2])
@@ -197,7 +230,9 @@ def test_pooled_buffers_are_reused_by_one_call_at_a_time():
     assert pool.take(shape_of(), 1) is None
     pool.give_back(shape_of(), pooled)
     taken = pool.take(shape_of(), 1)
-    assert [buffer.data_ptr() for buffer in taken.tensors] == [buffer.data_ptr() for buffer in pooled.tensors]
+    assert [buffer.data_ptr() for buffer in taken.tensors] == [
+        buffer.data_ptr() for buffer in pooled.tensors
+    ]
     assert not any(tensor.any() for tensor in taken.tensors)
     assert taken.graphs is pooled.graphs
     assert pool.take(shape_of(), 1) is None  # in use
@@ -233,7 +268,9 @@ class Packed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data):
-        return cls._make_wrapper_subclass(cls, (2 * len(data),), dtype=torch.bfloat16, device=data.device)
+        return cls._make_wrapper_subclass(
+            cls, (2 * len(data),), dtype=torch.bfloat16, device=data.device
+        )
 
     def __init__(self, data):
         self.data_ = data
@@ -248,7 +285,9 @@ class Packed(torch.Tensor):
 
 def test_pool_limit_grows_with_bytes_of_stored_weights():
     def limit_of(weight):
-        return max_pooled_bytes(torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)]))
+        return max_pooled_bytes(
+            torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)])
+        )
 
     assert limit_of(torch.empty(10 << 20, dtype=torch.uint8, device="meta")) == 1 << 30
     # a call of an 8B model at B = 8 and 2,048 columns takes 2 GiB

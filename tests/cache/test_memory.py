@@ -63,7 +63,12 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 def make_pair(draft_width: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     target = make_model("llama", dtype=torch.float32, num_hidden_layers=6, **SIZES)
-    draft = make_model("llama", dtype=torch.float32, num_hidden_layers=1, **{**SIZES, "intermediate_size": draft_width})
+    draft = make_model(
+        "llama",
+        dtype=torch.float32,
+        num_hidden_layers=1,
+        **{**SIZES, "intermediate_size": draft_width},
+    )
     return target, draft
 
 
@@ -74,16 +79,23 @@ def test_long_prompt_peaks_at_plain_plus_the_draft_cache(num_rows: int, draft_wi
     ids = torch.randint(3, 64, (num_rows, PROMPT_LEN), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
     plain = peak_bytes(lambda: target.generate(**inputs))
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    own = {
+        "assistant_model": draft,
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+    }
     ours = peak_bytes(lambda: hf_speculate.generate(target, **inputs, **own))
-    draft_cache = num_rows * (PROMPT_LEN + 6) * 2 * 2 * 8 * 4  # keys and values, heads, width, bytes
+    # keys and values, heads, width, bytes
+    draft_cache = num_rows * (PROMPT_LEN + 6) * 2 * 2 * 8 * 4
     assert ours <= ALLOWED * (plain + draft_cache)
 
 
 @pytest.mark.parametrize("max_columns", [None, 1500])
 def test_growing_cache_peaks_slightly_above_its_states(max_columns: int | None) -> None:
     num_layers, num_steps = 8, 20
-    ours = PreallocatedKVCache(MaskSpec((None,) * num_layers, {}, torch.float32), 2, max_columns=max_columns)
+    ours = PreallocatedKVCache(
+        MaskSpec((None,) * num_layers, {}, torch.float32), 2, max_columns=max_columns
+    )
     theirs = DynamicCache()
 
     def grow(update: Callable[[list[KVState]], None]) -> None:
@@ -101,7 +113,9 @@ def test_growing_cache_peaks_slightly_above_its_states(max_columns: int | None) 
 def test_returned_cache_is_not_held_twice() -> None:
     num_layers, num_tokens = 40, 500
     kept_cache = DynamicCache(config=make_config("llama", num_hidden_layers=num_layers))
-    kv_cache = PreallocatedKVCache(MaskSpec((None,) * num_layers, {}, torch.float32), 2, kept_cache=kept_cache)
+    kv_cache = PreallocatedKVCache(
+        MaskSpec((None,) * num_layers, {}, torch.float32), 2, kept_cache=kept_cache
+    )
     state = KVState(torch.ones(2, 2, num_tokens, 8), torch.ones(2, 2, num_tokens, 8))
 
     def fill() -> None:
@@ -117,12 +131,17 @@ def test_returned_cache_is_not_held_twice() -> None:
 def test_wide_draft_reads_its_prompt_in_even_chunks(prefill_chunk_size: int | None) -> None:
     target, draft = make_pair(80)
     lens: list[int] = []
-    draft.model.embed_tokens.register_forward_pre_hook(lambda _, args: lens.append(args[0].shape[1]))
+    draft.model.embed_tokens.register_forward_pre_hook(
+        lambda _, args: lens.append(args[0].shape[1])
+    )
     ids = torch.arange(PROMPT_LEN)[None] % 61 + 3
     options = {"max_new_tokens": 4, "prefill_chunk_size": prefill_chunk_size}
     plain = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    ours = hf_speculate.generate(target, ids, assistant_model=draft, num_assistant_tokens=2, **options)
+    ours = hf_speculate.generate(
+        target, ids, assistant_model=draft, num_assistant_tokens=2, **options
+    )
     assert torch.equal(plain, ours)
-    first = [257, 257] if prefill_chunk_size is None else [172, 171, 171]  # the prompt and one token
+    # the prompt and one token
+    first = [257, 257] if prefill_chunk_size is None else [172, 171, 171]
     assert lens[: len(first)] == first
     assert max(lens[len(first) :]) <= 3

@@ -86,11 +86,15 @@ def test_row_lens_equal_the_host_through_random_operations(seed: int) -> None:
                 lens.add(make.randint(0, 4))
             case "known":
                 shared = make.randint(-2, 2)
-                lens.add_counts(RowCounts(counts, torch.tensor([num - shared for num in counts]).int(), shared))
+                lens.add_counts(
+                    RowCounts(counts, torch.tensor([num - shared for num in counts]).int(), shared)
+                )
             case "told":
                 lens.add_counts(counts)
             case "follow":
-                lens.set([max(length - num, 0) for length, num in zip(lens.on_host, counts, strict=True)])
+                lens.set(
+                    [max(length - num, 0) for length, num in zip(lens.on_host, counts, strict=True)]
+                )
             case "rows":
                 kept = make.sample(range(len(counts)), make.randint(1, len(counts)))
                 lens.rows(kept)

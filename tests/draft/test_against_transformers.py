@@ -37,7 +37,13 @@ BLOCK_SIZE = 4  # DFlash: the known token and three drafted ones
 
 def make_dflash(target, window):
     """Make a DFlash draft of random weights for the target."""
-    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    same = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
     options = {
         **{name: getattr(target.config, name) for name in (*same, "initializer_range")},
         "num_hidden_layers": 2,
@@ -67,7 +73,9 @@ class Case(NamedTuple):
 def mtp_case(folder, family, num_layers, seed=None):
     target = make_checkpoint(folder, family, num_layers, seed)
     source, watched = partial(MTPCandidateGenerator, target), MTPCandidateGenerator
-    return Case(target, load_drafter(folder, target), source, {"use_mtp": True}, num_layers, watched)
+    return Case(
+        target, load_drafter(folder, target), source, {"use_mtp": True}, num_layers, watched
+    )
 
 
 def dflash_case(folder, window):
@@ -78,7 +86,14 @@ def dflash_case(folder, window):
     tables = target.get_input_embeddings(), target.get_output_embeddings()
     source = partial(DFlashTokenCandidateGenerator, draft, *tables)
     theirs = {"assistant_model": draft, "speculation_type": "dflash"}
-    return Case(target, load_drafter(folder, target), source, theirs, BLOCK_SIZE - 1, DFlashTokenCandidateGenerator)
+    return Case(
+        target,
+        load_drafter(folder, target),
+        source,
+        theirs,
+        BLOCK_SIZE - 1,
+        DFlashTokenCandidateGenerator,
+    )
 
 
 CASES = {
@@ -99,7 +114,9 @@ def case(request, tmp_path_factory):
 
 def prompt_of(case):
     """Return a prompt longer than the window."""
-    return ragged_prompts(1, seed=3, min_len=11, max_len=11, vocab_size=case.target.config.vocab_size)
+    return ragged_prompts(
+        1, seed=3, min_len=11, max_len=11, vocab_size=case.target.config.vocab_size
+    )
 
 
 def watch_generator(patch, case):
@@ -133,11 +150,15 @@ def test_generator_and_head_draft_as_transformers(case, monkeypatch, registry):
     theirs, generators[:] = [ids for ids in generators if ids], []
     watching = WatchingVerifier()
     hf_speculate.register_verifier("watching", lambda config: watching, lossless=True)
-    for own in ({"candidate_generator": case.source}, {"assistant_model": case.head, "verifier": "watching"}):
+    for own in (
+        {"candidate_generator": case.source},
+        {"assistant_model": case.head, "verifier": "watching"},
+    ):
         options = {**own, "num_assistant_tokens": case.num_drafted, "max_new_tokens": NUM_NEW}
         assert_equal_ids(text, case.target.generate(**inputs, **options))
     for ours in (generators, watching.drafted):
-        num = min(len(ours), len(theirs)) - case.num_drafted  # at the end, transformers may request more tokens
+        # at the end, transformers may request more tokens
+        num = min(len(ours), len(theirs)) - case.num_drafted
         assert num > 3
         assert ours[:num] == theirs[:num]
         assert torch.tensor(ours[:num]).unique().numel() > 2
@@ -172,13 +193,24 @@ class Reader(CandidateGenerator):
 
 
 def test_state_reading_generator_is_refused_unsupported_requests():
-    for asked in ({}, {"output_hidden_states": True}, {"output_hidden_states": [1], "return_shared_kv_states": True}):
+    for asked in (
+        {},
+        {"output_hidden_states": True},
+        {"output_hidden_states": [1], "return_shared_kv_states": True},
+    ):
         with pytest.raises(UnsupportedGenerationError, match="reads"):
             layers_read(Reader(asked))
     prepared = {"logits_processor": [], "generation_config": GenerationConfig()}
-    with pytest.raises(UnsupportedGenerationError, match="must be what makes a generator that reads hidden states"):
-        make_generator(Reader({"output_hidden_states": -1}), **prepared)  # its state belongs to another call
-    assert layers_read(make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)) == [-1]
+    with pytest.raises(
+        UnsupportedGenerationError, match="must be what makes a generator that reads hidden states"
+    ):
+        # its state belongs to another call
+        make_generator(Reader({"output_hidden_states": -1}), **prepared)
+    assert layers_read(
+        make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)
+    ) == [-1]
     prepared["generation_config"].output_hidden_states = True
-    with pytest.raises(UnsupportedGenerationError, match="output_hidden_states must be left out with Reader"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="output_hidden_states must be left out with Reader"
+    ):
         make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)

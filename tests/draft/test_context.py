@@ -24,14 +24,22 @@ from tests.support.tiny_families import make_family
 
 C, K = 16, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.* past the context of", "ignore:.* tokens at most")
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 TARGETS: dict[str, Any] = {
     "bart": make_bart,
     "mpt": partial(make_model, "mpt", dtype=torch.float32),
     "yarn": partial(make_model, "llama", rope_parameters=YARN),
     "dynamic": partial(make_model, "llama", rope_parameters=DYNAMIC, max_position_embeddings=C),
-    **{family: partial(make_model, family) for family in ("llama", "gpt2", "opt", "gpt_neo", "qwen3_5", "bloom")},
+    **{
+        family: partial(make_model, family)
+        for family in ("llama", "gpt2", "opt", "gpt_neo", "qwen3_5", "bloom")
+    },
     **{family: partial(make_family, family) for family in ("imagegpt", "codegen", "led", "trocr")},
 }
 BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # the longest row limits all rows
@@ -45,7 +53,9 @@ def pair_of(family: str) -> Any:
     """
     if family == "dynamic":  # the target continues with the draft's frequencies up to C tokens
         draft = TARGETS[family]()
-        target = with_context(draft, 512, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        target = with_context(
+            draft, 512, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        )
         return hf_speculate.enable(target), draft
     target = TARGETS[family]()
     return hf_speculate.enable(target), with_context(target, 4 if family == "yarn" else C)
@@ -54,9 +64,13 @@ def pair_of(family: str) -> Any:
 def prompts(*lens: int) -> dict[str, torch.Tensor]:
     """Return left-padded prompts of these lengths."""
     width = max(lens)
-    rows = [ragged_prompts(1, seed=seed, min_len=num, max_len=num, vocab_size=48) for seed, num in enumerate(lens)]
+    rows = [
+        ragged_prompts(1, seed=seed, min_len=num, max_len=num, vocab_size=48)
+        for seed, num in enumerate(lens)
+    ]
     padded = [
-        torch.nn.functional.pad(row["input_ids"][0], (width - num, 0)) for row, num in zip(rows, lens, strict=True)
+        torch.nn.functional.pad(row["input_ids"][0], (width - num, 0))
+        for row, num in zip(rows, lens, strict=True)
     ]
     mask = torch.arange(width) >= width - torch.tensor(lens)[:, None]
     return {"input_ids": torch.stack(padded), "attention_mask": mask.long()}
@@ -84,7 +98,9 @@ def test_drafts_end_with_the_context_and_report_it(family):
     inputs = {"input_ids": prompts(5)["input_ids"]}
     num_before = 1 if target.config.is_encoder_decoder else 5
     with pytest.warns(UserWarning, match=f"{PAST_CONTEXT} .*, {C} tokens$") as caught:
-        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=28, num_assistant_tokens=K)
+        stats = assert_decodes_as_plain(
+            target, draft, inputs, max_new_tokens=28, num_assistant_tokens=K
+        )
     assert (
         len([warning for warning in caught if PAST_CONTEXT in str(warning.message)])
         == len(without_caches(stats.fallbacks))
@@ -94,12 +110,20 @@ def test_drafts_end_with_the_context_and_report_it(family):
 
 
 @pytest.mark.fallback(PAST_CONTEXT)
-@each_value(family=[family for family in TARGETS if family not in ("bart", "led", "trocr", "bloom")], longest=[14, 20])
+@each_value(
+    family=[family for family in TARGETS if family not in ("bart", "led", "trocr", "bloom")],
+    longest=[14, 20],
+)
 def test_long_row_keeps_the_drafts_of_other_rows(family, longest):
     """Give the first row more columns than the context has positions, but fewer tokens."""
     target, draft = pair_of(family)
     stats = assert_decodes_as_plain(
-        target, draft, prompts(3, longest, 4), max_new_tokens=11, num_assistant_tokens=K, speculation_cache="auto"
+        target,
+        draft,
+        prompts(3, longest, 4),
+        max_new_tokens=11,
+        num_assistant_tokens=K,
+        speculation_cache="auto",
     )
     assert stats.accepted_per_row == stats.drafted_per_row
     of_long = 0 if family in BY_COLUMNS else num_at_most(longest, 11)
@@ -110,7 +134,9 @@ def test_long_row_keeps_the_drafts_of_other_rows(family, longest):
 @pytest.mark.parametrize("family", ["gpt_neo", "mpt", "opt"])
 def test_padding_common_to_all_rows_takes_no_context(family):
     inputs = {name: part[:2] for name, part in prompts(5, 3, 20).items()}
-    stats = assert_decodes_as_plain(*pair_of(family), inputs, max_new_tokens=9, num_assistant_tokens=K)
+    stats = assert_decodes_as_plain(
+        *pair_of(family), inputs, max_new_tokens=9, num_assistant_tokens=K
+    )
     assert stats.num_accepted == stats.num_drafted > 8
 
 
@@ -118,13 +144,17 @@ def test_padding_common_to_all_rows_takes_no_context(family):
 def test_padding_with_positions_takes_context():
     """Use TrOCR, because it counts padding columns as positions in plain decoding too."""
     inputs = {name: part[:1] for name, part in prompts(5, 10).items()}
-    stats = assert_decodes_as_plain(*pair_of("trocr"), inputs, max_new_tokens=20, num_assistant_tokens=K)
+    stats = assert_decodes_as_plain(
+        *pair_of("trocr"), inputs, max_new_tokens=20, num_assistant_tokens=K
+    )
     assert stats.num_accepted == stats.num_drafted == num_at_most(10, 20)
 
 
 def test_drafts_without_context_limit_continue():
     target, draft = pair_of("bloom")
-    stats = assert_decodes_as_plain(target, draft, prompts(5, 20), max_new_tokens=28, num_assistant_tokens=K)
+    stats = assert_decodes_as_plain(
+        target, draft, prompts(5, 20), max_new_tokens=28, num_assistant_tokens=K
+    )
     assert stats.num_accepted == stats.num_drafted > 30
 
 
@@ -142,7 +172,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-ONLY_TABLES = ("early exit", "static", "compiled")  # transformers' GPT-Neo is wrong with a static cache
+# transformers' GPT-Neo is wrong with a static cache
+ONLY_TABLES = ("early exit", "static", "compiled")
 
 
 @pytest.mark.fallback(PAST_CONTEXT, "lock step", "prompt lookup alone")
@@ -163,7 +194,9 @@ def test_text_past_the_context_is_plain_with_other_options(name, family):
     if name == "adaptive":
         draft = with_context(target, C, num_hidden_layers=1) if family == "gpt2" else draft
     for _ in range(1 + (name == "state")):
-        stats = assert_decodes_as_plain(target, draft, prompts(3, 14, 20), max_new_tokens=20, **options)
+        stats = assert_decodes_as_plain(
+            target, draft, prompts(3, 14, 20), max_new_tokens=20, **options
+        )
         assert any(PAST_CONTEXT in reason for reason in stats.fallbacks) or name == "adaptive"
 
 
@@ -184,7 +217,9 @@ def test_heads_end_at_their_training_length(family, tmp_path):
     assert [PAST_CONTEXT in reason for reason in without_caches(stats.fallbacks)] == [True]
 
 
-@pytest.mark.fallback("the encoder of the drafter (model BartForConditionalGeneration) reads 16 tokens", "lock step")
+@pytest.mark.fallback(
+    "the encoder of the drafter (model BartForConditionalGeneration) reads 16 tokens", "lock step"
+)
 @pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_num_tokens": 3}])
 def test_text_too_long_for_the_draft_encoder_decodes_plainly(lookup):
     target, draft = pair_of("bart")
@@ -200,7 +235,9 @@ def test_joining_rows_have_their_own_context_room():
     source = iter([RowPrompt(text) for text in texts])
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 10}
     decoder = ContinuousDecoder(target, 2, options)
-    results = [result for results in decoder.decode(lambda: next(source, None)) for result in results]
+    results = [
+        result for results in decoder.decode(lambda: next(source, None)) for result in results
+    ]
     for prompt, token_ids, _, num_drafted, num_accepted, _ in results:
         plain = target.generate(torch.tensor([prompt.token_ids]), max_new_tokens=10)[0]
         assert plain.tolist() == [*prompt.token_ids, *token_ids]
@@ -216,10 +253,14 @@ def test_rows_past_the_context_update_no_acceptance(family):
     draft = with_context(target, C)  # with fewer positions it costs less than its target
     if family == "llama":
         draft = with_context(target, C, intermediate_size=47)
-        draft.model.layers[0].mlp.gate_proj.weight[:] = target.model.layers[0].mlp.gate_proj.weight[:47]
+        draft.model.layers[0].mlp.gate_proj.weight[:] = target.model.layers[0].mlp.gate_proj.weight[
+            :47
+        ]
     options = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "adaptive"}
     for num in (3, 4, 5):
-        stats = assert_decodes_as_plain(target, draft, prompts(num, 14), max_new_tokens=30, **options)
+        stats = assert_decodes_as_plain(
+            target, draft, prompts(num, 14), max_new_tokens=30, **options
+        )
         assert stats.draft_lens[-1] == 0
     memories = MemoryStore.of(target)._by_draft[draft].values()
     assert all(memory.acceptance.probabilities()[0] > 0.7 for memory in memories)
@@ -229,9 +270,24 @@ def test_rows_past_the_context_update_no_acceptance(family):
     ("config", "num_tokens"),
     [
         (transformers.LlamaConfig(max_position_embeddings=64), 64),
-        (transformers.LlamaConfig(max_position_embeddings=64, rope_parameters={**DYNAMIC, "factor": 4.0}), 64),
-        (transformers.LlamaConfig(max_position_embeddings=64, rope_parameters={**YARN, "rope_type": "linear"}), 64),
-        (transformers.Qwen2Config(max_position_embeddings=32, rope_parameters={**YARN, "factor": 16.0}), 64),
+        (
+            transformers.LlamaConfig(
+                max_position_embeddings=64, rope_parameters={**DYNAMIC, "factor": 4.0}
+            ),
+            64,
+        ),
+        (
+            transformers.LlamaConfig(
+                max_position_embeddings=64, rope_parameters={**YARN, "rope_type": "linear"}
+            ),
+            64,
+        ),
+        (
+            transformers.Qwen2Config(
+                max_position_embeddings=32, rope_parameters={**YARN, "factor": 16.0}
+            ),
+            64,
+        ),
         (transformers.Qwen2Config(max_position_embeddings=32, rope_parameters=YARN), 32),
         (transformers.GPT2Config(n_positions=48), 48),
         (transformers.MptConfig(max_seq_len=48), 48),
@@ -248,8 +304,15 @@ def test_context_length_follows_the_config_and_rope_scaling(config, num_tokens):
 
 
 def test_long_rope_draft_continues_for_prompts_already_longer():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
     sizes = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
-    model = make_model("phi3", rope_parameters=rope | {"original_max_position_embeddings": 16}, **sizes)
+    model = make_model(
+        "phi3", rope_parameters=rope | {"original_max_position_embeddings": 16}, **sizes
+    )
     assert [context_of(model, longest=num).num_tokens for num in (5, 17)] == [16, 64]
     assert encoder_context_len(transformers.LEDConfig(max_encoder_position_embeddings=48)) == 48

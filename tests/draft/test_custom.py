@@ -30,14 +30,20 @@ class Watcher:
     It compares each state with a plain forward and drafts the next tokens with errors.
     """
 
-    def __init__(self, target, setup: DrafterSetup, num_cached: int = 0, layers: tuple[int, ...] = (-1,)):
+    def __init__(
+        self, target, setup: DrafterSetup, num_cached: int = 0, layers: tuple[int, ...] = (-1,)
+    ):
         self.target, self.num_cached, self.hidden_layers = target, num_cached, layers
         self.pads = list(setup.num_pads)
         self.texts: list[list[int]] = []
         self.told: list[list[int]] = []  # gained tokens of each row, per call
 
     def draft(self, request):
-        query, kept, counts = request.query_token_ids, request.kept, request.kept.num_emitted.tolist()
+        query, kept, counts = (
+            request.query_token_ids,
+            request.kept,
+            request.kept.num_emitted.tolist(),
+        )
         assert request.kv_cache is None
         assert kept.hidden_states.shape[:2] == kept.token_ids.shape == (len(counts), max(counts))
         if not self.told:
@@ -51,8 +57,11 @@ class Watcher:
             num_known = min(query.shape[1], len(text))
             assert query[row, -num_known:].tolist() == text[-num_known:]
             states = self.project_states(states_of(self.target, text, self.hidden_layers))
-            states = states[len(text) - 1 - count : -1]  # states of the tokens before the gained ones
-            torch.testing.assert_close(kept.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
+            # states of the tokens before the gained ones
+            states = states[len(text) - 1 - count : -1]
+            torch.testing.assert_close(
+                kept.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE
+            )
         self.told.append(counts)
         num = request.num_draft_tokens
         drafts = [self.continued(row, text, num) for row, text in enumerate(self.texts)]
@@ -84,9 +93,14 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         return watchers[-1]
 
     stats, own = hf_speculate.SpeculationStats(), {"num_assistant_tokens": 4, "drafter": factory}
-    own |= {name: options.pop(name) for name in ("speculation_cache", CACHE_NAME) if name in options}
+    own |= {
+        name: options.pop(name) for name in ("speculation_cache", CACHE_NAME) if name in options
+    }
     options["max_new_tokens"] = NUM_NEW
-    outputs = [target.generate(**inputs, **options, **more) for more in ({}, own | {"speculation_stats": stats})]
+    outputs = [
+        target.generate(**inputs, **options, **more)
+        for more in ({}, own | {"speculation_stats": stats})
+    ]
     assert_equal_ids(*(getattr(output, "sequences", output) for output in outputs))
     (watcher,) = watchers
     return watcher, stats
@@ -99,7 +113,8 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("llama", 3, "dynamic", (1,)),
         ("gpt2", 3, "preallocated", (-1,)),
         ("mistral_window", 1, "dynamic", (-1,)),
-        ("gemma4", 3, "preallocated", (1, 3)),  # the last two layers share states: 3 is behind one of them
+        # the last two layers share states: 3 is behind one of them
+        ("gemma4", 3, "preallocated", (1, 3)),
         ("gemma4", 1, "dynamic", (4,)),
         ("gemma4", 3, "dynamic", (-1,)),
     ],
@@ -115,7 +130,9 @@ def test_reader_gets_every_state(family, batch_size, cache, layers):
 def test_layers_with_shared_states_give_those_of_one_token():
     target, inputs, seen = hf_speculate.enable(make_model("gemma4")), ragged_prompts(1, seed=3), []
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(1, 3), reads_prompt=False)
-    assert_decodes_as_plain(target, None, inputs, max_new_tokens=4, drafter=drafter, num_assistant_tokens=2)
+    assert_decodes_as_plain(
+        target, None, inputs, max_new_tokens=4, drafter=drafter, num_assistant_tokens=2
+    )
     states = states_of(target, inputs["input_ids"][0].tolist(), (1, 3))[-1:]
     torch.testing.assert_close(seen[0].kept.hidden_states[0], states, rtol=0, atol=STATE_TOLERANCE)
 
@@ -123,7 +140,9 @@ def test_layers_with_shared_states_give_those_of_one_token():
 @pytest.mark.parametrize("layers", [(-1,), (1, 3)])
 def test_multi_stream_states_are_refused_by_name(layers):
     target, inputs = make_model("gemma3n"), ragged_prompts(2, seed=3)
-    with pytest.raises(UnsupportedModelError, match=r"hidden state.* (one vector for|for every) .*token"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"hidden state.* (one vector for|for every) .*token"
+    ):
         followed(hf_speculate.enable(target), inputs, layers=layers)
 
 
@@ -135,8 +154,12 @@ LOCK_STEP = {"logits_processor": [Unchanged()]}
 def test_plain_steps_report_their_states(scripted, options, ends):
     (target, _), inputs, eos = pair("llama"), ragged_prompts(3, seed=4), None
     if ends:
-        eos = target.generate(**inputs, **options, max_new_tokens=NUM_NEW)[[0, 2], -NUM_NEW:][[0, 1], ends].tolist()
-    watcher, stats = followed(target, inputs, **options, eos_token_id=eos, pad_token_id=PAD_TOKEN_ID)
+        eos = target.generate(**inputs, **options, max_new_tokens=NUM_NEW)[[0, 2], -NUM_NEW:][
+            [0, 1], ends
+        ].tolist()
+    watcher, stats = followed(
+        target, inputs, **options, eos_token_id=eos, pad_token_id=PAD_TOKEN_ID
+    )
     assert stats.rounds_by_draft_len[0] > 2
     assert max(max(counts) for counts in watcher.told[1:]) > 3
     assert stats.lock_step == (options == LOCK_STEP)
@@ -146,7 +169,11 @@ def test_plain_steps_report_their_states(scripted, options, ends):
 def test_ended_rows_gain_no_tokens():
     (target, _), inputs = pair("llama"), ragged_prompts(3, seed=4)
     eos = target.generate(**inputs, max_new_tokens=NUM_NEW)[1, 4 - NUM_NEW]
-    options = {"eos_token_id": int(eos), "pad_token_id": PAD_TOKEN_ID, "return_dict_in_generate": True}
+    options = {
+        "eos_token_id": int(eos),
+        "pad_token_id": PAD_TOKEN_ID,
+        "return_dict_in_generate": True,
+    }
     assert 0 in followed(target, inputs, **options)[0].told[-1]
 
 
@@ -170,7 +197,9 @@ class Repeats:
     def draft(self, request):
         self.seen.append(request)
         ids = request.query_token_ids[:, -1:].expand(-1, request.num_draft_tokens)
-        return DraftOut(ids, torch.full((len(ids),), request.num_draft_tokens, dtype=torch.int32), None, None)
+        return DraftOut(
+            ids, torch.full((len(ids),), request.num_draft_tokens, dtype=torch.int32), None, None
+        )
 
     def rows(self, indices):
         pass
@@ -188,19 +217,25 @@ def test_embedding_prompt_reports_tokens_with_ids_only(num_ids, batch_size):
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(-1,))
     assert_equal_ids(plain, target.generate(**inputs, drafter=drafter, num_assistant_tokens=3))
     first = seen[0].kept
-    for row, (text, mask) in enumerate(zip(prompts["input_ids"], prompts["attention_mask"], strict=True)):
+    for row, (text, mask) in enumerate(
+        zip(prompts["input_ids"], prompts["attention_mask"], strict=True)
+    ):
         text = text[mask.bool()].tolist()
         count = min(len(text), num_ids + 1)
         assert first.num_emitted[row] == count
         assert first.token_ids[row, :count].tolist() == [*text, int(plain[row, num_ids])][-count:]
         states = states_of(target, text, (-1,))[-count:]
-        torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
+        torch.testing.assert_close(
+            first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE
+        )
 
 
 def test_encoder_decoder_states_are_those_of_the_decoder():
     (target, _), inputs, seen = encoder_pair("t5"), inputs_of("t5", 2), []
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(-1,))
-    assert_decodes_as_plain(target, None, inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=2)
+    assert_decodes_as_plain(
+        target, None, inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=2
+    )
     for kept in (request.kept for request in seen):
         chosen = target.get_output_embeddings()(kept.hidden_states).argmax(-1)
         assert torch.equal(chosen[kept.token_ids >= 0], kept.token_ids[kept.token_ids >= 0])
@@ -213,24 +248,53 @@ def test_drafter_factory_runs_once_per_call():
         setups.append(setup)
         return Repeats(setup, seen, max_draft_tokens=2)
 
-    options = {"do_sample": True, "temperature": 0.5, "top_k": 0, "verifier": "coupled", "eos_token_id": [2, 9]}
+    options = {
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 0,
+        "verifier": "coupled",
+        "eos_token_id": [2, 9],
+    }
     target.generate(**inputs, **options, max_new_tokens=6, num_assistant_tokens=3, drafter=factory)
     assert max(request.num_draft_tokens for request in seen) == 2  # limited to its proposal
     (setup,) = setups
     assert len(setup.processors) == 1  # temperature
-    pads, max_length = tuple((inputs["attention_mask"] == 0).sum(1).tolist()), inputs["input_ids"].shape[1] + 6
-    fields = (target, 3, pads, max_length, 3, VOCAB_SIZE, {2, 9}, target.device, setup.processors, Stream.RACE)
-    assert setup == DrafterSetup(*fields, keeps_logits=False)  # coupled verification reads no logits
+    pads, max_length = (
+        tuple((inputs["attention_mask"] == 0).sum(1).tolist()),
+        inputs["input_ids"].shape[1] + 6,
+    )
+    fields = (
+        target,
+        3,
+        pads,
+        max_length,
+        3,
+        VOCAB_SIZE,
+        {2, 9},
+        target.device,
+        setup.processors,
+        Stream.RACE,
+    )
+    # coupled verification reads no logits
+    assert setup == DrafterSetup(*fields, keeps_logits=False)
 
 
 CHANGES = {
-    "fewer": lambda draft, num: DraftOut(draft.token_ids[:, : num % 3], draft.lens.clamp(max=num % 3), None, None),
-    "uneven, 99 is all": lambda draft, num: draft._replace(lens=torch.tensor([1, 4, 99][: len(draft.lens)])),
+    "fewer": lambda draft, num: DraftOut(
+        draft.token_ids[:, : num % 3], draft.lens.clamp(max=num % 3), None, None
+    ),
+    "uneven, 99 is all": lambda draft, num: draft._replace(
+        lens=torch.tensor([1, 4, 99][: len(draft.lens)])
+    ),
     "logits in greedy decoding": lambda draft, num: draft._replace(
         token_logits=torch.zeros(*draft.token_ids.shape, VOCAB_SIZE)
     ),
-    "ids below the vocabulary": lambda draft, num: draft._replace(token_ids=draft.token_ids.clone().fill_(-5)),
-    "ids past the vocabulary": lambda draft, num: draft._replace(token_ids=draft.token_ids + VOCAB_SIZE),
+    "ids below the vocabulary": lambda draft, num: draft._replace(
+        token_ids=draft.token_ids.clone().fill_(-5)
+    ),
+    "ids past the vocabulary": lambda draft, num: draft._replace(
+        token_ids=draft.token_ids + VOCAB_SIZE
+    ),
 }
 
 
@@ -241,7 +305,11 @@ def test_drafts_of_any_form_keep_the_text(change, options):
             return CHANGES[change](super().draft(request), len(self.told))
 
     target, options = pair("llama")[0], {} if "logits" in change else options
-    own = {"drafter": functools.partial(Changed, target), "num_assistant_tokens": 4, "max_new_tokens": NUM_NEW}
+    own = {
+        "drafter": functools.partial(Changed, target),
+        "num_assistant_tokens": 4,
+        "max_new_tokens": NUM_NEW,
+    }
     stats = assert_decodes_as_plain(target, None, ragged_prompts(3, seed=8), **options, **own)
     assert (stats.num_accepted > 0) is ("ids" not in change)
 
@@ -263,7 +331,10 @@ def returning(draft):
         (returning((IDS, LENS)), "must return a DraftOut, got tuple"),
         (returning(DraftOut(IDS.repeat(1, 2), LENS, None, None)), r"K of at most 3, got \[2, 6\]"),
         (returning(DraftOut(IDS, LENS[:1], None, None)), "lens of a draft"),
-        (returning(DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None)), r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]"),
+        (
+            returning(DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None)),
+            r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]",
+        ),
     ],
 )
 def test_invalid_drafters_and_drafts_are_refused(drafter, message):
@@ -293,8 +364,13 @@ def test_sampled_drafts_keep_the_joint_distribution():
             lens = torch.full((len(newest),), request.num_draft_tokens)
             return DraftOut(torch.stack(ids, 1), lens, torch.stack(logits, 1), None)
 
-        options = {"drafter": type("FromTable", (Repeats,), {"draft": draft}), "num_assistant_tokens": 2}
-        counts = draw(target, None, NUM_DRAWS, max_new_tokens=NUM_DRAWN, verifier="rejection", **options)
+        options = {
+            "drafter": type("FromTable", (Repeats,), {"draft": draft}),
+            "num_assistant_tokens": 2,
+        }
+        counts = draw(
+            target, None, NUM_DRAWS, max_new_tokens=NUM_DRAWN, verifier="rejection", **options
+        )
         return p_value(counts, joint_distribution(target, NUM_DRAWN))
 
     assert p_of(table) > SIGNIFICANCE

@@ -16,7 +16,8 @@ from tests.support.tiny import TINY_FAMILIES, make_model, ragged_prompts
 
 VOCAB_SIZE = 64
 K = 4
-FLOAT32_TOLERANCE = 1e-5  # sums are rounded to float32, with a resolution of 2e-6 at these magnitudes
+# sums are rounded to float32, with a resolution of 2e-6 at these magnitudes
+FLOAT32_TOLERANCE = 1e-5
 
 
 class Compares:
@@ -37,13 +38,23 @@ class Compares:
             assert torch.equal(draft.token_ids[counts], best[:, :-1][counts])
         else:
             logits, sums = draft.token_logits[counts], draft.logsumexp[counts]
-            torch.testing.assert_close(logits, target_logits[:, :-1][counts], rtol=0, atol=FLOAT32_TOLERANCE)
-            torch.testing.assert_close(sums, logits.float().logsumexp(-1), rtol=0, atol=FLOAT32_TOLERANCE)
+            torch.testing.assert_close(
+                logits, target_logits[:, :-1][counts], rtol=0, atol=FLOAT32_TOLERANCE
+            )
+            torch.testing.assert_close(
+                sums, logits.float().logsumexp(-1), rtol=0, atol=FLOAT32_TOLERANCE
+            )
         accepted = steps < (best[:, :1] + keys.positions[:, None]) % (K + 1)
         return hf_speculate.keep_prefix(target_logits, draft, accepted, (best + 1) % VOCAB_SIZE)
 
 
-SAMPLING = {"do_sample": True, "draft_sampling": "sample", "temperature": 0.6, "top_k": 5, "seed": 2}
+SAMPLING = {
+    "do_sample": True,
+    "draft_sampling": "sample",
+    "temperature": 0.6,
+    "top_k": 5,
+    "seed": 2,
+}
 PROCESSORS = {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2}
 
 
@@ -52,14 +63,18 @@ PROCESSORS = {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2}
     options=[{}, PROCESSORS, SAMPLING, PROCESSORS | SAMPLING],
     plain_steps=[False, True],
 )
-def test_draft_equal_to_its_target_drafts_the_target_tokens(family, options, plain_steps, registry, request):
+def test_draft_equal_to_its_target_drafts_the_target_tokens(
+    family, options, plain_steps, registry, request
+):
     """Cover rejections, acceptances, leaving rows and plain steps, past all windows."""
     if plain_steps:
         request.getfixturevalue("scripted")
     (target, draft), compares = pair(family, ACCEPTED_ALL), Compares()
     hf_speculate.register_verifier("compares", lambda config: compares, lossless=False)
     options = {**options, "verifier": "compares", "assistant_model": draft, "eos_token_id": [7, 19]}
-    target.generate(**ragged_prompts(8, seed=4), **options, max_new_tokens=40, num_assistant_tokens=K)
+    target.generate(
+        **ragged_prompts(8, seed=4), **options, max_new_tokens=40, num_assistant_tokens=K
+    )
     assert compares.num_compared > 50
     assert compares.batch_sizes[0] > compares.batch_sizes[-1]
 
@@ -76,7 +91,9 @@ def greedy_draft(num, prompts, **options):
     drafter, kv_cache = make_drafter(
         make_model("llama"), len(prompts["input_ids"]), prompts["attention_mask"], **options
     )
-    return drafter.draft(DraftRequest(prompts["input_ids"], kv_cache, num)), max(kv_cache.num_real_tokens)
+    return drafter.draft(DraftRequest(prompts["input_ids"], kv_cache, num)), max(
+        kv_cache.num_real_tokens
+    )
 
 
 def test_drafting_ends_early_only_after_eos_in_every_row():
@@ -94,6 +111,8 @@ def test_drafting_ends_early_only_after_eos_in_every_row():
 
 def test_confidence_is_that_of_the_processed_distribution():
     for processor, num in ((TopKLogitsWarper(1), 4), (TemperatureLogitsWarper(1e3), 1)):
-        draft, _ = greedy_draft(4, ragged_prompts(2, seed=4), confidence_threshold=0.9, processors=[processor])
+        draft, _ = greedy_draft(
+            4, ragged_prompts(2, seed=4), confidence_threshold=0.9, processors=[processor]
+        )
         assert draft.lens.tolist() == [num, num]
         assert draft.token_ids.shape[1] == num

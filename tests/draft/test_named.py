@@ -14,7 +14,14 @@ from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.options.heads.head import DraftHead
 from tests.cases import assert_decodes_as_plain, new_pair
-from tests.options.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
+from tests.options.heads.designs import (
+    DFLASH,
+    EAGLE3,
+    make_weights,
+    write_original,
+    write_speculators,
+    write_z_lab,
+)
 from tests.options.heads.rounds import target_of
 from tests.options.heads.test_mtp import make_checkpoint
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
@@ -25,7 +32,9 @@ def test_draft_model_is_loaded_once_in_the_target_dtype(tmp_path):
     target, draft = new_pair("llama", dtype=torch.float32)
     draft.to(torch.bfloat16).save_pretrained(tmp_path)
     for _ in range(2):
-        stats = assert_decodes_as_plain(target, str(tmp_path), ragged_prompts(2, seed=1), max_new_tokens=9)
+        stats = assert_decodes_as_plain(
+            target, str(tmp_path), ragged_prompts(2, seed=1), max_new_tokens=9
+        )
         assert "drafter: model LlamaForCausalLM" in stats.plan
         assert stats.num_drafted > 0
         shutil.rmtree(tmp_path, ignore_errors=True)
@@ -77,9 +86,13 @@ def test_heads_and_models_are_told_apart(tmp_path):
 
 def test_folder_that_cannot_draft_is_named(tmp_path):
     for source in (tmp_path, "nobody/nothing-here"):
-        with pytest.raises(ConfigError, match=f"must name a draft head or a causal language model, got '{source}'"):
+        with pytest.raises(
+            ConfigError, match=f"must name a draft head or a causal language model, got '{source}'"
+        ):
             get(source, target_of())
-    xpress = write_speculators(tmp_path / "x", EAGLE3, make_weights(EAGLE3), speculators_model_type="xpress")
+    xpress = write_speculators(
+        tmp_path / "x", EAGLE3, make_weights(EAGLE3), speculators_model_type="xpress"
+    )
     with pytest.raises(UnsupportedModelError, match="got the speculators model type 'xpress'"):
         get(xpress, target_of())
     flare = write_z_lab(tmp_path / "f", DFLASH, make_weights(DFLASH), fusion_mode="flare")
@@ -90,8 +103,14 @@ def test_folder_that_cannot_draft_is_named(tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"must name files with all weights of LlamaForCausalLM, got .*model\.norm"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must name files with all weights of LlamaForCausalLM, got .*model\.norm",
+    ):
         get(folder, target_of())
     (folder / "config.json").write_text(json.dumps({"model_type": "never_heard_of"}))
-    with pytest.raises(ConfigError, match=r"must name a draft head or a causal language model, got .*never_heard_of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must name a draft head or a causal language model, got .*never_heard_of",
+    ):
         get(folder, target_of())

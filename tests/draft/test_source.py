@@ -31,9 +31,13 @@ def test_outside_source_needs_one_file_and_one_entry():
     assert repeats.texts == expected[:, -NUM_NEW:].tolist()
     assert "drafter: the last tokens again" in stats.plan
     assert torch.equal(target.generate(**call, repeats=None), expected)
-    with pytest.raises(UnsupportedGenerationError, match="got assistant_model and repeats; omit one of them"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="got assistant_model and repeats; omit one of them"
+    ):
         target.generate(**call, repeats=repeats, assistant_model=plain)
-    with pytest.raises(UnsupportedGenerationError, match="leave repeats out to decode without speculation"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="leave repeats out to decode without speculation"
+    ):
         target.generate(**call, repeats=repeats, num_beams=2)
 
 

@@ -155,7 +155,11 @@ def few_words(batch_size, seed=1):
 
 @pytest.mark.fallback("prompt lookup alone")
 def test_lookup_drafts_alone_beside_a_draft_of_target_size():
-    options = {"max_new_tokens": NUM_NEW, "prompt_lookup_num_tokens": 5, "num_assistant_tokens": None}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "prompt_lookup_num_tokens": 5,
+        "num_assistant_tokens": None,
+    }
     stats = assert_decodes_as_plain(*pair("llama"), few_words(3), **options)
     assert 0 < max(stats.rounds_by_draft_len) <= 5
     assert any("as large as its target" in reason for reason in stats.fallbacks)
@@ -166,13 +170,17 @@ def test_config_fields_apply_and_configs_stay_unchanged():
     config = GenerationConfig(max_new_tokens=9, pad_token_id=0, prompt_lookup_num_tokens=4)
     config.suffix_store = SuffixStore()
     before = config.to_dict()
-    many = {"num_return_sequences": 2, "do_sample": True, "seed": 1}  # unsupported by transformers' prompt lookup
+    # unsupported by transformers' prompt lookup
+    many = {"num_return_sequences": 2, "do_sample": True, "seed": 1}
     target.generate(**few_words(1), generation_config=config, **many, speculation_stats=stats)
     assert 0 < max(stats.rounds_by_draft_len) <= 4
     assert config.to_dict() == before
     assert config.suffix_store.num_tokens > 0
     target.generation_config = config
-    for own, is_used in (({}, True), ({"prompt_lookup_num_tokens": None, "suffix_store": None}, False)):
+    for own, is_used in (
+        ({}, True),
+        ({"prompt_lookup_num_tokens": None, "suffix_store": None}, False),
+    ):
         target.generate(**few_words(1), **own, speculation_stats=stats)
         assert (stats.num_batch_rounds > 0) == is_used
 
@@ -183,7 +191,11 @@ def test_ngram_length_changes_the_drafts():
     for most in (1, None):
         stats = SpeculationStats()
         target.generate(
-            **few_words(1), max_new_tokens=NUM_NEW, max_matching_ngram_size=most, speculation_stats=stats, **LOOKUP
+            **few_words(1),
+            max_new_tokens=NUM_NEW,
+            max_matching_ngram_size=most,
+            speculation_stats=stats,
+            **LOOKUP,
         )
         drafted.append((stats.num_batch_rounds, stats.num_accepted))
     assert drafted[0] != drafted[1]

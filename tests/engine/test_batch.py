@@ -14,7 +14,15 @@ from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession, RowProgress
 from hf_speculate.schedule import Choice, RowOutcome
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
+from hf_speculate.types import (
+    DraftOut,
+    RoundRecord,
+    SampleStrategy,
+    Scored,
+    StageSeconds,
+    Trimmed,
+    Verified,
+)
 from tests.cases import pair
 from tests.schedule.scripted import ScriptedSchedule
 from tests.support.tiny import ragged_prompts
@@ -30,20 +38,30 @@ def test_selected_rows_keep_their_state():
     assert (batch.num_hidden, batch.num_left) == ([-2, -1], [5, 5])
     assert batch.tokens.token_ids[:, :3].tolist() == [[0, 0, 9], [0, 5, 6]]
     keys = batch.begin_round()
-    assert (keys.seeds.tolist(), keys.rounds.tolist(), keys.positions.tolist()) == ([13, 11], [2, 2], [1, 2])
+    assert (keys.seeds.tolist(), keys.rounds.tolist(), keys.positions.tolist()) == (
+        [13, 11],
+        [2, 2],
+        [1, 2],
+    )
 
 
 @pytest.mark.parametrize("is_lock_step", [False, True])
 def test_drafts_end_with_the_last_row(is_lock_step):
     is_finished = [False, False, True]
     batch = SimpleNamespace(
-        num_left=[2, 5, 9], draft_limits=[8] * 3, is_finished=is_finished, row_ids=[0, 1, 2], num_rows=3
+        num_left=[2, 5, 9],
+        draft_limits=[8] * 3,
+        is_finished=is_finished,
+        row_ids=[0, 1, 2],
+        num_rows=3,
     )
     draft_length = DraftLength(ScriptedSchedule([8, 8]), is_lock_step)
     proposed = [[]] * 3
     assert draft_length.next(batch, [8, 8, 8], proposed, 0).num_draft_tokens == 4
     # The drafter cannot serve one row.
-    assert draft_length.next(batch, [8, 0, 8], proposed, 0).num_draft_tokens == (0 if is_lock_step else 1)
+    assert draft_length.next(batch, [8, 0, 8], proposed, 0).num_draft_tokens == (
+        0 if is_lock_step else 1
+    )
 
 
 def test_outcomes_leave_out_finished_and_unserved_rows():
@@ -52,11 +70,16 @@ def test_outcomes_leave_out_finished_and_unserved_rows():
     verified = Verified(ids, [[1], [2, 5], [3]], [3, 2, 0], [0, 1, 0], 0, ids)
     trimmed = Trimmed([0, 2, 1], [False] * 3, [True, False, False], [9, 3, 4])
     rest = DraftOut(ids, ids[:, 0], None, None), Scored(ids), verified, trimmed, StageSeconds(), 0.0
-    record = RoundRecord(1, [4, 6, 8], [False, True, True], [True, True, False], 3, 1, [0, 7, 5], *rest)
+    record = RoundRecord(
+        1, [4, 6, 8], [False, True, True], [True, True, False], 3, 1, [0, 7, 5], *rest
+    )
     draft_length = DraftLength(schedule)
     draft_length.on_round(record)
     (outcome,) = schedule.outcomes
-    assert outcome.rows == [RowOutcome(6, 2, 1, 2, is_model=True), RowOutcome(8, 0, 0, 1, is_model=False)]
+    assert outcome.rows == [
+        RowOutcome(6, 2, 1, 2, is_model=True),
+        RowOutcome(8, 0, 0, 1, is_model=False),
+    ]
     assert outcome.num_rows == 3
     draft_length.on_round(record._replace(is_served=[False] * 3))
     assert len(schedule.outcomes) == 1
@@ -81,7 +104,10 @@ def test_finished_rows_feed_their_last_token_for_other_ranks():
     drafter = ProposesNothing()
     batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3])
     faults = DraftFaults(SpeculationStats(), "the drafter", torch.device("cpu"), drafter.is_callers)
-    drafts, target_cache = DraftSession(drafter, faults, [0], SampleStrategy.GREEDY), DynamicKVCache(DynamicCache(), 1)
+    drafts, target_cache = (
+        DraftSession(drafter, faults, [0], SampleStrategy.GREEDY),
+        DynamicKVCache(DynamicCache(), 1),
+    )
     drafts.begin(batch)
     for is_finished in (False, True, True):
         batch.is_finished = [is_finished]
@@ -107,8 +133,15 @@ def test_draft_cache_keeps_tokens_outside_the_next_query(row, num_real, kept, wi
 def test_ended_row_has_a_score_for_padding_only():
     (target, draft), inputs, pad = pair("llama"), ragged_prompts(3, seed=4), 5
     first = target.generate(**inputs, max_new_tokens=1)[0, -1]
-    options = {"eos_token_id": int(first), "pad_token_id": pad, "output_scores": True, "return_dict_in_generate": True}
-    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=6)
+    options = {
+        "eos_token_id": int(first),
+        "pad_token_id": pad,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    ours = target.generate(
+        **inputs, **options, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=6
+    )
     assert ours.sequences[0, -5:].tolist() == [pad] * 5
     for scores in ours.scores[1:]:
         assert scores[0, pad] == 0

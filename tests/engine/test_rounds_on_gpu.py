@@ -22,8 +22,8 @@ SHORT = 2  # draft length: many sampled rows are slow in the Triton interpreter
 NEVER = 500  # EOS id outside of every vocabulary
 GREEDY: dict[str, Any] = {"do_sample": False}
 TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}
-# Maximum number of our operators in a round, by drafter, cache, mode and rows. Drafts of eight sampled
-# rows have SHORT tokens.
+# Maximum number of our operators in a round, by drafter, cache, mode and rows. Drafts of eight
+# sampled rows have SHORT tokens.
 MOST = {
     ("model", "preallocated", "greedy", 1): 18,
     ("model", "preallocated", "top_p", 1): 37,
@@ -34,7 +34,11 @@ MOST = {
     ("lookup", "dynamic", "top_p", 1): 17,
 }
 # Sampling is slow in the interpreter, so only the commonest case runs by default.
-SLOW = {("model", "preallocated", "top_p", 8), ("model", "dynamic", "greedy", 8), ("lookup", "dynamic", "top_p", 1)}
+SLOW = {
+    ("model", "preallocated", "top_p", 8),
+    ("model", "dynamic", "greedy", 8),
+    ("lookup", "dynamic", "top_p", 1),
+}
 CASES = [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ()) for case in MOST]
 MOST_NEAR_THE_END = 36  # eight greedy rows with drafts cut to the remaining room
 MODES = {"greedy": GREEDY, "top_p": TOP_P}
@@ -60,7 +64,14 @@ def repeated_prompts(batch_size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int | None = 4, **options: Any) -> Rounds:
+def run(
+    pair: Any,
+    drafter: str,
+    batch_size: int,
+    num_draft: int = K,
+    most: int | None = 4,
+    **options: Any,
+) -> Rounds:
     """Run the first rounds of a call."""
     rounds, target, draft = pair
     rounds.clear()
@@ -69,10 +80,22 @@ def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int 
     source: dict[str, Any] = {"prompt_lookup_num_tokens": num_draft}
     if drafter == "model":
         source = {"assistant_model": draft, "num_assistant_tokens": num_draft}
-    constant = {"num_assistant_tokens_schedule": "constant"}  # measured times would change the lengths between runs
-    options = {"max_new_tokens": 64, "eos_token_id": NEVER, "speculation_graphs": "off", **constant, **options}
+    # measured times would change the lengths between runs
+    constant = {"num_assistant_tokens_schedule": "constant"}
+    options = {
+        "max_new_tokens": 64,
+        "eos_token_id": NEVER,
+        "speculation_graphs": "off",
+        **constant,
+        **options,
+    }
     with suppress(Enough):
-        target.generate(**on_gpu(repeated_prompts(batch_size)), **source, **options, speculation_callback=rounds.end)
+        target.generate(
+            **on_gpu(repeated_prompts(batch_size)),
+            **source,
+            **options,
+            speculation_callback=rounds.end,
+        )
     return rounds
 
 
@@ -81,7 +104,9 @@ def test_round_takes_few_operators_one_sync_and_no_upload(
     half: Any, drafter: str, cache: str, mode: str, batch_size: int
 ) -> None:
     num_draft = SHORT if (mode, batch_size) == ("top_p", 8) else K
-    steady = run(half, drafter, batch_size, num_draft, speculation_cache=cache, **MODES[mode]).steady()
+    steady = run(
+        half, drafter, batch_size, num_draft, speculation_cache=cache, **MODES[mode]
+    ).steady()
     assert steady
     for cost in steady:
         assert cost.num_launches <= MOST[drafter, cache, mode, batch_size], cost.launches
@@ -90,8 +115,12 @@ def test_round_takes_few_operators_one_sync_and_no_upload(
         assert cost.num_plans == 0
 
 
-@pytest.mark.parametrize(("drafter", "batch_size", "most"), [("model", 1, 31), ("model", 8, 36), ("lookup", 1, 14)])
-def test_round_from_graphs_takes_a_few_dozen_launches(half: Any, drafter: str, batch_size: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "batch_size", "most"), [("model", 1, 31), ("model", 8, 36), ("lookup", 1, 14)]
+)
+def test_round_from_graphs_takes_a_few_dozen_launches(
+    half: Any, drafter: str, batch_size: int, most: int
+) -> None:
     options = {**GREEDY, "speculation_graphs": "on", "most": 6}
     run(half, drafter, batch_size, **options)  # captures a graph for each draft length
     for cost in run(half, drafter, batch_size, **options).steady()[1:]:
@@ -104,7 +133,9 @@ def test_round_from_graphs_takes_a_few_dozen_launches(half: Any, drafter: str, b
 def test_draft_with_another_vocabulary_reads_text_on_the_host(half: Any) -> None:
     """Encode missing tokens with one upload and no further synchronisation."""
     ours, theirs = letters_tokenizer(CHARACTERS), letters_tokenizer(CHARACTERS[:60][::-1] + "?!;:")
-    for cost in run(half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs).steady():
+    for cost in run(
+        half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs
+    ).steady():
         assert cost.num_launches <= 33, cost.launches
         assert cost.waits == ["event"]
         assert cost.num_uploads == 1
@@ -119,14 +150,22 @@ def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
 
 
 def test_ended_rows_cost_no_upload_in_later_rounds(half: Any) -> None:
-    options = {"max_new_tokens": 24, "eos_token_id": list(range(10, 20)), "return_dict_in_generate": True}  # rows stay
+    # rows stay
+    options = {
+        "max_new_tokens": 24,
+        "eos_token_id": list(range(10, 20)),
+        "return_dict_in_generate": True,
+    }
     steady = run(half, "model", 3, 3, most=None, verifier_backend="torch", **options).steady()[1:]
     assert {name for cost in steady for name in cost.waits} == {"event"}
     num_ended = 3 - len(steady[-1].report.row_ids)
-    # An ended row uploads its finished state and the start of its padding. A round later, it uploads the
-    # padding-only state.
+    # An ended row uploads its finished state and the start of its padding. A round later, it
+    # uploads the padding-only state.
     assert 0 < num_ended < 3
-    assert max(cost.num_uploads for cost in steady) <= 2 and sum(cost.num_uploads for cost in steady) <= 3 * num_ended
+    assert (
+        max(cost.num_uploads for cost in steady) <= 2
+        and sum(cost.num_uploads for cost in steady) <= 3 * num_ended
+    )
 
 
 def test_flash_attention_serves_forwards_without_masks(half: Any) -> None:
@@ -142,8 +181,10 @@ def test_texts_on_a_gpu_equal_plain_generate() -> None:
     """Compare in float32: lengths on the device give positions, masks and indices."""
     target, draft = models(torch.float32, "mistral_window")
     prompts = ragged_prompts(4, seed=3, max_len=20)
-    ends = {"max_new_tokens": 20, "eos_token_id": [17, 3, 40, 9], "return_dict_in_generate": True}  # ended rows stay
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "verifier_backend": "torch"}  # Triton is slow here
+    # ended rows stay
+    ends = {"max_new_tokens": 20, "eos_token_id": [17, 3, 40, 9], "return_dict_in_generate": True}
+    # Triton is slow here
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, "verifier_backend": "torch"}
     with counted(target, draft):
         plain = target.generate(**on_gpu(prompts), **ends).sequences.cpu()
         for cache_kind in ("auto", "dynamic"):

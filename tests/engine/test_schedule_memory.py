@@ -50,7 +50,9 @@ class Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"vocab_size": 512, "dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_word_embeddings": True}, {"vocab_size": 512, "dtype": torch.bfloat16}]
+)
 def test_step_bytes_are_those_of_multiplied_matrices(options):
     model = make_model("llama", **options)
     with Products() as products, torch.no_grad():
@@ -66,15 +68,22 @@ def test_step_bytes_leave_out_image_encoders(make_reader):
     assert step_weights(model).num_bytes == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
 
 
-@pytest.mark.parametrize("family", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"])
+@pytest.mark.parametrize(
+    "family", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"]
+)
 def test_head_step_bytes_include_the_shared_lm_head(family, tmp_path):
     head, target = KINDS[family](tmp_path)
-    rounds, shared = Rounds(head, target, random_texts([6], seed=1)), target.get_output_embeddings().weight
+    rounds, shared = (
+        Rounds(head, target, random_texts([6], seed=1)),
+        target.get_output_embeddings().weight,
+    )
     with Products(weight for weight in target.parameters() if weight is not shared) as products:
         rounds.draft(1)
     assert head.num_step_bytes(target) == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
     prior = draft_prior(target, HeadSource(head))
-    assert prior.step_ratio == pytest.approx(head.num_step_bytes(target) / step_weights(target).num_bytes)
+    assert prior.step_ratio == pytest.approx(
+        head.num_step_bytes(target) / step_weights(target).num_bytes
+    )
     assert prior.is_parallel is (family in ("P-EAGLE", "DFlash", "DFlash 2", "PARD"))
 
 
@@ -104,7 +113,9 @@ def test_draft_as_large_as_its_target_is_reported_useless(is_quantised):
     if is_quantised:
         target.model.norm.weight = Quantised(target.model.norm.weight.data, requires_grad=False)
     stats = hf_speculate.SpeculationStats()
-    target.generate(**ragged_prompts(1), assistant_model=draft, max_new_tokens=24, speculation_stats=stats)
+    target.generate(
+        **ragged_prompts(1), assistant_model=draft, max_new_tokens=24, speculation_stats=stats
+    )
     assert bool(stats.fallbacks) is not is_quantised
 
 
@@ -149,11 +160,17 @@ def test_calls_of_the_same_source_share_a_history(schedules):
         "early exit 1": [lambda: {"assistant_early_exit": 1}] * 2,
         "another model": [lambda: {"assistant_model": second_target}] * 2,
         "a model": [lambda: {"assistant_model": draft}] * 2,
-        "a model and lookup": [lambda: {"assistant_model": second_target, "prompt_lookup_num_tokens": 3}] * 2,
+        "a model and lookup": [
+            lambda: {"assistant_model": second_target, "prompt_lookup_num_tokens": 3}
+        ]
+        * 2,
         "lookup": [lambda: {"prompt_lookup_num_tokens": 3}] * 2,
         "a described drafter": [lambda: {"drafter": described("one")}] * 2,
         "another description": [lambda: {"drafter": described("two")}] * 2,
-        "a drafter by its class": [lambda: {"drafter": partial(Repeats, number=2)}, lambda: {"drafter": Repeats}],
+        "a drafter by its class": [
+            lambda: {"drafter": partial(Repeats, number=2)},
+            lambda: {"drafter": Repeats},
+        ],
         "a candidate generator": [lambda: {"candidate_generator": lookup_generator()}] * 2,
     }
     memories = {}
@@ -169,20 +186,28 @@ def test_calls_of_the_same_source_share_a_history(schedules):
 
 
 def lookup_generator():
-    return PromptLookupCandidateGenerator(num_output_tokens=3, max_matching_ngram_size=2, max_length=100)
+    return PromptLookupCandidateGenerator(
+        num_output_tokens=3, max_matching_ngram_size=2, max_length=100
+    )
 
 
 def test_early_exits_of_different_layers_have_separate_histories():
     sources = [EarlyExit(2), EarlyExit(3), AssistantModel(object())]
     assert len({source.history_key().name for source in sources}) == 3
     target = make_model("llama", num_hidden_layers=4)
-    assert EarlyExit(2).resolve(target, {}).history_key().draft is None  # every call makes a new object
+    # every call makes a new object
+    assert EarlyExit(2).resolve(target, {}).history_key().draft is None
 
 
 def test_cost_ratio_of_a_pair_is_that_of_step_bytes():
-    target, short = make_model("llama", num_hidden_layers=4), make_model("llama", num_hidden_layers=1)
+    target, short = (
+        make_model("llama", num_hidden_layers=4),
+        make_model("llama", num_hidden_layers=1),
+    )
     head = target.get_output_embeddings().weight
     num_head = head.numel() * head.element_size()
     layers = step_weights(short).num_bytes - num_head, step_weights(target).num_bytes - num_head
     assert layers[1] == pytest.approx(4 * layers[0], rel=0.02)
-    assert cost_ratio(target, short) == pytest.approx(step_weights(short).num_bytes / step_weights(target).num_bytes)
+    assert cost_ratio(target, short) == pytest.approx(
+        step_weights(short).num_bytes / step_weights(target).num_bytes
+    )

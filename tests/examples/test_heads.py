@@ -28,14 +28,19 @@ def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
         draft = Rounds(head, target, [text]).draft(NUM_STEPS, SampleStrategy.RANDOM)
         ids = torch.tensor([text + draft.token_ids[0].tolist()])
         states = states_of(target, text[:-1], EAGLE3.aux_layers)
-        states = torch.nn.functional.pad(states, (0, 0, 0, NUM_STEPS))[None]  # those after the newest are not read
-        states_seen = rollout(head.network, target.get_input_embeddings().weight, ids, states, NUM_STEPS)
+        # those after the newest are not read
+        states = torch.nn.functional.pad(states, (0, 0, 0, NUM_STEPS))[None]
+        states_seen = rollout(
+            head.network, target.get_input_embeddings().weight, ids, states, NUM_STEPS
+        )
         for step, logits in enumerate(states_seen):
             expected = draft.token_logits[0, step, list(EAGLE3.draft_ids)]
             torch.testing.assert_close(logits[0, len(text) - 2], expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("design", [DFLASH, DFLASH2.with_options(selector_top_k=32)], ids=["DFlash", "DFlash 2"])
+@pytest.mark.parametrize(
+    "design", [DFLASH, DFLASH2.with_options(selector_top_k=32)], ids=["DFlash", "DFlash 2"]
+)
 def test_blocks_give_the_logits_of_drafts(import_example, design, tmp_path):
     blocks, target = import_example("training.dflash.blocks"), target_of()
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
@@ -47,7 +52,9 @@ def test_blocks_give_the_logits_of_drafts(import_example, design, tmp_path):
     for block, start in enumerate(starts.flatten().tolist()):
         row = texts[block // starts.shape[1]].tolist()
         text, drafted = row[: start + 1], row[start + 1 :]
-        expected = reference.logits(text, states_of(target, text[:-1], design.aux_layers), drafted, NUM_STEPS)
+        expected = reference.logits(
+            text, states_of(target, text[:-1], design.aux_layers), drafted, NUM_STEPS
+        )
         torch.testing.assert_close(found.selected[block], expected, rtol=0, atol=TOLERANCE)
         assert (found.parallel is found.selected) == (design is DFLASH)
 
@@ -59,10 +66,19 @@ def test_the_saved_heads_draft_long_greedy_texts(import_example, name):
     head, stats = load_drafter(models.EAGLE3.parent / name, target), hf_speculate.SpeculationStats()
     tokenizer = measure.load_tokenizer(models.PAIR / "target")
     inputs = tokenizer(models.read_questions(measure.PROMPTS, 8), return_tensors="pt", padding=True)
-    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"max_new_tokens": 48}
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")} | {
+        "max_new_tokens": 48
+    }
     plain = target.generate(**inputs, do_sample=False)
-    options = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
-    assert_equal_ids(plain, hf_speculate.generate(target, **inputs, assistant_model=head, do_sample=False, **options))
+    options = {
+        "num_assistant_tokens": 5,
+        "num_assistant_tokens_schedule": "constant",
+        "speculation_stats": stats,
+    }
+    assert_equal_ids(
+        plain,
+        hf_speculate.generate(target, **inputs, assistant_model=head, do_sample=False, **options),
+    )
     assert stats.mean_acceptance_length > MIN_LENGTHS[name]
 
 
@@ -73,7 +89,9 @@ K = 3
 def make_head(import_example, target, draft_ids):
     """A random head that proposes `draft_ids`."""
     torch.manual_seed(1)
-    head = import_example("smollm2_head.head").DraftHead(target.config, AUX_LAYERS, draft_ids, target)
+    head = import_example("smollm2_head.head").DraftHead(
+        target.config, AUX_LAYERS, draft_ids, target
+    )
     head = head.to(target.dtype).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_(std=0.5)
@@ -88,7 +106,8 @@ def target():
 def drafted_without_cache(head, target, text, num_tokens):
     """The greedy draft after `text`, every attention computed anew; outputs of pairs stand in for later states."""
     states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-    states = head.project(torch.cat([states[layer] for layer in head.hidden_layers], dim=-1))  # [1, N, D]
+    # [1, N, D]
+    states = head.project(torch.cat([states[layer] for layer in head.hidden_layers], dim=-1))
     ids = list(text[1:])
     for _ in range(num_tokens):
         for count in range(states.shape[1], len(ids) + 1):
@@ -97,7 +116,9 @@ def drafted_without_cache(head, target, text, num_tokens):
             )
             groups = heads.query.shape[1] // heads.key.shape[1]
             key, value = (part.repeat_interleave(groups, 1) for part in (heads.key, heads.value))
-            mixed = torch.nn.functional.scaled_dot_product_attention(heads.query, key, value, is_causal=True)
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                heads.query, key, value, is_causal=True
+            )
             output = head.finish(residual, mixed)[:, -1:]
             states = torch.cat([states, output], dim=1) if count < len(ids) else states
         ids.append(int(head.target_ids[head.logits(output[:, 0])[0].argmax()]))
@@ -130,15 +151,26 @@ def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, c
     assert len(seen) > 12
     assert {len(ids) for _, ids in seen} >= lens
     for text, ids in seen:
-        assert not ids or eos in text[-K:] or ids == drafted_without_cache(head, target, text, len(ids))
+        assert (
+            not ids
+            or eos in text[-K:]
+            or ids == drafted_without_cache(head, target, text, len(ids))
+        )
 
 
 def test_sampled_tokens_keep_the_targets_distribution(import_example):
     model = hf_speculate.enable(make_small_model(8, num_hidden_layers=3, dtype=torch.float32))
     head = make_head(import_example, model, torch.tensor([0, 2, 3, 5, 6]))
     stats = hf_speculate.SpeculationStats()
-    drafter = functools.partial(import_example("smollm2_head.drafter").HeadDrafter, head, confidence=0.4, copies=True)
-    options = {"drafter": drafter, "verifier": "rejection", "num_assistant_tokens": 2, "speculation_stats": stats}
+    drafter = functools.partial(
+        import_example("smollm2_head.drafter").HeadDrafter, head, confidence=0.4, copies=True
+    )
+    options = {
+        "drafter": drafter,
+        "verifier": "rejection",
+        "num_assistant_tokens": 2,
+        "speculation_stats": stats,
+    }
     counts = draw(model, None, 20_000, **options)
     assert p_value(counts, joint_distribution(model)) > SIGNIFICANCE
     assert 0 < stats.num_accepted < stats.num_drafted

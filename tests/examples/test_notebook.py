@@ -7,8 +7,13 @@ from tests.notebook import TUTORIAL, execute, read
 
 def shown(outputs):
     """What a cell printed or returned; numbers may differ by the machine."""
-    texts = ["".join(output.get("text", output.get("data", {}).get("text/plain", []))) for output in outputs]
-    return [re.sub(r"\d+", "0", text) for text in texts], [sorted(output.get("data", {})) for output in outputs]
+    texts = [
+        "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
+        for output in outputs
+    ]
+    return [re.sub(r"\d+", "0", text) for text in texts], [
+        sorted(output.get("data", {})) for output in outputs
+    ]
 
 
 def test_the_tutorial_runs_and_holds_what_its_cells_show(registry):
@@ -21,7 +26,9 @@ def test_the_tutorial_runs_and_holds_what_its_cells_show(registry):
         assert types == saved_types
         if "times" not in cell["metadata"].get("tags", []):
             assert texts == saved_texts, "out of date: run python -m tests.notebook"
-    printed = "".join(text for outputs in executed for output in outputs for text in output.get("text", []))
+    printed = "".join(
+        text for outputs in executed for output in outputs for text in output.get("text", [])
+    )
     assert printed.count("equal to plain decoding: True") == 3
     assert "image/png" in executed[-1][0]["data"]
     assert "traceback" not in TUTORIAL.read_text(encoding="utf-8").lower()

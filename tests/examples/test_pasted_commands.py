@@ -11,7 +11,9 @@ from tests.support.pages import PAGES, commands
 # What only makes the environment, which the test has, what takes hours, and what needs a GPU.
 ON_A_GPU = "PYTHONPATH=. python3 benchmarks/gpu.py --out build/gpu"
 NOT_RUN = ("make install", ". .venv/bin/activate", "pip install .", "make bench", ON_A_GPU)
-WITH_COMMANDS = [page for page in PAGES if not all(command.startswith(NOT_RUN) for command in commands(page))]
+WITH_COMMANDS = [
+    page for page in PAGES if not all(command.startswith(NOT_RUN) for command in commands(page))
+]
 
 
 @pytest.mark.slow

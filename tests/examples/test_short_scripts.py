@@ -27,7 +27,9 @@ def test_the_page_names_every_example_and_each_says_how_to_run_it():
         assert f"`cd examples && python -m training.{path.stem}`" in page
     for path in EXAMPLES.glob("*.py"):
         source = path.read_text(encoding="utf-8")  # of a script, or of a module that scripts share
-        assert "__main__" not in source or re.search(rf"^    (\w.* )?(examples/)?{path.name}", source, re.M), path.name
+        assert "__main__" not in source or re.search(
+            rf"^    (\w.* )?(examples/)?{path.name}", source, re.M
+        ), path.name
     assert [name for name in ROWS if not (EXAMPLES / name).exists()] == []
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -43,25 +45,49 @@ PROGRAM = ["-m", "hf_speculate.tools.cli.main"]
     [
         (["grammar.py"], "xgrammar", 'xgrammar is not installed; run: pip install ".[grammar]"'),
         (["lm_eval_harness.py"], "lm_eval", "lm_eval is not installed; run: pip install lm-eval"),
-        (["trl_rollouts.py"], "trl", "trl is not installed; run: pip install trl, or add --without-trainer"),
-        (["prometheus.py"], "prometheus_client", 'prometheus_client is not installed; run: pip install ".[metrics]"'),
+        (
+            ["trl_rollouts.py"],
+            "trl",
+            "trl is not installed; run: pip install trl, or add --without-trainer",
+        ),
+        (
+            ["prometheus.py"],
+            "prometheus_client",
+            'prometheus_client is not installed; run: pip install ".[metrics]"',
+        ),
         (
             ["quickstart.py"],
             "accelerate",
             'got no accelerate; run: pip install ".[demo]", or add --tiny for the bundled',
         ),
-        (["pipeline.py"], "gguf", 'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled'),
-        (["chat.py"], "gguf", 'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled'),
+        (
+            ["pipeline.py"],
+            "gguf",
+            'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled',
+        ),
+        (
+            ["chat.py"],
+            "gguf",
+            'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled',
+        ),
         (SERVE, "gguf", 'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled'),
         (SERVE, "uvicorn", 'pip install ".[serve]" in a clone of hf_speculate'),
-        (["demo.py"], "accelerate", 'got no accelerate; run: pip install ".[demo]", or add --tiny for the bundled'),
+        (
+            ["demo.py"],
+            "accelerate",
+            'got no accelerate; run: pip install ".[demo]", or add --tiny for the bundled',
+        ),
         (["models.py"], "accelerate", 'got no accelerate; run: pip install ".[demo]"'),
         (
             ["training/train_smollm2_head.py", "--stage", "text"],
             "accelerate",
             'got no accelerate; run: pip install ".[demo]"',
         ),
-        (["tensor_parallel.py"], "torchrun", "run: torchrun --nproc-per-node 2 examples/tensor_parallel.py"),
+        (
+            ["tensor_parallel.py"],
+            "torchrun",
+            "run: torchrun --nproc-per-node 2 examples/tensor_parallel.py",
+        ),
     ],
 )
 def test_what_is_missing_is_said_in_one_line_with_the_extra_of_the_page(
@@ -79,9 +105,15 @@ def test_what_is_missing_is_said_in_one_line_with_the_extra_of_the_page(
 
 
 FEW = ("--max-new-tokens", "8", "--num-assistant-tokens", "3")
-ROLLOUTS = ["epoch 3: tokens per target forward ", "greedy texts of the target equal plain decoding's: True"]
+ROLLOUTS = [
+    "epoch 3: tokens per target forward ",
+    "greedy texts of the target equal plain decoding's: True",
+]
 SLOW = [
-    (["prometheus.py", "--num-prompts", "1", *FEW[:2]], ["hf_speculate_generated_tokens_total 7.0"]),
+    (
+        ["prometheus.py", "--num-prompts", "1", *FEW[:2]],
+        ["hf_speculate_generated_tokens_total 7.0"],
+    ),
     (["custom_verifier.py", *FEW], ["greedy ", "top_k "]),
     (["grammar.py", *FEW], ["lock step ", "rollback "]),
     (["chat.py", "--tiny", *FEW[:2]], ["mean acceptance"]),
@@ -98,7 +130,10 @@ SLOW = [
     ("command", "shown"),
     [
         (["quickstart.py", "--tiny"], ["class Stack:\n    def push(self, item):\n"]),
-        (["hub_config.py"], [f"{when}: verifier=typical, " for when in ("saved", "loaded", "custom_generate")]),
+        (
+            ["hub_config.py"],
+            [f"{when}: verifier=typical, " for when in ("saved", "loaded", "custom_generate")],
+        ),
         (["whisper.py"], ["ids equal plain decoding's: True"]),
         (["custom_drafter.py", "--max-new-tokens", "24"], ["texts equal plain decoding's: True"]),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
@@ -115,7 +150,13 @@ def test_a_script_prints_what_it_claims(command, shown, run, registry, monkeypat
 
 @pytest.mark.slow
 def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_text():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / "tensor_parallel.py"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        EXAMPLES / "tensor_parallel.py",
+    ]
     commands = [sys.executable, EXAMPLES / "batch.py"], [sys.executable, *launcher]
     batch, shared = (
         subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
@@ -124,7 +165,13 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
     lines = batch.splitlines()
     assert "interrupted" in lines
     assert {"2 were there already", "3 were there already"} & set(lines)
-    assert [line.split(" (")[0] for line in lines if line.endswith(" tokens)")] == ["1", "stack", "3", "4", "5"]
+    assert [line.split(" (")[0] for line in lines if line.endswith(" tokens)")] == [
+        "1",
+        "stack",
+        "3",
+        "4",
+        "5",
+    ]
     assert "processes: 2, all with one text: True" in shared
     assert "rows as plain generate() has them: 3 of 3" in shared
     assert float(re.search(MEAN, shared)[1]) >= 1
@@ -135,16 +182,27 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
     ("words", "stop"),
     [
         (["examples/serve.py", "--tiny"], signal.SIGINT),
-        ([*PROGRAM, "serve", "examples/pair/target", "--store", "STORE", "--no-page"], signal.SIGTERM),
+        (
+            [*PROGRAM, "serve", "examples/pair/target", "--store", "STORE", "--no-page"],
+            signal.SIGTERM,
+        ),
     ],
 )
 def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     names = ["--allowed-host", "name.example"] if stop == signal.SIGTERM else []
     store = tmp_path / "store.safetensors"
-    command = [sys.executable, *(str(store) if word == "STORE" else word for word in words), "--port", "0", *names]
+    command = [
+        sys.executable,
+        *(str(store) if word == "STORE" else word for word in words),
+        "--port",
+        "0",
+        *names,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         line = next((line for line in process.stderr if "target on http" in line), "")
         address = re.search(r"http://\S+/v1", line)[0]
         headers = {"Host": names[-1]} if names else {}
@@ -159,5 +217,7 @@ def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path
     assert answer["usage"]["speculation"]["rounds"] > 0
     assert process.returncode == 0
     remarks = rest.splitlines()
-    assert remarks[-1] == "stopped" or (remarks[-2] == "stopped" and "tokens of earlier outputs" in remarks[-1])
+    assert remarks[-1] == "stopped" or (
+        remarks[-2] == "stopped" and "tokens of earlier outputs" in remarks[-1]
+    )
     assert store.exists() is ("STORE" in words)

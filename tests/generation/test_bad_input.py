@@ -7,18 +7,31 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as ReadsStates
+from transformers.generation.candidate_generator import (
+    SinglePositionMultiTokenCandidateGenerator as ReadsStates,
+)
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.errors import ConfigError, KernelUnavailableError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.errors import (
+    ConfigError,
+    KernelUnavailableError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
 from tests.cases import assert_decodes_as_plain, pair
 from tests.support.tiny import make_model, ragged_prompts
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 ONES = torch.ones(2, 6, dtype=torch.int64)
 LOOKUP = PromptLookupCandidateGenerator()
-CHOICES = ("verifier", "verifier_backend", "speculation_cache", "num_assistant_tokens_schedule", "draft_sampling")
+CHOICES = (
+    "verifier",
+    "verifier_backend",
+    "speculation_cache",
+    "num_assistant_tokens_schedule",
+    "draft_sampling",
+)
 
 
 @pytest.fixture
@@ -38,7 +51,10 @@ def models():
     ("fields", "message"),
     [
         *(({name: "magic"}, "got 'magic'") for name in CHOICES),
-        *(({name: -1.0}, "got -1.0") for name in ("posterior_threshold", "posterior_alpha", "entropy_epsilon")),
+        *(
+            ({name: -1.0}, "got -1.0")
+            for name in ("posterior_threshold", "posterior_alpha", "entropy_epsilon")
+        ),
         ({"num_assistant_tokens": -1}, "got -1; leave"),
         ({"prompt_lookup_num_tokens": 0}, "got 0; leave"),
         *(({name: {}}, "got dict") for name in ("suffix_store", "speculation_stats")),
@@ -50,7 +66,10 @@ def models():
         ({"seed": 1, "generator": torch.Generator()}, "must not both be set"),
         ({"assistant_early_exit": 2, "assistant_model": None}, "in 1..1 for 2 layers, got 2"),
         ({"assistant_early_exit": True, "assistant_model": None}, "got True"),
-        ({"assistant_model": "no-such-folder"}, "assistant_model must name a draft head or a causal language model"),
+        (
+            {"assistant_model": "no-such-folder"},
+            "assistant_model must name a draft head or a causal language model",
+        ),
     ],
 )
 def test_wrong_fields(models, fields, message):
@@ -70,20 +89,39 @@ def test_wrong_fields(models, fields, message):
         (lambda: {"assistant_model": torch.compile(pair("llama")[1])}, "got OptimizedModule"),
         (lambda: {"assistant_model": object()}, "must be a transformers model that can generate"),
         (
-            lambda: {"tokenizer": letters_tokenizer("ab"), "assistant_tokenizer": letters_tokenizer("xyz")},
+            lambda: {
+                "tokenizer": letters_tokenizer("ab"),
+                "assistant_tokenizer": letters_tokenizer("xyz"),
+            },
             r"must share at least 10% .* got 0 of 2 tokens",
         ),
         (lambda: {"candidate_generator": lambda **_: 3}, "CandidateGenerator, got int"),
-        (lambda: {"candidate_generator": lambda **_: object.__new__(ReadsStates)}, "reads return_shared_kv_states"),
+        (
+            lambda: {"candidate_generator": lambda **_: object.__new__(ReadsStates)},
+            "reads return_shared_kv_states",
+        ),
         (
             lambda: {"candidate_generator": LOOKUP, "prompt_lookup_num_tokens": 3},
-            "pass one draft source, got candidate_generator and prompt_lookup_num_tokens; omit one of them$",
+            (
+                "pass one draft source, got candidate_generator and prompt_lookup_num_tokens; omit one "
+                "of them$"
+            ),
         ),
         (
-            lambda: {"candidate_generator": LOOKUP, "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1},
-            "got assistant_early_exit and candidate_generator and prompt_lookup_num_tokens; omit all but one$",
+            lambda: {
+                "candidate_generator": LOOKUP,
+                "prompt_lookup_num_tokens": 3,
+                "assistant_early_exit": 1,
+            },
+            (
+                "got assistant_early_exit and candidate_generator and prompt_lookup_num_tokens; omit "
+                "all but one$"
+            ),
         ),
-        (lambda: {"candidate_generator": LOOKUP, "num_assistant_tokens_schedule": "adaptive"}, "must be 'constant'"),
+        (
+            lambda: {"candidate_generator": LOOKUP, "num_assistant_tokens_schedule": "adaptive"},
+            "must be 'constant'",
+        ),
     ],
 )
 def test_wrong_sources_of_drafts(models, make, message):
@@ -136,7 +174,9 @@ def test_models_that_cannot_take_part(models, change, message):
 
 def test_rotary_embeddings_that_change_past_a_border():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    target = hf_speculate.enable(make_model("llama", rope_parameters=rope, max_position_embeddings=32))
+    target = hf_speculate.enable(
+        make_model("llama", rope_parameters=rope, max_position_embeddings=32)
+    )
     draft, inputs = pair("llama")[1], ragged_prompts(1, seed=1)
     assert_decodes_as_plain(target, draft, inputs, max_new_tokens=8)
     with pytest.raises(UnsupportedModelError, match="max_length must be at most 32"):
@@ -152,7 +192,10 @@ def test_only_the_call_itself_forbids_the_cache():
     assert target.generation_config.use_cache is False
     own = GenerationConfig(use_cache=False, max_new_tokens=8)
     for options in ({"use_cache": False, "max_new_tokens": 8}, {"generation_config": own}):
-        with pytest.raises(UnsupportedGenerationError, match="use_cache must be True with assistant_model, got False"):
+        with pytest.raises(
+            UnsupportedGenerationError,
+            match="use_cache must be True with assistant_model, got False",
+        ):
             target.generate(ONES, assistant_model=draft, **options)
 
 
@@ -175,10 +218,25 @@ def held(model, num_rows, num_tokens):
             {"attention_mask": torch.ones(1, 4)},
             r"must be \[1, 1\] for 1 row of 1 token, got \[1, 4\]",
         ),
-        (ONES, (2, 3), {"attention_mask": torch.ones(2, 4)}, r"must be \[2, 9\] for 2 rows of 3 cached and 6 more"),
-        (ONES, (), {"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[2, 6\] .* got \[2, 4\]"),
+        (
+            ONES,
+            (2, 3),
+            {"attention_mask": torch.ones(2, 4)},
+            r"must be \[2, 9\] for 2 rows of 3 cached and 6 more",
+        ),
+        (
+            ONES,
+            (),
+            {"attention_mask": torch.ones(2, 4)},
+            r"attention_mask must be \[2, 6\] .* got \[2, 4\]",
+        ),
         (ONES, (), {"attention_mask": 1 - torch.eye(6)[:1]}, r"must be \[2, 6\] .* got \[1, 6\]"),
-        (None, (), {"inputs_embeds": torch.ones(2, 6, 32), "attention_mask": torch.ones(2, 4)}, r"must be \[B, 6\]"),
+        (
+            None,
+            (),
+            {"inputs_embeds": torch.ones(2, 6, 32), "attention_mask": torch.ones(2, 4)},
+            r"must be \[B, 6\]",
+        ),
     ],
 )
 def test_prompts_caches_and_masks_that_do_not_fit_each_other(models, ids, num_held, more, message):
@@ -193,15 +251,23 @@ def test_prompts_caches_and_masks_that_do_not_fit_each_other(models, ids, num_he
 def test_triton_by_name_where_it_cannot_run(models, verifier, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     target, draft = models
-    options = {"verifier": verifier, "do_sample": verifier != "greedy", "verifier_backend": "triton"}
+    options = {
+        "verifier": verifier,
+        "do_sample": verifier != "greedy",
+        "verifier_backend": "triton",
+    }
     options["assistant_model"] = draft if verifier != "coupled" else None
     with pytest.raises(KernelUnavailableError, match='backend must be "auto" or "torch"'):
         target.generate(**ragged_prompts(1, seed=1), **options, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("function", [hf_speculate.enable, hf_speculate.disable, hf_speculate.is_enabled])
+@pytest.mark.parametrize(
+    "function", [hf_speculate.enable, hf_speculate.disable, hf_speculate.is_enabled]
+)
 def test_enabling_is_for_models_that_generate(function):
-    with pytest.raises(UnsupportedModelError, match="must be a transformers model that can generate, got Linear"):
+    with pytest.raises(
+        UnsupportedModelError, match="must be a transformers model that can generate, got Linear"
+    ):
         function(torch.nn.Linear(1, 1))
 
 
@@ -230,4 +296,9 @@ def test_an_error_of_the_users_own_code_is_raised_as_it_is():
     target, draft = pair("llama")
     for arguments in ({}, {"assistant_model": draft}):
         with pytest.raises(OwnError, match="bad 'input_ids'"):
-            target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, logits_processor=[refuse], **arguments)
+            target.generate(
+                **ragged_prompts(1, seed=1),
+                max_new_tokens=3,
+                logits_processor=[refuse],
+                **arguments,
+            )

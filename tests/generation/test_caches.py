@@ -33,12 +33,17 @@ from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_
 K = 4
 NUM_NEW = 24
 BATCH_SIZE = 4
-PAD = 2  # not the id of the padding before the prompts: plain `generate` feeds it like any other token
+# not the id of the padding before the prompts: plain `generate` feeds it like any other token
+PAD = 2
 ROOM = 96  # tokens, more than two turns have
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
-FLOAT32_TOLERANCE = 1e-4  # attention of Gemma 2 and Bloom takes its softmax in float32, whatever the dtype
+# attention of Gemma 2 and Bloom takes its softmax in float32, whatever the dtype
+FLOAT32_TOLERANCE = 1e-4
 SAID = torch.tensor([[9, 8], [7, 6], [5, 4], [3, 11]])
-ONE_ROW = {"input_ids": torch.tensor([[5, 6, 7, 9]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+ONE_ROW = {
+    "input_ids": torch.tensor([[5, 6, 7, 9]]),
+    "attention_mask": torch.ones(1, 4, dtype=torch.int64),
+}
 DRAFTS: dict[str, dict[str, Any]] = {
     "model": {"num_assistant_tokens": K},
     "long drafts": {"num_assistant_tokens": 2 * NUM_NEW},
@@ -54,7 +59,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
 def prefilled(target, input_ids: Tensor, attention_mask: Tensor | None = None) -> DynamicCache:
     positions = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp_min(0)
     cache = DynamicCache(config=target.config)
-    target(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **{CACHE_NAME: cache})
+    target(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=positions,
+        **{CACHE_NAME: cache},
+    )
     return cache
 
 
@@ -69,7 +79,9 @@ def cache_contents(cache: Cache) -> list[tuple]:
     The oldest column of a full static window, which is never read, is left out.
     """
     tensors = []
-    for layer in (layer for part in parts_of(cache) for layer in part.layers if layer.is_initialized):
+    for layer in (
+        layer for part in parts_of(cache) for layer in part.layers if layer.is_initialized
+    ):
         length = int(layer.get_seq_length())
         first = int(isinstance(layer, StaticSlidingWindowLayer) and length >= layer.max_cache_len)
         states = (states[:, :, first:].clone() for states in (layer.keys, layer.values))
@@ -79,7 +91,9 @@ def cache_contents(cache: Cache) -> list[tuple]:
 
 def assert_same_contents(mine: list[tuple], other: list[tuple], tolerance: float = 0.0) -> None:
     assert len(mine) == len(other) > 0
-    for (keys, values, *rest), (their_keys, their_values, *their_rest) in zip(mine, other, strict=True):
+    for (keys, values, *rest), (their_keys, their_values, *their_rest) in zip(
+        mine, other, strict=True
+    ):
         assert rest == their_rest
         torch.testing.assert_close(keys, their_keys, atol=tolerance, rtol=0)
         torch.testing.assert_close(values, their_values, atol=tolerance, rtol=0)
@@ -104,9 +118,13 @@ def ends(family: str) -> list[int]:
 
 @pytest.mark.fallback("lock step")
 @each_value(
-    drafts=DRAFTS, family=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
+    drafts=DRAFTS,
+    family=["llama", "mistral_window", "gemma2", "bloom"],
+    cache_kind=["dynamic", "preallocated", "auto"],
 )
-def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(family, cache_kind, drafts):
+def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(
+    family, cache_kind, drafts
+):
     target, draft = pair(family)
     if drafts == "adaptive":
         draft = make_model(family, num_hidden_layers=1)
@@ -118,7 +136,10 @@ def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(family,
     ours = target.generate(**inputs, **options, **{CACHE_NAME: caches[1]}, **own)
     assert_equal_ids(plain, ours)
     new = plain[:, inputs["input_ids"].shape[1] :]
-    num_live = [next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW) for row in new.tolist()]
+    num_live = [
+        next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW)
+        for row in new.tolist()
+    ]
     assert max(num_live) - min(num_live) > K  # or nothing is shown
     assert_same_contents(*map(cache_contents, caches), tolerance_of(family))
 
@@ -128,17 +149,24 @@ def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
     inputs, error = prompts(), Mistake("on purpose")
     cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
     before = cache_contents(cache)
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends("mistral_window"), "pad_token_id": PAD}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "eos_token_id": ends("mistral_window"),
+        "pad_token_id": PAD,
+    }
     options |= {"assistant_model": same, CACHE_NAME: cache, **DRAFTS["long drafts"]}
     with hook(target, Fault(3, error)), pytest.raises(Mistake):
         target.generate(**inputs, **options)
-    assert error.__notes__ == ["hf_speculate: raised while the target read the padding of finished rows, round 1"]
+    assert error.__notes__ == [
+        "hf_speculate: raised while the target read the padding of finished rows, round 1"
+    ]
     assert_same_contents(before, cache_contents(cache))
 
 
 @pytest.mark.fallback("lock step")
 @each_value(
-    pad=[64, -1, PAD, 64, -1, PAD], drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"]
+    pad=[64, -1, PAD, 64, -1, PAD],
+    drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"],
 )
 def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
     """Plain `generate` cannot feed it, and so fails unless all rows end together."""
@@ -146,7 +174,9 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
     own = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True}
     for eos in (ends("llama"), -1):
-        plain = target.generate(**prompts(), **options, eos_token_id=eos, pad_token_id=PAD if eos != -1 else pad)
+        plain = target.generate(
+            **prompts(), **options, eos_token_id=eos, pad_token_id=PAD if eos != -1 else pad
+        )
         ours = target.generate(**prompts(), **options, eos_token_id=eos, **own)
         assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != pad, PAD))
         assert ours[CACHE_NAME].get_seq_length() == plain[CACHE_NAME].get_seq_length()
@@ -164,29 +194,44 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
 def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, max_cache_len):
     target, draft = pair(family)
     inputs = prompts() if batch_size > 1 else ONE_ROW
-    options = {"cache_implementation": "static", "max_cache_len": max_cache_len, "max_new_tokens": NUM_NEW}
+    options = {
+        "cache_implementation": "static",
+        "max_cache_len": max_cache_len,
+        "max_new_tokens": NUM_NEW,
+    }
     options |= {"return_dict_in_generate": True, "eos_token_id": ends(family), "pad_token_id": PAD}
     plain_target = copy.deepcopy(target)
-    vars(plain_target).pop("_previous_max_cache_length", None)  # which plain calls leave, and later ones use
+    # which plain calls leave, and later ones use
+    vars(plain_target).pop("_previous_max_cache_length", None)
     plain = plain_target.generate(**inputs, **options)
     before = vars(target).copy()
     ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K)
     assert vars(target) == before
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), tolerance_of(family))
+    assert_same_contents(
+        *(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), tolerance_of(family)
+    )
 
 
 def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
     target, draft = pair("jamba")
-    options = {"cache_implementation": "static", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True}
+    options = {
+        "cache_implementation": "static",
+        "max_new_tokens": NUM_NEW,
+        "return_dict_in_generate": True,
+    }
     plain, ours = plain_and_ours(target, draft, ONE_ROW, **options)
     assert_equal_ids(plain.sequences, ours.sequences)
     for expected, layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
         assert type(layer) is type(expected)
         for name in ("conv_states", "recurrent_states", "has_previous_state", "keys", "values"):
-            torch.testing.assert_close(getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0
+            )
     cache = StaticCache(target.config, ROOM)
-    with pytest.raises(UnsupportedGenerationError, match="got one of LinearAttentionLayer, StaticLayer"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="got one of LinearAttentionLayer, StaticLayer"
+    ):
         target.generate(**ONE_ROW, assistant_model=draft, max_new_tokens=2, **{CACHE_NAME: cache})
 
 
@@ -196,15 +241,29 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_
     target, draft = pair(family)
     inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(family), "pad_token_id": PAD}
-    static = {"cache_implementation": "static", "max_cache_len": ROOM, "return_dict_in_generate": True}
+    static = {
+        "cache_implementation": "static",
+        "max_cache_len": ROOM,
+        "return_dict_in_generate": True,
+    }
     own = {"assistant_model": draft, "num_assistant_tokens": K}
-    for first, second in (({}, {}), ({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
+    for first, second in (
+        ({}, {}),
+        ({}, own),
+        (own, {}),
+        (own, {**own, "speculation_cache": "dynamic"}),
+    ):
         output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
-        ids, kept_cache = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output[CACHE_NAME]
+        ids, kept_cache = (
+            torch.cat([output.sequences, SAID[:batch_size]], dim=1),
+            output[CACHE_NAME],
+        )
         mask = torch.ones_like(ids)
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
         before = [layer.keys.data_ptr() for layer in kept_cache.layers]
-        text = target.generate(ids, attention_mask=mask, **options, **second, **{CACHE_NAME: kept_cache})
+        text = target.generate(
+            ids, attention_mask=mask, **options, **second, **{CACHE_NAME: kept_cache}
+        )
         assert [layer.keys.data_ptr() for layer in kept_cache.layers] == before
         results.append((text, cache_contents(kept_cache)))
     for text, contents in results[1:]:
@@ -220,7 +279,9 @@ def test_a_cache_is_passed_under_the_name_of_any_version(name):
         kv_cache = prefilled(target, ONE_ROW["input_ids"][:, :-1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FutureWarning)
-            texts.append(target.generate(**ONE_ROW, **own, **{name: kv_cache}, max_new_tokens=NUM_NEW))
+            texts.append(
+                target.generate(**ONE_ROW, **own, **{name: kv_cache}, max_new_tokens=NUM_NEW)
+            )
         assert kv_cache.get_seq_length() == ONE_ROW["input_ids"].shape[1] + NUM_NEW - 1
         warned = [warning.filename for warning in caught if "use `cache`" in str(warning.message)]
         assert warned == ([__file__] if TAKES_CACHE and name != "cache" else [])
@@ -229,7 +290,12 @@ def test_a_cache_is_passed_under_the_name_of_any_version(name):
 
 def test_the_static_caches_of_an_encoder_decoder():
     target, draft = encoder_pair("t5")
-    options = {"cache_implementation": "static", "max_cache_len": ROOM, "max_new_tokens": NUM_NEW, **inputs_of("t5", 2)}
+    options = {
+        "cache_implementation": "static",
+        "max_cache_len": ROOM,
+        "max_new_tokens": NUM_NEW,
+        **inputs_of("t5", 2),
+    }
     plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True)[CACHE_NAME]
     own = {"assistant_model": draft, "num_assistant_tokens": K}
     ours = target.generate(**options, return_dict_in_generate=True, **own)
@@ -262,7 +328,8 @@ def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
 def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     inputs = ragged_prompts(1, seed=1, min_len=6)
     num_columns = inputs["input_ids"].shape[1] + 9 - 1
-    for family, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
+    # windows forget
+    for family, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):
         target, draft = pair(family)
         options = {**inputs, "max_new_tokens": num_new}
         own = {
@@ -273,13 +340,16 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
         assert_equal_ids(target.generate(**options), target.generate(**options, **own))
     target, draft = pair("llama")
     cache = StaticCache(config=target.config, max_cache_len=num_columns - 1)
-    with pytest.raises(UnsupportedGenerationError, match=f"make it with max_cache_len={num_columns}"):
+    with pytest.raises(
+        UnsupportedGenerationError, match=f"make it with max_cache_len={num_columns}"
+    ):
         target.generate(**inputs, max_new_tokens=9, assistant_model=draft, **{CACHE_NAME: cache})
     assert not cache.layers[0].is_initialized
 
 
 K = 4
-FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")  # whose ALiBi needs the dynamic cache
+# whose ALiBi needs the dynamic cache
+FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")
 
 
 @pytest.mark.parametrize("family", FITTING)
@@ -288,40 +358,66 @@ def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_
     inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
     assert MIN_STEP < 90
     for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 41)):
-        options = {"max_new_tokens": 90, "prefill_chunk_size": chunk_size, "num_assistant_tokens": K}
-        stats = assert_decodes_as_plain(*pair(family), inputs, **options, speculation_cache=cache_kind)
+        options = {
+            "max_new_tokens": 90,
+            "prefill_chunk_size": chunk_size,
+            "num_assistant_tokens": K,
+        }
+        stats = assert_decodes_as_plain(
+            *pair(family), inputs, **options, speculation_cache=cache_kind
+        )
         assert stats.cache == cache_kind
 
 
 @each_value(
-    attention=["eager", "sdpa"], family=["llama", "mistral_window", "llama"], cache_kind=["preallocated", "auto"]
+    attention=["eager", "sdpa"],
+    family=["llama", "mistral_window", "llama"],
+    cache_kind=["preallocated", "auto"],
 )
 def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, cache_kind):
     """In float32, where the tests' models do not keep masks finite themselves: NaNs would reach real tokens."""
-    target = hf_speculate.enable(make_model(family, dtype=torch.float32, attn_implementation=attention))
+    target = hf_speculate.enable(
+        make_model(family, dtype=torch.float32, attn_implementation=attention)
+    )
     inputs = ragged_prompts(3, seed=1)
     assert not inputs["attention_mask"][2, :9].any()
     options = {"max_new_tokens": 12, "prefill_chunk_size": 3, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **options)
-    own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": K, "speculation_cache": cache_kind}
+    own = {
+        "assistant_model": noisy_copy(target),
+        "num_assistant_tokens": K,
+        "speculation_cache": cache_kind,
+    }
     ours = target.generate(**inputs, **options, **own)
     assert_equal_ids(plain.sequences, ours.sequences)
     assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), 1e-4)
-    options["return_dict_in_generate"] = False  # nobody sees the states then, and the text's must hold all the same
+    # nobody sees the states then, and the text's must hold all the same
+    options["return_dict_in_generate"] = False
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
 
 def test_a_window_layer_holds_its_window_however_long_the_text():
     (target, draft), inputs = pair("cohere2"), ragged_prompts(1, min_len=230, max_len=230)
-    options = {"max_new_tokens": 150, "num_assistant_tokens": K, "speculation_cache": "preallocated"}
+    options = {
+        "max_new_tokens": 150,
+        "num_assistant_tokens": K,
+        "speculation_cache": "preallocated",
+    }
     with AttentionCalls() as calls:
         target.generate(**inputs, **options, assistant_model=draft)
     bytes_of_column = calls.keys[0][:, :, :1].nbytes
-    last = [(keys.shape[2], keys.untyped_storage().nbytes() // bytes_of_column) for keys in calls.keys[-8:]]
+    last = [
+        (keys.shape[2], keys.untyped_storage().nbytes() // bytes_of_column)
+        for keys in calls.keys[-8:]
+    ]
     windowed, full = (last[offset::2] for offset in (0, 1))
     assert min(seen for seen, _ in full) > 360
     assert max(seen for seen, _ in windowed) <= SLIDING_WINDOW + K + 1
-    assert max(capacity for _, capacity in windowed) < SLIDING_WINDOW + WINDOW_SLACK + 2 * MIN_STEP < 360
+    assert (
+        max(capacity for _, capacity in windowed)
+        < SLIDING_WINDOW + WINDOW_SLACK + 2 * MIN_STEP
+        < 360
+    )
 
 
 @pytest.mark.fallback("no graphs")
@@ -338,9 +434,14 @@ def test_on_a_gpu_a_passed_cache_that_has_cut_its_window_goes_on(family, batch_s
     with FakeCuda():
         for model in (target, draft):
             model.to("cuda:0")
-        inputs, beginning = ({name: value.to("cuda:0") for name, value in part.items()} for part in (inputs, beginning))
+        inputs, beginning = (
+            {name: value.to("cuda:0") for name, value in part.items()}
+            for part in (inputs, beginning)
+        )
         own[CACHE_NAME] = prefilled(target, **beginning)
-        assert_equal_ids(expected.sequences, target.generate(**inputs, **options, **own).sequences.to("cpu"))
+        assert_equal_ids(
+            expected.sequences, target.generate(**inputs, **options, **own).sequences.to("cpu")
+        )
 
 
 def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
@@ -360,7 +461,9 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
         parts = ("target", "draft") if message else ()
         assert stats.fallbacks == [f"{part} cache: dynamic, because {message}" for part in parts]
         if message:
-            with pytest.raises(UnsupportedModelError, match=f"for {name}, got 'preallocated': {message}; leave"):
+            with pytest.raises(
+                UnsupportedModelError, match=f"for {name}, got 'preallocated': {message}; leave"
+            ):
                 target.generate(**arguments, **own, speculation_cache="preallocated")
 
 
@@ -371,7 +474,13 @@ def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
     for own, num in (({}, 0), ({"draft_state": hf_speculate.DraftState()}, 1)):
         target.generate(**ONE_ROW, **options, **own)
         texts = options["speculation_stats"].fallbacks
-        assert sum(text.startswith("draft cache: dynamic, because growing buffers drop") for text in texts) == num
+        assert (
+            sum(
+                text.startswith("draft cache: dynamic, because growing buffers drop")
+                for text in texts
+            )
+            == num
+        )
 
 
 def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
@@ -380,6 +489,8 @@ def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
     own = {"assistant_model": draft, "num_assistant_tokens": K}
     own[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
     target(options["input_ids"][:, :4], **{CACHE_NAME: own[CACHE_NAME]})
-    with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
+    with pytest.raises(
+        UnsupportedModelError, match="made without its config, and knows no windows"
+    ):
         target.generate(**options, **own, speculation_cache="preallocated")
     assert_equal_ids(target.generate(**options), target.generate(**options, **own))

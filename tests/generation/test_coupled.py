@@ -30,7 +30,11 @@ METHODS = [
 def models():
     """The smallest target there is, a draft that is often right, and one that knows nothing of it."""
     target = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0))
-    return {"target": target, "near": noisy_copy(target, 0.1), "far": make_small_model(VOCAB_SIZE, seed=1)}
+    return {
+        "target": target,
+        "near": noisy_copy(target, 0.1),
+        "far": make_small_model(VOCAB_SIZE, seed=1),
+    }
 
 
 @pytest.fixture(scope="module", params=WARPERS)
@@ -39,7 +43,9 @@ def texts(models, request):
     warpers = WARPERS[request.param]
     inputs = ragged_prompts(NUM_SEQUENCES, seed=1)
     seeds = list(range(NUM_SEQUENCES))
-    ids = models["target"].generate(**inputs, **COUPLED, **warpers, seed=seeds, max_new_tokens=NUM_NEW)
+    ids = models["target"].generate(
+        **inputs, **COUPLED, **warpers, seed=seeds, max_new_tokens=NUM_NEW
+    )
     return warpers, inputs, ids[:, -NUM_NEW:]
 
 
@@ -47,11 +53,14 @@ def texts(models, request):
     ("num_rows", "batch_size"),
     [(1000, 1000), (60, 8), *(pytest.param(1000, size, marks=pytest.mark.slow) for size in (8, 1))],
 )
-def test_the_text_of_a_row_is_the_same_with_every_assistant_and_in_every_batch(models, texts, num_rows, batch_size):
+def test_the_text_of_a_row_is_the_same_with_every_assistant_and_in_every_batch(
+    models, texts, num_rows, batch_size
+):
     warpers, inputs, alone = texts
     for call, begin in enumerate(range(0, num_rows, batch_size)):
         rows = list(range(begin, min(begin + batch_size, num_rows)))
-        longest = int(inputs["attention_mask"][rows].sum(1).max())  # so the padding differs from the great batch's
+        # so the padding differs from the great batch's
+        longest = int(inputs["attention_mask"][rows].sum(1).max())
         drafter, options = METHODS[call % len(METHODS)]
         rows_alone = {name: value[rows, -longest:] for name, value in inputs.items()}
         own = {**COUPLED, **warpers, **options, "assistant_model": models[drafter]}
@@ -65,15 +74,25 @@ def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(mod
     prompt = ragged_prompts(1, seed=2)["input_ids"]
     whole = target.generate(prompt, **COUPLED, seed=6, max_new_tokens=20)
     for assistant in ({}, {"assistant_model": draft, "num_assistant_tokens": 5}):
-        begin, mask = whole[:, :-9], torch.ones_like(whole[:, :-9])  # transformers would mask a drawn id of 0
-        longer = target.generate(begin, attention_mask=mask, **COUPLED, seed=6, max_new_tokens=9, **assistant)
+        # transformers would mask a drawn id of 0
+        begin, mask = whole[:, :-9], torch.ones_like(whole[:, :-9])
+        longer = target.generate(
+            begin, attention_mask=mask, **COUPLED, seed=6, max_new_tokens=9, **assistant
+        )
         assert_equal_ids(whole, longer)
 
 
 @pytest.mark.fallback("lock step")
 def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
-    options = {**COUPLED, "seed": [1, 2, 3], "max_new_tokens": NUM_NEW, "logits_processor": [Unchanged()]}
-    assert assert_decodes_as_plain(models["target"], models["near"], ragged_prompts(3, seed=1), **options).lock_step
+    options = {
+        **COUPLED,
+        "seed": [1, 2, 3],
+        "max_new_tokens": NUM_NEW,
+        "logits_processor": [Unchanged()],
+    }
+    assert assert_decodes_as_plain(
+        models["target"], models["near"], ragged_prompts(3, seed=1), **options
+    ).lock_step
 
 
 def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(models):
@@ -83,7 +102,8 @@ def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(model
         generator = torch.Generator().manual_seed(5)
         options = {**COUPLED, **assistant, "max_new_tokens": 12}
         texts += [
-            models["target"].generate(prompt, **options, generator=source) for source in (generator, generator, None)
+            models["target"].generate(prompt, **options, generator=source)
+            for source in (generator, generator, None)
         ]
     for alone, assisted in zip(texts[:3], texts[3:], strict=True):
         assert_equal_ids(alone, assisted)
@@ -91,15 +111,21 @@ def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(model
 
 
 @pytest.mark.parametrize(
-    ("keyword", "passed", "settled"), [(None, None, True), (None, False, False), (True, False, True)]
+    ("keyword", "passed", "settled"),
+    [(None, None, True), (None, False, False), (True, False, True)],
 )
 def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, settled):
-    model, stats = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0)), hf_speculate.SpeculationStats()
+    model, stats = (
+        hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0)),
+        hf_speculate.SpeculationStats(),
+    )
     model.generation_config = GenerationConfig(pad_token_id=0, do_sample=True, verifier="coupled")
     options = {} if keyword is None else {"do_sample": keyword}
     if passed is not None:
         options["generation_config"] = GenerationConfig(do_sample=passed)
-    model.generate(**ragged_prompts(1, seed=1), **options, max_new_tokens=3, speculation_stats=stats)
+    model.generate(
+        **ragged_prompts(1, seed=1), **options, max_new_tokens=3, speculation_stats=stats
+    )
     assert (stats.verifier == "coupled") == settled
 
 
@@ -107,4 +133,6 @@ def test_what_is_not_supported_without_an_assistant_raises(models):
     attentions = {"output_attentions": True, "return_dict_in_generate": True}
     for options in ({"num_beams": 2}, {"use_cache": False}, {"use_mtp": True}, attentions):
         with pytest.raises(UnsupportedGenerationError):
-            models["target"].generate(**ragged_prompts(2, seed=1), **COUPLED, max_new_tokens=3, **options)
+            models["target"].generate(
+                **ragged_prompts(2, seed=1), **COUPLED, max_new_tokens=3, **options
+            )

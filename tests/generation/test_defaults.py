@@ -11,7 +11,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
 import hf_speculate
-from hf_speculate import ConfigError, SpeculationStats, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate import (
+    ConfigError,
+    SpeculationStats,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
 from tests.cases import assert_equal_ids
 from tests.compatibility_rows import CHARACTERS
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
@@ -30,7 +35,9 @@ def models():
 def drafted(model, inputs=None, **options):
     """Number of drafted tokens of a call, and its ids."""
     stats = SpeculationStats()
-    output = model.generate(**(inputs or ragged_prompts(2)), **N, speculation_stats=stats, **options)
+    output = model.generate(
+        **(inputs or ragged_prompts(2)), **N, speculation_stats=stats, **options
+    )
     return stats.num_drafted, output
 
 
@@ -77,7 +84,9 @@ def test_the_model_holds_no_draft(models, tmp_path):
     before = described(target)
     hf_speculate.enable(target, assistant_model=draft, **K)
     assert described(target) == before
-    with pytest.warns(UserWarning, match="leaves out assistant_model, num_assistant_tokens, which enable"):
+    with pytest.warns(
+        UserWarning, match="leaves out assistant_model, num_assistant_tokens, which enable"
+    ):
         target.save_pretrained(tmp_path / "enabled")
     for path in (tmp_path / "plain").iterdir():
         assert path.read_bytes() == (tmp_path / "enabled" / path.name).read_bytes()
@@ -107,9 +116,14 @@ def test_keywords_and_passed_configs_outrank_defaults_which_outrank_saved_fields
 def test_a_source_of_the_call_replaces_those_of_enable(models):
     target, draft = models
     hf_speculate.enable(target, prompt_lookup_num_tokens=4, **K)
-    for options in ({"assistant_model": draft}, {"generation_config": GenerationConfig(assistant_early_exit=1)}):
+    for options in (
+        {"assistant_model": draft},
+        {"generation_config": GenerationConfig(assistant_early_exit=1)},
+    ):
         stats = SpeculationStats()
-        target.generate(**ragged_prompts(2), **N, speculation_stats=stats, pad_token_id=0, **options)
+        target.generate(
+            **ragged_prompts(2), **N, speculation_stats=stats, pad_token_id=0, **options
+        )
         assert "lookup" not in stats.plan
         assert stats.num_drafted > 0
 
@@ -119,7 +133,9 @@ def test_what_belongs_to_a_replaced_source_goes_with_it(models):
     hf_speculate.enable(target, draft, draft_state=hf_speculate.DraftState(), use_mtp=False, **K)
     assert drafted(target, prompt_lookup_num_tokens=3)[0] >= 0
     assert drafted(target, use_mtp=False)[0] > 0
-    hf_speculate.enable(target, prompt_lookup_num_tokens=3, suffix_store=hf_speculate.SuffixStore(), **K)
+    hf_speculate.enable(
+        target, prompt_lookup_num_tokens=3, suffix_store=hf_speculate.SuffixStore(), **K
+    )
     assert drafted(target, assistant_model=draft)[0] > 0
 
 
@@ -138,8 +154,12 @@ def test_stop_strings_and_healing_find_the_tokenizer_of_enable(models):
     options = {"stop_strings": [stop]}
     with hf_speculate.plain(target):
         assert_equal_ids(expected, target.generate(**ragged_prompts(2), **N, **options))
-    assert_equal_ids(expected, target.generate(**ragged_prompts(2), **N, **options, use_cache=False))
-    assert_equal_ids(expected, target.generate(**ragged_prompts(2), **N, **options, prompt_lookup_num_tokens=3))
+    assert_equal_ids(
+        expected, target.generate(**ragged_prompts(2), **N, **options, use_cache=False)
+    )
+    assert_equal_ids(
+        expected, target.generate(**ragged_prompts(2), **N, **options, prompt_lookup_num_tokens=3)
+    )
     calls.clear()
     target.generate(**ragged_prompts(1), **N, token_healing=True)
     assert len(calls) == 1
@@ -176,7 +196,11 @@ def test_plain_decodes_without_any_source(models):
     expected = drafted(target)[1]
     with hf_speculate.plain(target):
         config = GenerationConfig(prompt_lookup_num_tokens=3, pad_token_id=0)
-        for options in ({}, {"assistant_model": draft, "verifier": "typical"}, {"generation_config": config}):
+        for options in (
+            {},
+            {"assistant_model": draft, "verifier": "typical"},
+            {"generation_config": config},
+        ):
             num, ids = drafted(target, **options)
             assert num == 0
             assert_equal_ids(expected, ids)
@@ -205,7 +229,9 @@ class Pieces(TextStreamer):
 
 @pytest.mark.fallback("plain decoding: ")
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}, {"is_late": True}])
-def test_a_call_that_cannot_be_assisted_decodes_plainly_with_one_warning(models, options, monkeypatch):
+def test_a_call_that_cannot_be_assisted_decodes_plainly_with_one_warning(
+    models, options, monkeypatch
+):
     target, draft = models
     inputs = ragged_prompts(1)
     if options.pop("is_late", None):  # refused after transformers has given the streamer its prompt
@@ -237,7 +263,9 @@ def test_a_call_without_a_grammar_decodes_plainly_where_grammars_draft_by_defaul
     target, _ = models
     plain = target.generate(**ragged_prompts(2), **N)
     hf_speculate.enable(target, grammar_draft=True)
-    with pytest.warns(UserWarning, match="a call decodes plainly: grammar_draft must be left out unless"):
+    with pytest.warns(
+        UserWarning, match="a call decodes plainly: grammar_draft must be left out unless"
+    ):
         assert_equal_ids(plain, target.generate(**ragged_prompts(2), **N))
 
 
@@ -275,10 +303,22 @@ def test_a_peft_model_drafts_with_what_its_base_was_given(models):
         ({"prompt_lookup_num_token": 3}, ConfigError, "did you mean prompt_lookup_num_tokens"),
         ({"prompt_lookup_num_tokens": 0}, ConfigError, "prompt_lookup_num_tokens must be in 1"),
         ({"verifier": "tipical"}, ConfigError, "tipical"),
-        ({"drafter": dict, "assistant_early_exit": 1}, UnsupportedGenerationError, "pass one draft source"),
+        (
+            {"drafter": dict, "assistant_early_exit": 1},
+            UnsupportedGenerationError,
+            "pass one draft source",
+        ),
         ({"max_new_tokens": 3}, ConfigError, "arguments of enable"),
-        ({"prompt_lookup_num_tokens": 3, "seed": [1, 2]}, ConfigError, "seed must be one number in enable"),
-        ({"prompt_lookup_num_tokens": 3, "verifier": "greedy"}, ConfigError, "got 'greedy', which is the default"),
+        (
+            {"prompt_lookup_num_tokens": 3, "seed": [1, 2]},
+            ConfigError,
+            "seed must be one number in enable",
+        ),
+        (
+            {"prompt_lookup_num_tokens": 3, "verifier": "greedy"},
+            ConfigError,
+            "got 'greedy', which is the default",
+        ),
         ({"assistant_model": "no/such folder"}, ConfigError, "which does not load"),
     ],
 )
@@ -297,21 +337,27 @@ def test_a_draft_of_another_vocabulary_is_refused_at_once(models):
 
 
 def test_a_path_in_place_of_a_target_is_refused(models, tmp_path):
-    with pytest.raises(UnsupportedModelError, match=r"load it first.*from_pretrained\('some/model'\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"load it first.*from_pretrained\('some/model'\)"
+    ):
         hf_speculate.enable("some/model", prompt_lookup_num_tokens=3)
 
 
 def test_settings_are_saved_beside_the_model(models, tmp_path):
     target, draft = models
     draft.save_pretrained(tmp_path / "draft")
-    hf_speculate.enable(target, tmp_path / "draft", verifier="typical", **K, speculation_stats=SpeculationStats())
+    hf_speculate.enable(
+        target, tmp_path / "draft", verifier="typical", **K, speculation_stats=SpeculationStats()
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         target.save_pretrained(tmp_path / "target")
     before = target.generation_config.to_dict()
     hf_speculate.save_settings(target, tmp_path / "target")
     assert target.generation_config.to_dict() == before
-    loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64))
+    loaded = hf_speculate.enable(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)
+    )
     stats = SpeculationStats()
     loaded.generate(**ragged_prompts(2), **N, speculation_stats=stats)
     assert (stats.verifier, stats.num_drafted > 0) == ("typical", True)
@@ -321,7 +367,9 @@ def test_settings_are_saved_beside_the_model(models, tmp_path):
         loaded.generate(**ragged_prompts(2), **N, speculation_stats=stats)
         assert ("lookup" in stats.plan) == bool(options)
     hf_speculate.save_settings(loaded, tmp_path / "other")
-    assert "speculation_assistant" not in (tmp_path / "other" / "generation_config.json").read_text()
+    assert (
+        "speculation_assistant" not in (tmp_path / "other" / "generation_config.json").read_text()
+    )
     loaded.generation_config.speculation_assistant = "no/such"
     with pytest.raises(ConfigError, match="got 'no/such', which does not load"):
         hf_speculate.enable(loaded, verifier="block")
@@ -339,7 +387,9 @@ def test_one_folder_is_loaded_once_for_all_calls(models, tmp_path, monkeypatch):
     loads = []
     original = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: loads.append(args) or original(*args, **kwargs)
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *args, **kwargs: loads.append(args) or original(*args, **kwargs),
     )
     hf_speculate.enable(target, str(tmp_path), **K)
     for _ in range(2):

@@ -1,7 +1,7 @@
 """The joint distribution of the first new tokens is the target's, computed exactly from every prefix.
 
-The first token comes with the prompt's forward. A round of K drafted tokens and a bonus can give K + 1 more; after a
-refusal the rest comes from further rounds, on a draft cache that was rolled back.
+The first token comes with the prompt's forward. A round of K drafted tokens and a bonus can give K
++ 1 more; after a refusal the rest comes from further rounds, on a draft cache that was rolled back.
 """
 
 import itertools
@@ -25,7 +25,8 @@ K = 2
 NUM_DRAWS, MANY_DRAWS = 40_000, 200_000  # of 4096 texts; the second find a bias of a few per cent
 DRAWS_OF_MATCHES = 8_000  # 256 texts
 ROWS_PER_CALL = 20_000
-SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand; the controls come out below 1e-12
+# a right sampler fails one run in ten thousand; the controls come out below 1e-12
+SIGNIFICANCE = 1e-4
 PROMPT = torch.tensor([[1, 5, 2, 7]])
 
 WARPERS = {
@@ -43,7 +44,9 @@ def models():
     return hf_speculate.enable(target), draft
 
 
-def step_distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def step_distribution(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
     """[N, V] float64: the distribution of one token after the warpers, by their definitions."""
     probs = (logits.double() / temperature).softmax(-1)
     if top_k:
@@ -51,12 +54,16 @@ def step_distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, 
     if top_p < 1:
         order = probs.sort(descending=True)
         before = order.values.cumsum(-1) - order.values
-        probs = torch.zeros_like(probs).scatter(1, order.indices, torch.where(before < top_p, order.values, 0))
+        probs = torch.zeros_like(probs).scatter(
+            1, order.indices, torch.where(before < top_p, order.values, 0)
+        )
     return probs / probs.sum(-1, keepdim=True)
 
 
 @torch.no_grad()
-def joint_distribution(target, num_tokens: int = NUM_TOKENS, prompt: Tensor | None = None, **warpers) -> Tensor:
+def joint_distribution(
+    target, num_tokens: int = NUM_TOKENS, prompt: Tensor | None = None, **warpers
+) -> Tensor:
     """[V, V, ...] float64: distribution of `num_tokens` tokens after the prompt; `target` is any function of ids."""
     joint = torch.ones(1, dtype=torch.float64)
     prefixes = prompt_of(target) if prompt is None else prompt
@@ -125,18 +132,31 @@ def p_value(counts: Counter, distribution: Tensor) -> float:
         ),
     ],
 )
-def test_lossless_verifiers_keep_the_joint_distribution(models, warpers, verifier, draft_sampling, num_draws):
+def test_lossless_verifiers_keep_the_joint_distribution(
+    models, warpers, verifier, draft_sampling, num_draws
+):
     target, draft = models
     stats = hf_speculate.SpeculationStats()
     options = {"verifier": verifier, "speculation_stats": stats, **WARPERS[warpers]}
     if draft_sampling == "without":
         counts = draw(target, None, num_draws, **options)
     else:
-        counts = draw(target, draft, num_draws, **options, num_assistant_tokens=K, draft_sampling=draft_sampling)
-    assert (stats.verifier, len(stats.verified_per_position)) == (verifier, K if draft_sampling != "without" else 0)
+        counts = draw(
+            target,
+            draft,
+            num_draws,
+            **options,
+            num_assistant_tokens=K,
+            draft_sampling=draft_sampling,
+        )
+    assert (stats.verifier, len(stats.verified_per_position)) == (
+        verifier,
+        K if draft_sampling != "without" else 0,
+    )
     assert p_value(counts, joint_distribution(target, **WARPERS[warpers])) > SIGNIFICANCE
     if warpers != "plain":
-        assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE  # the warpers are told apart
+        # the warpers are told apart
+        assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE
 
 
 @pytest.mark.slow
@@ -152,7 +172,8 @@ def test_lossless_verifiers_keep_the_joint_distribution(models, warpers, verifie
 )
 def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
     target, draft = models
-    num_rows = 200 if "logits_processor" in options else ROWS_PER_CALL  # many rows in lock step advance by one token
+    # many rows in lock step advance by one token
+    num_rows = 200 if "logits_processor" in options else ROWS_PER_CALL
     counts = draw(target, draft, NUM_DRAWS, num_rows, num_assistant_tokens=K, **options)
     joint = joint_distribution(target)
     if "eos_token_id" in options:
@@ -161,7 +182,9 @@ def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
 
 
 @pytest.mark.slow
-@pytest.mark.fallback("rejection in place of block, which is the same if the draft takes its argmax")
+@pytest.mark.fallback(
+    "rejection in place of block, which is the same if the draft takes its argmax"
+)
 @pytest.mark.parametrize(
     ("verifier", "options"),
     [
@@ -173,9 +196,18 @@ def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
 def test_matches_in_the_prompt_leave_the_joint_distribution(verifier, options):
     """Beside a draft model, rows differ in their source."""
     target = hf_speculate.enable(make_small_model(4, seed=0, dtype=torch.float32))
-    draft, stats = make_small_model(4, seed=1, sharpness=1.5, dtype=torch.float32), hf_speculate.SpeculationStats()
-    options = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant", **options}
-    counts = draw(target, draft, DRAWS_OF_MATCHES, verifier=verifier, speculation_stats=stats, **options)
+    draft, stats = (
+        make_small_model(4, seed=1, sharpness=1.5, dtype=torch.float32),
+        hf_speculate.SpeculationStats(),
+    )
+    options = {
+        "prompt_lookup_num_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+        **options,
+    }
+    counts = draw(
+        target, draft, DRAWS_OF_MATCHES, verifier=verifier, speculation_stats=stats, **options
+    )
     assert stats.num_accepted > 0
     assert p_value(counts, joint_distribution(target)) > SIGNIFICANCE
 
@@ -184,14 +216,25 @@ class ArgmaxPassedOffAsSampled:
     """A control: takes a point-mass draft for one that was drawn from its logits."""
 
     def verify(self, target_logits, draft, keys):
-        biased = DraftOut(draft.token_ids, draft.lens, torch.zeros_like(target_logits[:, :-1]), None)
+        biased = DraftOut(
+            draft.token_ids, draft.lens, torch.zeros_like(target_logits[:, :-1]), None
+        )
         return RejectionVerifier().verify(target_logits, biased, keys)
 
 
 def test_a_wrong_verifier_fails_the_same_test(models, registry):
     target, draft = models
-    hf_speculate.register_verifier("control", lambda config: ArgmaxPassedOffAsSampled(), lossless=False)
-    counts = draw(target, draft, NUM_DRAWS, verifier="control", num_assistant_tokens=K, draft_sampling="argmax")
+    hf_speculate.register_verifier(
+        "control", lambda config: ArgmaxPassedOffAsSampled(), lossless=False
+    )
+    counts = draw(
+        target,
+        draft,
+        NUM_DRAWS,
+        verifier="control",
+        num_assistant_tokens=K,
+        draft_sampling="argmax",
+    )
     assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE
 
 
@@ -203,7 +246,9 @@ def test_block_gives_way_to_rejection_where_it_gains_nothing(models):
     for verifier in ("block", "rejection"):
         stats.append(hf_speculate.SpeculationStats())
         own = {"verifier": verifier, "speculation_stats": stats[-1], "max_new_tokens": 24}
-        ids.append(target.generate(**ragged_prompts(3, seed=2, vocab_size=VOCAB_SIZE), **options, **own))
+        ids.append(
+            target.generate(**ragged_prompts(3, seed=2, vocab_size=VOCAB_SIZE), **options, **own)
+        )
     assert_equal_ids(*ids)
     assert stats[0].verifier == "rejection"
     (added,) = set(stats[0].fallbacks) - set(stats[1].fallbacks)

@@ -47,7 +47,8 @@ def test_only_this_object_changes(models):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"do_sample": True, "top_k": 5}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}]
+    "options",
+    [{}, {"do_sample": True, "top_k": 5}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}],
 )
 def test_without_an_assistant_it_decodes_plainly_bit_for_bit(models, options):
     target, _ = models
@@ -68,7 +69,12 @@ def test_a_class_of_ones_own_with_the_mixin(models):
     target, draft = models
     target.__class__ = Mine
     assert hf_speculate.is_enabled(target)
-    assert assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=3), max_new_tokens=9).num_rounds > 0
+    assert (
+        assert_decodes_as_plain(
+            target, draft, ragged_prompts(2, seed=3), max_new_tokens=9
+        ).num_rounds
+        > 0
+    )
 
 
 class WithItsOwn(Mine):
@@ -94,27 +100,42 @@ class NamesTheFirst(LlamaForCausalLM):
 def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, family):
     target, draft = models
     target.__class__ = family
-    config, stats = GenerationConfig(max_new_tokens=7, pad_token_id=0), hf_speculate.SpeculationStats()
-    args = (ragged_prompts(1, seed=1)["input_ids"], config, None, None, None, None, draft)[:num_places]
+    config, stats = (
+        GenerationConfig(max_new_tokens=7, pad_token_id=0),
+        hf_speculate.SpeculationStats(),
+    )
+    args = (ragged_prompts(1, seed=1)["input_ids"], config, None, None, None, None, draft)[
+        :num_places
+    ]
     kwargs = {"generation_config": config} if num_places == 1 else {}
     plain = target.generate(*args[:6], **kwargs)
     assert_equal_ids(plain, hf_speculate.enable(target).generate(*args[:6], **kwargs))
     kwargs |= {"assistant_model": draft} if num_places < 7 else {}
     for generate in (target.generate, functools.partial(hf_speculate.generate, target)):
-        assert_equal_ids(plain, generate(*args, **kwargs, num_assistant_tokens=5, speculation_stats=stats))
+        assert_equal_ids(
+            plain, generate(*args, **kwargs, num_assistant_tokens=5, speculation_stats=stats)
+        )
         assert stats.num_rounds > 0
 
 
 def test_help_names_the_arguments_of_the_class_and_the_fields_of_speculation(models):
     model = hf_speculate.enable(models[0])
-    parameters, plain = (inspect.signature(each).parameters for each in (model.generate, LlamaForCausalLM.generate))
+    parameters, plain = (
+        inspect.signature(each).parameters for each in (model.generate, LlamaForCausalLM.generate)
+    )
     assert list(parameters) == [*list(plain)[1:-1], *FIELD_NAMES, "kwargs"]
-    assert parameters["posterior_threshold"].default == hf_speculate.SpeculationConfig().posterior_threshold
+    assert (
+        parameters["posterior_threshold"].default
+        == hf_speculate.SpeculationConfig().posterior_threshold
+    )
     text = pydoc.render_doc(model.generate, renderer=pydoc.plaintext)
     assert "Generates sequences of token ids for models" in text  # transformers'
     assert "posterior_threshold: epsilon of typical acceptance, in (0, 1)." in text
     assert "SpeculationConfig" in dir(hf_speculate)
-    for family, names in ((NamesTheFirst, ["ids", "args", *FIELD_NAMES, "kwargs"]), (Derived, ["args", "kwargs"])):
+    for family, names in (
+        (NamesTheFirst, ["ids", "args", *FIELD_NAMES, "kwargs"]),
+        (Derived, ["args", "kwargs"]),
+    ):
         model.__class__ = family
         assert list(inspect.signature(hf_speculate.enable(model).generate).parameters) == names
     assert inspect.getdoc(model.generate) == "Has a text of its own."
@@ -125,7 +146,9 @@ def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
     target.save_pretrained(tmp_path / "plain")
     hf_speculate.enable(target).save_pretrained(tmp_path / "enabled")
     for name in ("config.json", "generation_config.json"):
-        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "enabled" / name).read_bytes()
+        assert (tmp_path / "plain" / name).read_bytes() == (
+            tmp_path / "enabled" / name
+        ).read_bytes()
 
 
 def by_torch(value):
@@ -151,7 +174,9 @@ class Forwarding(torch.nn.Module):
         self.model = model
 
     def __getattr__(self, name):
-        return self._modules[name] if name in self._modules else getattr(self._modules["model"], name)
+        return (
+            self._modules[name] if name in self._modules else getattr(self._modules["model"], name)
+        )
 
 
 def with_lora(model):
@@ -180,7 +205,12 @@ def inner_of(wrapped):
 
 @pytest.mark.parametrize(
     ("wrapper", "copier"),
-    [(name, copier) for name in WRAPPERS for copier in COPIERS if name not in UNPICKLED or "copy" in copier],
+    [
+        (name, copier)
+        for name in WRAPPERS
+        for copier in COPIERS
+        if name not in UNPICKLED or "copy" in copier
+    ],
 )
 def test_copies_and_pickles_stay_what_they_are(models, wrapper, copier):
     target, draft = models
@@ -191,7 +221,12 @@ def test_copies_and_pickles_stay_what_they_are(models, wrapper, copier):
     inner, is_shared = inner_of(twin), copier == "copy"
     assert (inner.lm_head.weight is target.lm_head.weight) == is_shared
     assert is_shared or inner is not target
-    assert assert_decodes_as_plain(inner, draft, ragged_prompts(1, seed=1), max_new_tokens=6).num_rounds > 0
+    assert (
+        assert_decodes_as_plain(
+            inner, draft, ragged_prompts(1, seed=1), max_new_tokens=6
+        ).num_rounds
+        > 0
+    )
     hf_speculate.disable(inner)
     assert hf_speculate.is_enabled(target) == (inner is not target)
 
@@ -199,10 +234,12 @@ def test_copies_and_pickles_stay_what_they_are(models, wrapper, copier):
 @pytest.mark.parametrize("copier", COPIERS)
 def test_copies_and_pickles_of_a_model_that_another_library_gave_a_class(models, copier):
     target = hf_speculate.enable(models[0])
-    target.__class__ = type("LlamaForCausalLM", (type(target),), {})  # as libraries make that shard a model
+    # as libraries make that shard a model
+    target.__class__ = type("LlamaForCausalLM", (type(target),), {})
     twin = COPIERS[copier](target)
     assert hf_speculate.is_enabled(twin)
-    assert (type(twin) is type(target)) == (copier in ("copy", "deepcopy"))  # a pickle cannot name that class
+    # a pickle cannot name that class
+    assert (type(twin) is type(target)) == (copier in ("copy", "deepcopy"))
 
 
 def test_fields_that_transformers_will_lose_earn_a_warning(models):
@@ -218,7 +255,9 @@ def test_fields_that_transformers_will_lose_earn_a_warning(models):
     [
         (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "a learned prompt"),
         (
-            LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3]),
+            LoraConfig(
+                task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3]
+            ),
             "an activated LoRA",
         ),
     ],
@@ -226,19 +265,28 @@ def test_fields_that_transformers_will_lose_earn_a_warning(models):
 def test_what_a_wrapper_adds_to_each_forward_is_refused(config, addition, models):
     target, draft = models
     wrapped = get_peft_model(target, config)
-    with pytest.raises(hf_speculate.UnsupportedModelError, match=f"got PeftModelForCausalLM with {addition}"):
+    with pytest.raises(
+        hf_speculate.UnsupportedModelError, match=f"got PeftModelForCausalLM with {addition}"
+    ):
         hf_speculate.generate(wrapped, **ragged_prompts(1, seed=4), assistant_model=draft)
 
 
 def test_a_peft_model_is_enabled_through_its_base(models):
     target, draft = models
     wrapped, inputs = with_lora(target), ragged_prompts(2, seed=4)
-    ours = hf_speculate.generate(wrapped, **inputs, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=10)
+    ours = hf_speculate.generate(
+        wrapped, **inputs, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=10
+    )
     assert_equal_ids(wrapped.generate(**inputs, max_new_tokens=10), ours)
     assert not hf_speculate.is_enabled(wrapped)
     assert hf_speculate.enable(wrapped) is wrapped
     assert hf_speculate.is_enabled(wrapped)
-    assert assert_decodes_as_plain(wrapped, draft, ragged_prompts(2, seed=4), max_new_tokens=10).num_rounds > 0
+    assert (
+        assert_decodes_as_plain(
+            wrapped, draft, ragged_prompts(2, seed=4), max_new_tokens=10
+        ).num_rounds
+        > 0
+    )
     hf_speculate.disable(wrapped)
     assert not hf_speculate.is_enabled(wrapped)
 
@@ -249,7 +297,12 @@ def test_the_hub_repository_runs_through_custom_generate(models, is_enabled):
     if is_enabled:
         hf_speculate.enable(target)
     stats, inputs = hf_speculate.SpeculationStats(), ragged_prompts(1, seed=6)
-    options = {"custom_generate": str(HUB), "trust_remote_code": True, "assistant_model": draft, "max_new_tokens": 8}
+    options = {
+        "custom_generate": str(HUB),
+        "trust_remote_code": True,
+        "assistant_model": draft,
+        "max_new_tokens": 8,
+    }
     output = target.generate(**inputs, **options, speculation_stats=stats)
     assert output.shape[1] == inputs["input_ids"].shape[1] + 8
     assert (stats.verifier, stats.num_rounds > 0) == ("typical", True)
@@ -268,8 +321,13 @@ def test_a_version_of_transformers_without_a_name_is_refused_on_enable():
         raise AttributeError
 
     model = make_model("llama")
-    model.__class__ = type("RenamedSince", (LlamaForCausalLM,), {"_default_compile_config": property(missing)})
-    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"RenamedSince\._default_compile_config.*5\.17\.0 to"):
+    model.__class__ = type(
+        "RenamedSince", (LlamaForCausalLM,), {"_default_compile_config": property(missing)}
+    )
+    with pytest.raises(
+        hf_speculate.UnsupportedModelError,
+        match=r"RenamedSince\._default_compile_config.*5\.17\.0 to",
+    ):
         hf_speculate.enable(model)
     assert not hf_speculate.is_enabled(model)
 
@@ -302,9 +360,21 @@ def test_a_version_that_is_not_newer_brings_no_warning(monkeypatch, version):
 
 def test_every_private_name_that_is_read_is_checked():
     read = {
-        node.attr for node in ast.walk(ast.parse(Path(private_names.__file__).read_text())) if hasattr(node, "attr")
+        node.attr
+        for node in ast.walk(ast.parse(Path(private_names.__file__).read_text()))
+        if hasattr(node, "attr")
     }
-    checked = (private_names._OF_MODELS, private_names._OF_CONFIGS, private_names._OF_GENERATION_CONFIGS)
-    of_python_and_torch = {"__name__", "__module__", "__version__", "_forward_pre_hooks", "_forward_hooks"}
+    checked = (
+        private_names._OF_MODELS,
+        private_names._OF_CONFIGS,
+        private_names._OF_GENERATION_CONFIGS,
+    )
+    of_python_and_torch = {
+        "__name__",
+        "__module__",
+        "__version__",
+        "_forward_pre_hooks",
+        "_forward_hooks",
+    }
     names = {name for name in read if name.startswith("_")} - of_python_and_torch
     assert names == set().union(*checked, private_names._OF_PREPARED_CONFIGS)

@@ -2,8 +2,10 @@
 
 Files are named below `tests/`:
 
-- a: a prefilled cache is fed the whole prompt again. `generation/test_matrix.py`, ids, scores, states and cache
-- b: stopping criteria are looked at when a block ends, so text runs on. `generation/test_options.py`
+- a: a prefilled cache is fed the whole prompt again. `generation/test_matrix.py`, ids, scores,
+  states and cache
+- b: stopping criteria are looked at when a block ends, so text runs on.
+  `generation/test_options.py`
 - c: `stop_strings` with an assistant raise. `generation/test_options.py`
 - d: under sampling, a padded vocabulary raises. `generation/test_vocabularies.py`
 - e: another tokenizer replaces layers of the draft model. `generation/test_vocabularies.py`
@@ -31,9 +33,16 @@ NUM_NEW = 24
 def test_fault_i_one_request_does_not_change_the_next():
     target, draft = new_pair("llama", ACCEPTED_ALL)
     configs = [model.generation_config.to_dict() for model in (target, draft)]
-    options = {"max_new_tokens": 40, "num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 3}
+    options = {
+        "max_new_tokens": 40,
+        "num_assistant_tokens_schedule": "heuristic",
+        "num_assistant_tokens": 3,
+    }
     first, second = (
-        assert_decodes_as_plain(target, draft, ragged_prompts(1, seed=7), **options).rounds_by_draft_len for _ in "ab"
+        assert_decodes_as_plain(
+            target, draft, ragged_prompts(1, seed=7), **options
+        ).rounds_by_draft_len
+        for _ in "ab"
     )
     assert first == second
     assert len(first) > 2  # the schedule did move
@@ -41,7 +50,9 @@ def test_fault_i_one_request_does_not_change_the_next():
 
 
 @each_value(do_sample=[False, True], batch_size=[1, 3])
-def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(monkeypatch, batch_size, do_sample):
+def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(
+    monkeypatch, batch_size, do_sample
+):
     target, draft = new_pair()
     plain, generates, forwards, stats = GenerationMixin.generate, [], [], SpeculationStats()
 
@@ -53,9 +64,20 @@ def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(monkeypatch,
     monkeypatch.setattr(GenerationMixin, "generate", counted)
     embeddings = draft.get_input_embeddings()
     embeddings.register_forward_pre_hook(lambda _, args: forwards.append(args[0].shape[1]))
-    options = {"max_new_tokens": NUM_NEW, "do_sample": do_sample, "num_assistant_tokens": 4, "seed": 2}
-    target.generate(**ragged_prompts(batch_size, seed=9), assistant_model=draft, speculation_stats=stats, **options)
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "do_sample": do_sample,
+        "num_assistant_tokens": 4,
+        "seed": 2,
+    }
+    target.generate(
+        **ragged_prompts(batch_size, seed=9),
+        assistant_model=draft,
+        speculation_stats=stats,
+        **options,
+    )
     assert generates == [target]
     assert len(forwards) == sum(num * count for num, count in stats.rounds_by_draft_len.items())
-    if batch_size == 1:  # a round begins with the newest token, and with the last drafted one if all were accepted
+    # a round begins with the newest token, and with the last drafted one if all were accepted
+    if batch_size == 1:
         assert sum(width > 1 for width in forwards[1:]) <= stats.accepted_per_position[-1]

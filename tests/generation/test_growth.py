@@ -20,8 +20,10 @@ V, L, T = 4096, 2, 300  # chunks of a prompt are sized from 256 tokens on
 FIRST_LETTER = 0x4E00
 SOURCES = ["draft", "another vocabulary", "lookup", "early exit"]
 TOP_P = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 1}
-LARGER = {"vocab_size": 2 * V}, {"num_prompt": 2 * T}, {"num_prompt": 2 * T, **TOP_P}  # sampling goes by blocks of V
-COUNTED = ("hf_speculate/", "transformers/", "torch/nn/modules/")  # torch registers operators at their first calls
+# sampling goes by blocks of V
+LARGER = {"vocab_size": 2 * V}, {"num_prompt": 2 * T}, {"num_prompt": 2 * T, **TOP_P}
+# torch registers operators at their first calls
+COUNTED = ("hf_speculate/", "transformers/", "torch/nn/modules/")
 MOST_MORE = 2  # calls that depend on where a prompt's columns end in a buffer
 MOST_PER_LAYER = 8  # short functions of ours, for each layer of each model
 MOST_CACHES = 3  # made from configs: the target's by transformers, and two of the draft
@@ -33,7 +35,8 @@ class Counts(TorchDispatchMode):
     def __init__(self, *models: PreTrainedModel):
         super().__init__()
         self.operators: Counter[str] = Counter()
-        self.large: Counter[str] = Counter()  # operators that write a number for each token of a vocabulary
+        # operators that write a number for each token of a vocabulary
+        self.large: Counter[str] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()  # by file and function
         self._models, self._depth = models, 0
 
@@ -41,7 +44,12 @@ class Counts(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if not self._depth:
             self.operators[str(func)] += 1
-            if isinstance(output, Tensor) and output.dim() and output.shape[-1] >= V and not func.is_view:
+            if (
+                isinstance(output, Tensor)
+                and output.dim()
+                and output.shape[-1] >= V
+                and not func.is_view
+            ):
                 self.large[str(func)] += 1
         return output
 
@@ -73,14 +81,27 @@ class Counts(TorchDispatchMode):
             self.calls[file, frame.f_code.co_name] += 1
 
 
-def counts(source: str, vocab_size: int = V, num_layers: int = L, num_prompt: int = T, **options: Any) -> Counts:
+def counts(
+    source: str, vocab_size: int = V, num_layers: int = L, num_prompt: int = T, **options: Any
+) -> Counts:
     """The second call of a pair whose drafts are all accepted; without a draft model, a call that drafts nothing."""
-    sizes = {"vocab_size": vocab_size, "num_hidden_layers": num_layers, "max_position_embeddings": 4096}
+    sizes = {
+        "vocab_size": vocab_size,
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": 4096,
+    }
     target = make_model("llama", dtype=torch.float32, **sizes)
     draft = noisy_copy(target, 0.0)
-    options |= {"max_new_tokens": 10, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    options |= {
+        "max_new_tokens": 10,
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+    }
     if source == "lookup":
-        options |= {"prompt_lookup_num_tokens": options.pop("num_assistant_tokens"), "max_new_tokens": 2}
+        options |= {
+            "prompt_lookup_num_tokens": options.pop("num_assistant_tokens"),
+            "max_new_tokens": 2,
+        }
     elif source == "early exit":
         options |= {"assistant_early_exit": 1, "max_new_tokens": 2}
     else:
@@ -107,7 +128,8 @@ def test_nothing_grows_with_the_vocabulary_or_the_prompt(source, larger):
     many = counts(source, **larger)
     assert min(sum(few.operators.values()), sum(few.calls.values())) > 100
     assert many.operators - few.operators == Counter()
-    chosen = {"aten.index_select.default"} if source == "another vocabulary" else set()  # the draft's shared tokens
+    # the draft's shared tokens
+    chosen = {"aten.index_select.default"} if source == "another vocabulary" else set()
     assert "do_sample" in larger or set(many.large) <= chosen
     assert not any(name == "get_vocab" for _, name in many.calls)
     assert sum((many.calls - few.calls).values()) <= MOST_MORE, many.calls - few.calls
@@ -124,5 +146,7 @@ def test_little_grows_with_the_layers(source, monkeypatch):
     num_models = 2 if source in SOURCES[:2] else 1
     own = sum(num for (file, _), num in (many.calls - few.calls).items() if "hf_speculate" in file)
     assert own <= MOST_PER_LAYER * num_models * num_more
-    num_caches = sum(num for (_, name), num in many.calls.items() if name == "get_layer_types_and_kwargs")
+    num_caches = sum(
+        num for (_, name), num in many.calls.items() if name == "get_layer_types_and_kwargs"
+    )
     assert num_caches <= MOST_CACHES

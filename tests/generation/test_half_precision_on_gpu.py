@@ -16,7 +16,10 @@ pytestmark = pytest.mark.gpu
 K = 5
 HALF = (torch.bfloat16, torch.float16)
 EAGER: dict[str, Any] = {"speculation_graphs": "off"}
-COMPILED: dict[bool, dict[str, Any]] = {False: EAGER, True: {**EAGER, "cache_implementation": "static"}}
+COMPILED: dict[bool, dict[str, Any]] = {
+    False: EAGER,
+    True: {**EAGER, "cache_implementation": "static"},
+}
 GREEDY: dict[str, dict[str, Any]] = {
     "plain": {},
     "lookup": {"prompt_lookup_num_tokens": K},
@@ -41,7 +44,8 @@ def prompts(batch_size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize(
-    ("is_compiled", "family"), [*((False, family) for family in GREEDY), (True, "plain"), (True, "lookup")]
+    ("is_compiled", "family"),
+    [*((False, family) for family in GREEDY), (True, "plain"), (True, "lookup")],
 )
 def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
     dtype: torch.dtype, batch_size: int, is_compiled: bool, family: str
@@ -62,8 +66,19 @@ def test_sampling_is_a_function_of_the_seed(
 ) -> None:
     target, draft = pair(dtype)
     stats = hf_speculate.SpeculationStats()
-    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "do_sample": True, "verifier": verifier}
-    options |= {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 40, "speculation_stats": stats}
+    options: dict[str, Any] = {
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "top_k": 20,
+        "do_sample": True,
+        "verifier": verifier,
+    }
+    options |= {
+        "assistant_model": draft,
+        "num_assistant_tokens": K,
+        "max_new_tokens": 40,
+        "speculation_stats": stats,
+    }
     options |= {**prompts(batch_size), **COMPILED[is_compiled]}
     first, again, third = (target.generate(**options, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)

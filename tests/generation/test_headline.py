@@ -52,7 +52,9 @@ def script(monkeypatch):
     script = Script()
     monkeypatch.setattr(generation, "StageClock", partial(StageClock, now=script))
     monkeypatch.setattr(request, "check_call", script.after(request.check_call, PREPARATION_S))
-    monkeypatch.setattr(AssistantModel, "resolve", script.after(AssistantModel.resolve, VOCABULARY_S))
+    monkeypatch.setattr(
+        AssistantModel, "resolve", script.after(AssistantModel.resolve, VOCABULARY_S)
+    )
     return script
 
 
@@ -64,10 +66,17 @@ def test_the_headline_is_that_of_the_clock(script, monkeypatch, batch_size, nois
     inputs = ragged_prompts(batch_size, seed=5)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     ends = [int(text[0, NUM_NEW // 4]), int(text[-1, NUM_NEW // 2])] if batch_size > 1 else []
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends or None, "pad_token_id": 0, "assistant_model": draft}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "eos_token_id": ends or None,
+        "pad_token_id": 0,
+        "assistant_model": draft,
+    }
     script.charge(target, 1.0, 0.05)
     script.charge(draft, 0.2, 0.005)
-    target._prepare_cache_for_generation = script.after(target._prepare_cache_for_generation, INPUTS_S)
+    target._prepare_cache_for_generation = script.after(
+        target._prepare_cache_for_generation, INPUTS_S
+    )
     stats, plain = SpeculationStats(), SpeculationStats()
     make_schedule = "hf_speculate.engine.draft_length.make_schedule"
     with monkeypatch.context() as patched:

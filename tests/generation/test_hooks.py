@@ -23,7 +23,9 @@ HIDDEN = 32
 def of_user(function):
     """The function as if a user's script had defined it: hooks of tests are known."""
     scope = {**function.__globals__, "__name__": "__main__"}
-    return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    return types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 def with_hidden(output, change):
@@ -127,7 +129,12 @@ KINDS = {
 
 def decode(target, inputs, **options):
     stats = hf_speculate.SpeculationStats()
-    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": NUM_NEW, "speculation_stats": stats, **options}
+    options = {
+        "prompt_lookup_num_tokens": 3,
+        "max_new_tokens": NUM_NEW,
+        "speculation_stats": stats,
+        **options,
+    }
     return target.generate(**inputs, **options), stats
 
 
@@ -136,12 +143,20 @@ def decode(target, inputs, **options):
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_that_count_tokens_get_the_plain_text(name, num_rows, monkeypatch):
     monkeypatch.setattr(Wrapper, "__module__", "__main__")
-    (target, draft), inputs = new_pair("llama"), ragged_prompts(num_rows, seed=2, min_len=9, max_len=12)
+    (target, draft), inputs = (
+        new_pair("llama"),
+        ragged_prompts(num_rows, seed=2, min_len=9, max_len=12),
+    )
     KINDS[name](target)
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    for options in ({"assistant_model": draft, "num_assistant_tokens": 2}, {"prompt_lookup_num_tokens": 3}):
+    for options in (
+        {"assistant_model": draft, "num_assistant_tokens": 2},
+        {"prompt_lookup_num_tokens": 3},
+    ):
         options = {"prompt_lookup_num_tokens": None, **options}
-        with pytest.warns(UserWarning, match=f"plain decoding, because of the .*{name}: ") as warned:
+        with pytest.warns(
+            UserWarning, match=f"plain decoding, because of the .*{name}: "
+        ) as warned:
             ours, stats = decode(target, inputs, **options)
         assert_equal_ids(plain, ours)
         assert [str(warning.message) for warning in warned] == stats.fallbacks
@@ -157,7 +172,11 @@ def test_a_hook_on_every_token_is_compared_once_and_served():
     for _ in range(2):
         forwards.clear()
         ours, stats = decode(
-            target, inputs, assistant_model=draft, num_assistant_tokens=3, prompt_lookup_num_tokens=None
+            target,
+            inputs,
+            assistant_model=draft,
+            num_assistant_tokens=3,
+            prompt_lookup_num_tokens=None,
         )
         assert_equal_ids(plain, ours)
         assert stats.num_accepted > 0
@@ -178,8 +197,12 @@ def test_the_choice_for_hooks_is_followed():
     ours, stats = decode(target, inputs, speculation_hooks="trusted")
     assert_equal_ids(plain, ours)
     assert len(forwards) == 1 + stats.num_batch_rounds
-    with pytest.warns(UserWarning, match='every_token of model.layers.0: speculation_hooks is "plain"'):
-        ours, stats = decode(target, inputs, generation_config=GenerationConfig(speculation_hooks="plain"))
+    with pytest.warns(
+        UserWarning, match='every_token of model.layers.0: speculation_hooks is "plain"'
+    ):
+        ours, stats = decode(
+            target, inputs, generation_config=GenerationConfig(speculation_hooks="plain")
+        )
     assert_equal_ids(plain, ours)
     assert not stats.num_batch_rounds
 
@@ -191,14 +214,21 @@ def test_rows_stay_where_a_hook_holds_a_vector_for_each(choice):
     vectors = torch.stack([VECTOR / 8, -VECTOR / 8, VECTOR / 16])
     target.model.layers[0].register_forward_hook(partial(by_row, vectors))
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    options = {"eos_token_id": int(text[0, -8]), "max_new_tokens": NUM_NEW}  # the first row ends before the others
+    # the first row ends before the others
+    options = {"eos_token_id": int(text[0, -8]), "max_new_tokens": NUM_NEW}
     plain = target.generate(**inputs, **options)
-    options |= {"assistant_model": draft, "num_assistant_tokens": 2, "prompt_lookup_num_tokens": None}
+    options |= {
+        "assistant_model": draft,
+        "num_assistant_tokens": 2,
+        "prompt_lookup_num_tokens": None,
+    }
     ours, stats = decode(target, inputs, speculation_hooks=choice, **options)
     assert_equal_ids(plain, ours)
     assert stats.num_accepted > 0
     prompts = iter([RowPrompt([1, 2, 3])])
-    decoder = ContinuousDecoder(target, 2, {"prompt_lookup_num_tokens": 3, "speculation_hooks": choice})
+    decoder = ContinuousDecoder(
+        target, 2, {"prompt_lookup_num_tokens": 3, "speculation_hooks": choice}
+    )
     with pytest.raises(UnsupportedGenerationError, match="got hooks of the target may hold"):
         list(decoder.decode(lambda: next(prompts, None)))
 
@@ -209,7 +239,8 @@ def test_a_shortened_layer_is_named(cache):
     (target, _), inputs = new_pair("llama"), ragged_prompts(1, seed=2, min_len=40, max_len=40)
     add_eviction(target)
     with pytest.raises(
-        UnsupportedModelError, match=r"got 8 of 4[014] in layer 0 of .* forward hook evict of the model"
+        UnsupportedModelError,
+        match=r"got 8 of 4[014] in layer 0 of .* forward hook evict of the model",
     ):
         decode(target, inputs, speculation_hooks="trusted", speculation_cache=cache)
 
@@ -226,7 +257,9 @@ def test_plain_calls_keep_seeds_outputs_and_streamers():
     assert torch.equal(state, torch.get_rng_state())
     streamer = Streamed()
     options = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": NUM_NEW}
-    ours, stats = decode(target, inputs, streamer=streamer, cache_implementation="static", **options)
+    ours, stats = decode(
+        target, inputs, streamer=streamer, cache_implementation="static", **options
+    )
     plain = target.generate(**inputs, **options)
     assert_equal_ids(plain.sequences, ours.sequences)
     assert all(map(torch.equal, plain.logits, ours.logits))
@@ -241,7 +274,9 @@ def test_coupled_calls_draw_the_text_of_no_draft():
     add_single_tokens(target)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": NUM_NEW}
     alone = target.generate(**inputs, **options)
-    ours, _ = decode(target, inputs, assistant_model=draft, prompt_lookup_num_tokens=None, **options)
+    ours, _ = decode(
+        target, inputs, assistant_model=draft, prompt_lookup_num_tokens=None, **options
+    )
     assert_equal_ids(alone, ours)
 
 
@@ -263,10 +298,17 @@ def test_activated_adapters_are_refused_by_name():
     peft = pytest.importorskip("peft")
     target, draft = new_pair("llama")
     config = peft.LoraConfig(
-        r=2, task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6], target_modules=["q_proj"], init_lora_weights=False
+        r=2,
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=[5, 6],
+        target_modules=["q_proj"],
+        init_lora_weights=False,
     )
     target, ids = peft.get_peft_model(target, config).eval(), torch.tensor([[1, 2, 5, 6, 3]])
     with pytest.raises(UnsupportedModelError, match=r"activated LoRA \(aLoRA\)"):
         target.generate(input_ids=ids, assistant_model=draft, max_new_tokens=NUM_NEW)
     with target.disable_adapter():
-        assert target.generate(input_ids=ids, assistant_model=draft, max_new_tokens=NUM_NEW).shape[1] == 5 + NUM_NEW
+        assert (
+            target.generate(input_ids=ids, assistant_model=draft, max_new_tokens=NUM_NEW).shape[1]
+            == 5 + NUM_NEW
+        )

@@ -24,7 +24,9 @@ ROWS = read()
 def rows_where(keep: Callable[[Row], bool]) -> pytest.MarkDecorator:
     """Runs a test for the rows that fulfil a condition."""
     rows = [(row, seed) for row, seed in ROWS if keep(row)]
-    return pytest.mark.parametrize(("row", "seed"), rows, ids=[", ".join(row.values()) for row, _ in rows])
+    return pytest.mark.parametrize(
+        ("row", "seed"), rows, ids=[", ".join(row.values()) for row, _ in rows]
+    )
 
 
 def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
@@ -68,14 +70,18 @@ def test_the_rows_hold_every_pair_that_is_not_refused() -> None:
 
 def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> None:
     """Rows that copied made the draft model lag behind by more tokens than the row without a prompt has."""
-    case = Case(family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0)
+    case = Case(
+        family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0
+    )
     result = run_case(case)
     assert result.outcome == "equal", result
 
 
 @pytest.mark.parametrize("pair", [pair for pair in EXCLUDED if pair not in SERVED_NOW], ids=str)
 def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
-    plainest = {name: values[0] for name, values in AXES.items()} | {"batch": "2" if "padding" in pair[0] else "1"}
+    plainest = {name: values[0] for name, values in AXES.items()} | {
+        "batch": "2" if "padding" in pair[0] else "1"
+    }
     assert run_case(case_of({**plainest, **dict(pair)}, seed=1)).outcome not in ("equal", "tie")
 
 
@@ -91,7 +97,10 @@ def test_greedy_text_of_many_models_is_plain(family: str) -> None:
             options = {**inputs, "max_new_tokens": 3 * SLIDING_WINDOW}
             plain = target.generate(**options)
             for num in (1, 3, 5, 8):
-                assert_equal_ids(plain, target.generate(**options, assistant_model=draft, num_assistant_tokens=num))
+                assert_equal_ids(
+                    plain,
+                    target.generate(**options, assistant_model=draft, num_assistant_tokens=num),
+                )
 
 
 FAMILIES = ("llama", "mistral_window", "gpt2")
@@ -101,14 +110,22 @@ READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
 
 @pytest.mark.fallback("lock step", "because a draft model as large as its target")
 @pytest.mark.parametrize(
-    "numbers", [*(range(at, at + 4) for at in (0, 4, 8)), pytest.param(range(12, 60), marks=pytest.mark.slow)]
+    "numbers",
+    [*(range(at, at + 4) for at in (0, 4, 8)), pytest.param(range(12, 60), marks=pytest.mark.slow)],
 )
 def test_text_scores_and_cache_of_every_turn_are_those_of_plain(numbers):
     outcomes: Counter[str] = Counter()
     for number in numbers:
         case = draw_case(7, number, FAMILIES)
         cache = "preallocated" if case.cache == "static" else case.cache
-        chat = replace(case, num_turns=3, passed="with config", cache=cache, embeds=False, num_return_sequences=1)
+        chat = replace(
+            case,
+            num_turns=3,
+            passed="with config",
+            cache=cache,
+            embeds=False,
+            num_return_sequences=1,
+        )
         chat = chat if READS_IN_PIECES else replace(chat, prefill_chunk_size=0)
         result = run_case(chat)
         assert result.outcome in ("equal", "refused", "both fail"), (chat, result)

@@ -22,37 +22,65 @@ from hf_speculate.engine.step_weights import step_weights
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.tools.checks.near_ties import DifferenceCheck, logits_after_text
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, new_pair, pair
-from tests.support.tiny import INITIALIZER_RANGE, MORE_FAMILIES, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import (
+    INITIALIZER_RANGE,
+    MORE_FAMILIES,
+    SLIDING_WINDOW,
+    make_model,
+    noisy_copy,
+    ragged_prompts,
+)
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
 FEW_NEW = 16
 DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
-_LORA = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+_LORA = LoraConfig(
+    target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM"
+)
 
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 @pytest.mark.parametrize("cache_kind", ["auto", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_greedy_equals_plain(family, cache_kind):
-    # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where padding becomes NaN.
+    # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where
+    # padding becomes NaN.
     models = pair(family, dtype=torch.float32 if family == "mpt" else torch.float64)
-    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "num_assistant_tokens": 3,
+        "speculation_cache": cache_kind,
+    }
     stats = assert_decodes_as_plain(*models, ragged_prompts(3, seed=3), **options)
     assert 0 < stats.num_accepted < stats.num_verified
-    assert stats.cache == ("dynamic" if cache_kind == "dynamic" or family in DYNAMIC_ONLY else "preallocated")
+    assert stats.cache == (
+        "dynamic" if cache_kind == "dynamic" or family in DYNAMIC_ONLY else "preallocated"
+    )
     assert not stats.lock_step
 
 
 def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks():
-    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
     config = MoshiConfig(
-        vocab_size=64, sliding_window=SLIDING_WINDOW, pad_token_id=0, initializer_range=INITIALIZER_RANGE, **sizes
+        vocab_size=64,
+        sliding_window=SLIDING_WINDOW,
+        pad_token_id=0,
+        initializer_range=INITIALIZER_RANGE,
+        **sizes,
     )
     model = MoshiForCausalLM(config).to(torch.float64).eval().requires_grad_(False)
     model.generation_config = GenerationConfig(pad_token_id=0)
     inputs, draft = ragged_prompts(3, seed=3), noisy_copy(model)
     assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
     for own in ({"speculation_cache": "dynamic"}, {CACHE_NAME: DynamicCache(config=config)}):
-        with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
+        with pytest.raises(
+            UnsupportedModelError, match="must be preallocated, for its window layers read all"
+        ):
             model.generate(**inputs, **own, assistant_model=draft, max_new_tokens=NUM_NEW)
 
 
@@ -63,10 +91,15 @@ def adapted(model):
 
 
 def test_a_lora_draft_drafts_with_its_adapter():
-    draft, options = adapted(make_model("llama")), {"max_new_tokens": FEW_NEW, "num_assistant_tokens": 3}
+    draft, options = (
+        adapted(make_model("llama")),
+        {"max_new_tokens": FEW_NEW, "num_assistant_tokens": 3},
+    )
     stats = assert_decodes_as_plain(pair("llama")[0], draft, ragged_prompts(3, seed=1), **options)
     with draft.disable_adapter():  # without it the draft is the target
-        same = assert_decodes_as_plain(pair("llama")[0], draft, ragged_prompts(3, seed=1), **options)
+        same = assert_decodes_as_plain(
+            pair("llama")[0], draft, ragged_prompts(3, seed=1), **options
+        )
     assert stats.verified_acceptance_rate < same.verified_acceptance_rate == 1.0
 
 
@@ -76,7 +109,9 @@ def test_a_learned_prompt_is_refused():
         make_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     ).eval()
     options = {**ragged_prompts(1, seed=1), "max_new_tokens": 4}
-    with pytest.raises(UnsupportedModelError, match="must read the text alone, got PeftModelForCausalLM"):
+    with pytest.raises(
+        UnsupportedModelError, match="must read the text alone, got PeftModelForCausalLM"
+    ):
         target.generate(**options, assistant_model=learned)
     with pytest.raises(UnsupportedModelError, match="a prepare_inputs_for_generation of its own"):
         hf_speculate.enable(learned).generate(**options, assistant_model=draft)
@@ -101,16 +136,28 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     models = {"target": target, "draft": noisy_copy(target)}
     models[part].save_pretrained(tmp_path / "model")
     num_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
-    placement = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
-    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, **placement)
+    placement = {
+        "device_map": "auto",
+        "max_memory": {"cpu": num_bytes // 2},
+        "offload_folder": tmp_path / "rest",
+    }
+    models[part] = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64, **placement
+    )
     assert set(models[part].hf_device_map.values()) == {"cpu", "disk"}
     options = {**ragged_prompts(3, seed=3), "max_new_tokens": FEW_NEW}
-    ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)
+    ours = hf_speculate.generate(
+        models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3
+    )
     assert_equal_ids(target.generate(**options), ours)
     assert not hf_speculate.is_enabled(models["target"])
     small, stats = make_model("llama", num_hidden_layers=1), hf_speculate.SpeculationStats()
     for num_rows in (1, 2):  # loading weights outweighs what a forward of one row computes
-        options = {**ragged_prompts(num_rows, seed=3), "max_new_tokens": 4, "speculation_stats": stats}
+        options = {
+            **ragged_prompts(num_rows, seed=3),
+            "max_new_tokens": 4,
+            "speculation_stats": stats,
+        }
         hf_speculate.generate(models["target"], **options, assistant_model=small)
         most = 32 if part == "target" and num_rows == 1 else 10
         assert f"adaptive, at most {most};" in stats.plan
@@ -125,14 +172,22 @@ class Nameless(LlamaForCausalLM):
 
 @pytest.mark.parametrize("part", ["target", "draft"])
 def test_a_model_may_name_no_embeddings(part):
-    models = dict(zip(("target", "draft"), (copy.deepcopy(model) for model in pair("llama")), strict=True))
+    models = dict(
+        zip(("target", "draft"), (copy.deepcopy(model) for model in pair("llama")), strict=True)
+    )
     models[part].__class__ = Nameless
     target, draft = hf_speculate.enable(models["target"]), models["draft"]
-    stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=1), max_new_tokens=FEW_NEW)
+    stats = assert_decodes_as_plain(
+        target, draft, ragged_prompts(2, seed=1), max_new_tokens=FEW_NEW
+    )
     assert stats.num_accepted > 0
     ahead = torch.zeros(1, 3, target.config.hidden_size, dtype=torch.float64)
     if part == "draft":  # whose ids are compared with its table
-        options = {"input_ids": torch.ones(1, 3, dtype=torch.int64), "inputs_embeds": ahead, "max_new_tokens": 4}
+        options = {
+            "input_ids": torch.ones(1, 3, dtype=torch.int64),
+            "inputs_embeds": ahead,
+            "max_new_tokens": 4,
+        }
         assert_decodes_as_plain(target, draft, options)
 
 
@@ -153,16 +208,23 @@ FORMS = {
 
 
 @pytest.mark.fallback("eager forwards of the")
-@pytest.mark.parametrize(("form", "part"), [("forward", "target"), ("in place", "draft"), ("layers", "target")])
+@pytest.mark.parametrize(
+    ("form", "part"), [("forward", "target"), ("in place", "draft"), ("layers", "target")]
+)
 def test_a_forward_that_the_caller_compiled_runs_eagerly_and_says_so(form, part):
     target, draft = new_pair("llama")
     model, traced = target if part == "target" else draft, []
     options = {**ragged_prompts(3, seed=1), "max_new_tokens": FEW_NEW}
     plain = target.generate(**options)
-    FORMS[form](model, fullgraph=True, backend=lambda graph, _: traced.append(graph) or graph.forward)
+    FORMS[form](
+        model, fullgraph=True, backend=lambda graph, _: traced.append(graph) or graph.forward
+    )
     stats = hf_speculate.SpeculationStats()
     drafts = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
-    with pytest.warns(UserWarning, match=f"eager forwards of the {part} LlamaForCausalLM, because a forward that the"):
+    with pytest.warns(
+        UserWarning,
+        match=f"eager forwards of the {part} LlamaForCausalLM, because a forward that the",
+    ):
         assert_equal_ids(plain, hf_speculate.generate(target, **options, **drafts))
     assert stats.num_accepted > 0
     assert not traced
@@ -182,7 +244,8 @@ def int4(model, folder):
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import quantize_
 
-    quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))  # the only int4 weights that run on a CPU
+    # the only int4 weights that run on a CPU
+    quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))
     return model
 
 
@@ -199,7 +262,9 @@ def load_quantised(model, folder, **fields):
     """The model with weights of bitsandbytes, which quantises while it loads."""
     model.save_pretrained(folder)
     config = BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32
+    ).eval()
 
 
 @pytest.mark.torchao
@@ -232,10 +297,16 @@ def test_weights_may_be_quantised(quantise, parts, batch_size, cache, tmp_path):
             models[name] = quantise(model, tmp_path / name)
             weights = step_weights(models[name])
             assert weights.is_quantised
-            assert weights.num_bytes < num_bytes / 2  # what is stored, not the float32 that it stands for
-            logits_of = partial(logits_after_text, token_ids=torch.tensor([3, 4, 5]), block_len=2, num_rows=2)
-            assert DifferenceCheck(models[name])((6, 7), 0.0, 0, logits_of).verdict == "tie"  # runs no float64
+            # what is stored, not the float32 that it stands for
+            assert weights.num_bytes < num_bytes / 2
+            logits_of = partial(
+                logits_after_text, token_ids=torch.tensor([3, 4, 5]), block_len=2, num_rows=2
+            )
+            # runs no float64
+            assert DifferenceCheck(models[name])((6, 7), 0.0, 0, logits_of).verdict == "tie"
     hf_speculate.enable(models["target"])
     inputs = ragged_prompts(batch_size, seed=4)
-    stats = assert_decodes_as_plain(*models.values(), inputs, max_new_tokens=FEW_NEW, speculation_cache=cache)
+    stats = assert_decodes_as_plain(
+        *models.values(), inputs, max_new_tokens=FEW_NEW, speculation_cache=cache
+    )
     assert stats.num_accepted > 0

@@ -7,26 +7,40 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
+from tests.cases import (
+    Streamed,
+    assert_decodes_as_plain,
+    assert_equal_ids,
+    each_value,
+    pair,
+    plain_and_ours,
+)
 from tests.compatibility_rows import CHARACTERS, TOKENIZER
 from tests.support.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
 from tests.support.tiny_tokenizers import byte_level_tokenizer
 
 K = 4
 NUM_NEW = 24
-SCORE_TOLERANCE = 1e-5  # scores are rounded to float32, whose resolution at these magnitudes is 1e-6
+# scores are rounded to float32, whose resolution at these magnitudes is 1e-6
+SCORE_TOLERANCE = 1e-5
 
 
 def new_ids(inputs: dict, row: int = 0) -> list[int]:
     """The greedy text of a row that nothing ends."""
-    return pair("llama")[0].generate(**inputs, max_new_tokens=NUM_NEW)[row, inputs["input_ids"].shape[1] :].tolist()
+    return (
+        pair("llama")[0]
+        .generate(**inputs, max_new_tokens=NUM_NEW)[row, inputs["input_ids"].shape[1] :]
+        .tolist()
+    )
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 7])
 def test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken(num_new):
     inputs = ragged_prompts(2, seed=13)
     inputs["input_ids"] = inputs["input_ids"].int()
-    plain, ours = plain_and_ours(*pair("qwen2"), inputs, max_new_tokens=num_new, num_assistant_tokens=K)
+    plain, ours = plain_and_ours(
+        *pair("qwen2"), inputs, max_new_tokens=num_new, num_assistant_tokens=K
+    )
     assert_equal_ids(plain, ours)
     assert plain.dtype == ours.dtype
 
@@ -40,10 +54,17 @@ def test_max_time_stops_soon():
 
 
 @each_value(batch_size=[1, 3], num_assistant_tokens=[2, 8], eos_token_id=[None, 63])
-def test_stop_strings_end_the_text_where_plain_ends_it(batch_size, num_assistant_tokens, eos_token_id):
+def test_stop_strings_end_the_text_where_plain_ends_it(
+    batch_size, num_assistant_tokens, eos_token_id
+):
     inputs = ragged_prompts(batch_size, seed=31)
     stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])  # spans two tokens
-    options = {"max_new_tokens": NUM_NEW, "stop_strings": [stop], "tokenizer": TOKENIZER, "eos_token_id": eos_token_id}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "stop_strings": [stop],
+        "tokenizer": TOKENIZER,
+        "eos_token_id": eos_token_id,
+    }
     options |= {"num_assistant_tokens": num_assistant_tokens, "pad_token_id": 0}
     assert_decodes_as_plain(*pair("llama"), inputs, **options)
 
@@ -52,10 +73,23 @@ def test_drafts_that_a_stop_cuts_off_did_not_stay():
     target, _ = pair("llama")
     inputs, stats = ragged_prompts(1, seed=31), hf_speculate.SpeculationStats()
     stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])
-    options = {"max_new_tokens": NUM_NEW, "stop_strings": [stop], "tokenizer": TOKENIZER, "num_assistant_tokens": 6}
-    target.generate(**inputs, **options, assistant_model=noisy_copy(target, 0.0), speculation_stats=stats)
-    # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6 drafts
-    assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (9, 8, 8, 2)
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "stop_strings": [stop],
+        "tokenizer": TOKENIZER,
+        "num_assistant_tokens": 6,
+    }
+    target.generate(
+        **inputs, **options, assistant_model=noisy_copy(target, 0.0), speculation_stats=stats
+    )
+    # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6
+    # drafts
+    assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (
+        9,
+        8,
+        8,
+        2,
+    )
 
 
 class Recorder(LogitsProcessor):
@@ -89,10 +123,19 @@ PureStop = hf_speculate.register_row_wise(type("PureStop", (StopAtSum,), {}))
 def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
     seen, texts, stats = [], [], hf_speculate.SpeculationStats()
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_stats": stats}):
+    for own in (
+        {},
+        {"assistant_model": draft, "num_assistant_tokens": K, "speculation_stats": stats},
+    ):
         processor, criterion = Recorder(), StopAtSum()
-        own |= {"logits_processor": [processor], "stopping_criteria": [criterion], "eos_token_id": eos_token_id}
-        texts.append(target.generate(**ragged_prompts(batch_size, seed=16), max_new_tokens=NUM_NEW, **own))
+        own |= {
+            "logits_processor": [processor],
+            "stopping_criteria": [criterion],
+            "eos_token_id": eos_token_id,
+        }
+        texts.append(
+            target.generate(**ragged_prompts(batch_size, seed=16), max_new_tokens=NUM_NEW, **own)
+        )
         seen.append((processor.seen, criterion.seen))
     assert_equal_ids(*texts)
     assert seen[0] == seen[1]
@@ -109,18 +152,28 @@ def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_si
 )
 def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
     inputs = ragged_prompts(batch_size, seed=14)
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": 17, "stopping_criteria": [criterion(answer)]}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "eos_token_id": 17,
+        "stopping_criteria": [criterion(answer)],
+    }
     stats = assert_decodes_as_plain(*pair("llama"), inputs, **options, num_assistant_tokens=K)
     assert stats.num_rounds > 1  # else to stop at once is right
 
 
 @each_value(batch_size=[1, 4], eos_token_id=[17, None])
 def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_size, eos_token_id):
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos_token_id, "return_dict_in_generate": True}
-    inputs = ragged_prompts(batch_size, seed=41)  # of 4 rows some run ahead of the end, and some lag behind it
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "eos_token_id": eos_token_id,
+        "return_dict_in_generate": True,
+    }
+    # of 4 rows some run ahead of the end, and some lag behind it
+    inputs = ragged_prompts(batch_size, seed=41)
     plain, ours = plain_and_ours(*pair("llama"), inputs, **options, stopping_criteria=[PureStop()])
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW  # else no row may run ahead of the end
+    # else no row may run ahead of the end
+    assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW
     assert not ours.speculation.lock_step
     for layer, our_layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
         torch.testing.assert_close(our_layer.keys, layer.keys)
@@ -130,8 +183,16 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
 def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
     """In float32, since logits of other dtypes are copied anyway."""
     target, draft = pair("llama", dtype=torch.float32)
-    options = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
-    options |= {"logits_processor": [lambda ids, scores: scores.clamp_(max=1.0)], "num_assistant_tokens": K}
+    options = {
+        "max_new_tokens": 6,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "output_scores": True,
+    }
+    options |= {
+        "logits_processor": [lambda ids, scores: scores.clamp_(max=1.0)],
+        "num_assistant_tokens": K,
+    }
     ours = target.generate(**ragged_prompts(2, seed=17), **options, assistant_model=draft)
     assert torch.stack(ours.scores).max() == 1.0 < torch.stack(ours.logits).max()
 
@@ -140,8 +201,14 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
 def test_hidden_states_and_attentions_are_those_of_plain(family):
     target = hf_speculate.enable(make_model(family, attn_implementation="eager"))
     draft, inputs = noisy_copy(target, 0.02, seed=1), ragged_prompts(1, seed=20, min_len=10)
-    options = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
-    plain, ours = plain_and_ours(target, draft, inputs, **options, max_new_tokens=11, num_assistant_tokens=K)
+    options = {
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "return_dict_in_generate": True,
+    }
+    plain, ours = plain_and_ours(
+        target, draft, inputs, **options, max_new_tokens=11, num_assistant_tokens=K
+    )
     assert_equal_ids(plain.sequences, ours.sequences)
     tolerance = {"atol": SCORE_TOLERANCE, "rtol": SCORE_TOLERANCE}
     torch.testing.assert_close(ours.hidden_states, plain.hidden_states, **tolerance)
@@ -154,7 +221,9 @@ def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": new_ids(inputs)[9]}
     streams = [Streamed(), Streamed()]
     target.generate(**inputs, **options, streamer=streams[0])
-    target.generate(**inputs, **options, streamer=streams[1], assistant_model=draft, num_assistant_tokens=5)
+    target.generate(
+        **inputs, **options, streamer=streams[1], assistant_model=draft, num_assistant_tokens=5
+    )
     assert streams[0].values == streams[1].values
     assert streams[1].has_ended
 
@@ -163,7 +232,9 @@ def test_speculation_comes_with_the_output_object():
     target, draft = pair("llama")
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "speculation_stats": stats}
-    output = target.generate(**ragged_prompts(2, seed=25), **options, assistant_model=draft, num_assistant_tokens=3)
+    output = target.generate(
+        **ragged_prompts(2, seed=25), **options, assistant_model=draft, num_assistant_tokens=3
+    )
     assert output.speculation is stats
     assert stats.num_host_syncs == stats.num_batch_rounds + 1
     assert "verifier: greedy" in str(stats)
@@ -174,8 +245,15 @@ def test_speculation_comes_with_the_output_object():
 @pytest.mark.fallback("lock step")
 def test_a_large_bound_on_the_length_reserves_no_memory():
     target, draft = pair("llama")
-    options = {"max_new_tokens": 10**12, "assistant_model": draft, "stopping_criteria": [StopAtSum()]}
-    assert target.generate(**ragged_prompts(1, seed=1), **options, num_assistant_tokens=5).shape[1] < 200
+    options = {
+        "max_new_tokens": 10**12,
+        "assistant_model": draft,
+        "stopping_criteria": [StopAtSum()],
+    }
+    assert (
+        target.generate(**ragged_prompts(1, seed=1), **options, num_assistant_tokens=5).shape[1]
+        < 200
+    )
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +272,12 @@ def healed():
 def test_a_healed_prompt_is_that_of_plain(healed, prompts, is_healed):
     tokenizer, target, draft = healed
     inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
-    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 12, "num_assistant_tokens": 3}
+    options = {
+        "token_healing": True,
+        "tokenizer": tokenizer,
+        "max_new_tokens": 12,
+        "num_assistant_tokens": 3,
+    }
     assert_decodes_as_plain(target, draft, inputs, **options)
     prompt = target.generate(**inputs, **options)[:, : inputs["input_ids"].shape[1]]
     assert torch.equal(prompt, inputs["input_ids"]) != is_healed
@@ -203,11 +286,18 @@ def test_a_healed_prompt_is_that_of_plain(healed, prompts, is_healed):
 def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
     tokenizer, target, draft = healed
     inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
-    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8, "assistant_model": draft}
+    options = {
+        "token_healing": True,
+        "tokenizer": tokenizer,
+        "max_new_tokens": 8,
+        "assistant_model": draft,
+    }
     options["num_assistant_tokens"] = 3
     ids = target.generate(**inputs, **options, streamer=streamed)
     assert streamed.ids == ids[0].tolist()
-    with pytest.raises(UnsupportedGenerationError, match="token_healing must be left out for a model that is not"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="token_healing must be left out for a model that is not"
+    ):
         hf_speculate.generate(make_small_model(len(tokenizer), seed=6), **inputs, **options)
 
 
@@ -220,4 +310,9 @@ def test_zero_tokens_are_drafted_if_that_is_asked_for():
         (draft, {"num_assistant_tokens_schedule": "heuristic"}),
     ):
         options = {"num_assistant_tokens": 0, "max_new_tokens": NUM_NEW, **own}
-        assert assert_decodes_as_plain(target, source, ragged_prompts(2, seed=5), **options).num_drafted == 0
+        assert (
+            assert_decodes_as_plain(
+                target, source, ragged_prompts(2, seed=5), **options
+            ).num_drafted
+            == 0
+        )

@@ -7,13 +7,26 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPImageProcessorPil, LlavaProcessor, WhisperFeatureExtractor, WhisperTokenizer, pipeline
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    WhisperFeatureExtractor,
+    WhisperTokenizer,
+    pipeline,
+)
 
 import hf_speculate
 from tests.cases import each_value, pair
 from tests.compatibility_rows import CHARACTERS
 from tests.support.tiny import make_model, noisy_copy
-from tests.support.tiny_encoders import NUM_FRAMES, NUM_MEL_BINS, decoder_of, make_llava, make_whisper, text_draft
+from tests.support.tiny_encoders import (
+    NUM_FRAMES,
+    NUM_MEL_BINS,
+    decoder_of,
+    make_llava,
+    make_whisper,
+    text_draft,
+)
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 PROMPTS = ["bcd", "efghij", "kl", "mnopq"]
@@ -23,28 +36,47 @@ SAMPLING = {"do_sample": True, "verifier": "coupled", "seed": 3}
 @pytest.fixture(scope="module")
 def pipelines():
     target, draft = pair("llama")
-    make = {"task": "text-generation", "model": target, "tokenizer": letters_tokenizer(CHARACTERS, pad_token="a")}
+    make = {
+        "task": "text-generation",
+        "model": target,
+        "tokenizer": letters_tokenizer(CHARACTERS, pad_token="a"),
+    }
     return pipeline(**make), pipeline(**make, assistant_model=draft)
 
 
 def texts(outputs) -> list[str]:
-    return [output[0]["generated_text"] if isinstance(output, list) else output["generated_text"] for output in outputs]
+    return [
+        output[0]["generated_text"] if isinstance(output, list) else output["generated_text"]
+        for output in outputs
+    ]
 
 
-@each_value(field=["eos_token_id", "pad_token_id", "bos_token_id"], sampling=[{}, SAMPLING], batch_size=[1, 2, 4])
+@each_value(
+    field=["eos_token_id", "pad_token_id", "bos_token_id"],
+    sampling=[{}, SAMPLING],
+    batch_size=[1, 2, 4],
+)
 def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling, batch_size):
     """transformers asks for the assistant's tokenizer in the constructor, then raises at the call because of it."""
     plain, ours = pipelines
     stranger = copy.deepcopy(ours.assistant_model)
     setattr(stranger.config, field, 7)
     setattr(stranger.generation_config, field, 7)
-    tokenizers = {"tokenizer": plain.tokenizer, "assistant_tokenizer": copy.deepcopy(plain.tokenizer)}
-    in_constructor = pipeline("text-generation", model=plain.model, **tokenizers, assistant_model=stranger)
+    tokenizers = {
+        "tokenizer": plain.tokenizer,
+        "assistant_tokenizer": copy.deepcopy(plain.tokenizer),
+    }
+    in_constructor = pipeline(
+        "text-generation", model=plain.model, **tokenizers, assistant_model=stranger
+    )
     options = {"max_new_tokens": 12, "batch_size": batch_size, **sampling}
     expected = texts(plain(PROMPTS, **options))
     for run in (ours, in_constructor, functools.partial(plain, assistant_model=stranger)):
         stats = hf_speculate.SpeculationStats()
-        assert texts(run(PROMPTS, **options, num_assistant_tokens=3, speculation_stats=stats)) == expected
+        assert (
+            texts(run(PROMPTS, **options, num_assistant_tokens=3, speculation_stats=stats))
+            == expected
+        )
         assert stats.verifier == sampling.get("verifier", "greedy")
         assert stats.num_accepted > 0
 
@@ -70,15 +102,32 @@ LETTERS = CHARACTERS[:48]
 
 
 def speech_tokenizer() -> WhisperTokenizer:
-    tokens = ["<|pad|>", "<|startoftranscript|>", "<|endoftext|>", *LETTERS[: NO_TIMES_ID - 3], "<|notimestamps|>"]
+    tokens = [
+        "<|pad|>",
+        "<|startoftranscript|>",
+        "<|endoftext|>",
+        *LETTERS[: NO_TIMES_ID - 3],
+        "<|notimestamps|>",
+    ]
     tokens += [f"<|{0.02 * step:.2f}|>" for step in range(64 - len(tokens))]
-    return WhisperTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], pad_token="<|pad|>")
+    return WhisperTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[], pad_token="<|pad|>"
+    )
 
 
 @each_value(make_draft=[lambda model: model, decoder_of], batch_size=[1, 3])
 def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
-    sizes = {"feature_size": NUM_MEL_BINS, "sampling_rate": SAMPLING_RATE, "hop_length": HOP_LEN, "n_fft": 512}
-    make = {"task": "automatic-speech-recognition", "tokenizer": speech_tokenizer(), "dtype": torch.float64}
+    sizes = {
+        "feature_size": NUM_MEL_BINS,
+        "sampling_rate": SAMPLING_RATE,
+        "hop_length": HOP_LEN,
+        "n_fft": 512,
+    }
+    make = {
+        "task": "automatic-speech-recognition",
+        "tokenizer": speech_tokenizer(),
+        "dtype": torch.float64,
+    }
     make |= {"feature_extractor": WhisperFeatureExtractor(**sizes, chunk_length=1)}
     make |= {"model": hf_speculate.enable(make_whisper())}
     rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
@@ -105,15 +154,30 @@ def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
 def test_images_are_described_as_without_a_draft(batch_size):
     tokens = ["<pad>", *LETTERS, *"0123456789.", "<image>", *",:;"]
     tokenizer = letters_tokenizer(tokens, pad_token="<pad>", additional_special_tokens=["<image>"])
-    image_processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    reading = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    make = {"processor": LlavaProcessor(image_processor, tokenizer, **reading), "dtype": torch.float64}
+    image_processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
+    )
+    reading = {
+        "patch_size": 4,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    make = {
+        "processor": LlavaProcessor(image_processor, tokenizer, **reading),
+        "dtype": torch.float64,
+    }
     reader = pipeline("image-text-to-text", model=hf_speculate.enable(make_llava()), **make)
     rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
     images = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(2)]
     inputs = {"images": images, "text": ["a<image>bc", "defg<image>h"], "batch_size": batch_size}
-    own = {"assistant_model": text_draft(reader.model), "num_assistant_tokens": 3, "speculation_stats": stats}
+    own = {
+        "assistant_model": text_draft(reader.model),
+        "num_assistant_tokens": 3,
+        "speculation_stats": stats,
+    }
     options = {"max_new_tokens": 12, "do_sample": False}
-    plain, ours = (reader(**inputs, generate_kwargs=call_options) for call_options in (options, options | own))
+    plain, ours = (
+        reader(**inputs, generate_kwargs=call_options) for call_options in (options, options | own)
+    )
     assert plain == ours
     assert stats.num_accepted > 0

@@ -11,18 +11,32 @@ from transformers.cache_utils import StaticLayer
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
+from tests.cases import (
+    DRAFT_NOISE,
+    assert_decodes_as_plain,
+    assert_equal_ids,
+    each_value,
+    pair,
+    plain_and_ours,
+)
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.reliability.test_threads import together
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
-from tests.support.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
+from tests.support.tiny_encoders import (
+    make_llava,
+    make_qwen2_vl,
+    make_qwen3_5_vl,
+    picture_prompts,
+    text_draft,
+)
 from tests.support.tiny_readers import ENCODERS, READERS, READINGS
 from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 24
 LITTLE_NOISE = 0.01  # not every draft has read what the target has
 KEEPS_PICTURES = "because its cache would hold the states of pictures too"  # the draft's
-# Two masks, positions of three axes, positions that the forward does not name, and neither; the others are slow.
+# Two masks, positions of three axes, positions that the forward does not name, and neither; the
+# others are slow.
 VARIED = ("cohere2_vision", "glm46v", "moss_transcribe_diarize", "voxtral")
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 
@@ -41,28 +55,40 @@ def test_readers_of_images_decode_as_in_plain(family, batch_size, cache_kind):
     stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert 0 < stats.num_accepted < stats.num_verified
     blind = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))  # the picture was seen
+    # the picture was seen
+    assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))
 
 
 def test_videos_are_read_as_images_are():
     target, draft = picture_pair("qwen2_vl")
     inputs, config = picture_prompts(target, 2), target.config
-    ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == config.image_token_id, config.video_token_id)
+    ids = inputs["input_ids"].masked_fill(
+        inputs["input_ids"] == config.image_token_id, config.video_token_id
+    )
     text = {"input_ids": ids, "attention_mask": inputs["attention_mask"]}
-    video = {"pixel_values_videos": inputs["pixel_values"], "video_grid_thw": inputs["image_grid_thw"]}
+    video = {
+        "pixel_values_videos": inputs["pixel_values"],
+        "video_grid_thw": inputs["image_grid_thw"],
+    }
     video["mm_token_type_ids"] = 2 * inputs["mm_token_type_ids"]
     assert_decodes_as_plain(target, draft, {**text, **video}, max_new_tokens=NUM_NEW)
-    assert not torch.equal(*(target.generate(**text, **more, max_new_tokens=NUM_NEW) for more in (video, {})))
+    assert not torch.equal(
+        *(target.generate(**text, **more, max_new_tokens=NUM_NEW) for more in (video, {}))
+    )
 
 
 @pytest.mark.parametrize(
-    ("options", "num_tokens"), [({"vision_feature_layer": -1}, 4), ({"vision_feature_select_strategy": "full"}, 5)]
+    ("options", "num_tokens"),
+    [({"vision_feature_layer": -1}, 4), ({"vision_feature_select_strategy": "full"}, 5)],
 )
 def test_features_are_chosen_as_the_call_says(options, num_tokens):
     target, draft = picture_pair("llava")
     pictures = picture_prompts(target, 1)
     image = [target.config.image_token_id] * num_tokens
-    inputs = {"input_ids": torch.tensor([[3, 62, *image, 63, 8]]), "pixel_values": pictures["pixel_values"]}
+    inputs = {
+        "input_ids": torch.tensor([[3, 62, *image, 63, 8]]),
+        "pixel_values": pictures["pixel_values"],
+    }
     plain, ours = plain_and_ours(target, draft, {**inputs, **options}, max_new_tokens=NUM_NEW)
     assert_equal_ids(plain, ours)
     if num_tokens == 4:  # else the default cannot read the prompt
@@ -91,12 +117,16 @@ def test_a_reader_decodes_as_in_plain(name):
     stats = ours.speculation
     assert stats.num_accepted > 0
     assert not stats.lock_step
-    assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")  # pictures in the cache
+    # pictures in the cache
+    assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")
     if reading is not None:  # else the prompt has no other reading
-        assert not torch.equal(decode(target, {**inputs, name: reading}, **options).sequences, ours.sequences)
+        assert not torch.equal(
+            decode(target, {**inputs, name: reading}, **options).sequences, ours.sequences
+        )
 
 
-# Older versions make a static cache whose layers of pictures are as long as the text, and fail with it.
+# Older versions make a static cache whose layers of pictures are as long as the text, and fail with
+# it.
 HAS_STATIC = "_prepare_static_cache" in vars(transformers.MllamaForConditionalGeneration)
 
 
@@ -115,14 +145,21 @@ def test_layers_of_pictures_that_a_cut_config_still_names_are_none():
     target.config.text_config.cross_attention_layers = [1, 9]  # of three layers
     drafts = {"assistant_model": noisy_copy(target, LITTLE_NOISE), "num_assistant_tokens": 3}
     plain = decode(target, inputs, max_cache_len=96).sequences
-    ours = decode(hf_speculate.enable(target), inputs, cache_implementation="static", max_cache_len=96, **drafts)
+    ours = decode(
+        hf_speculate.enable(target),
+        inputs,
+        cache_implementation="static",
+        max_cache_len=96,
+        **drafts,
+    )
     assert_equal_ids(plain, ours.sequences)
 
 
 @pytest.mark.fallback(KEEPS_PICTURES)
 @pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.parametrize(
-    "family", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]
+    "family",
+    ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))],
 )
 def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(family, has_mask):
     target, inputs, _ = READERS["aspect_ratio_ids"]()
@@ -133,7 +170,9 @@ def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
         first = decode(target, inputs, cache_implementation=family, max_cache_len=96, **own)
         ids = torch.cat([first.sequences, torch.tensor([[9, 8], [7, 6]])], dim=1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1)
+        mask = torch.cat(
+            [inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1
+        )
         options = {"attention_mask": mask, CACHE_NAME: first[CACHE_NAME], "max_new_tokens": NUM_NEW}
         if has_mask:
             options["cross_attention_mask"] = torch.ones(*ids.shape, 1, 2, dtype=torch.int64)
@@ -148,13 +187,19 @@ def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     cache = StaticCache(config=target.config.get_text_config(), max_cache_len=64)
     cache.layers[1] = StaticLayer(max_cache_len=6)
-    with pytest.raises(UnsupportedGenerationError, match=r"must have room for its states, got 6 columns for 10; leave"):
-        hf_speculate.generate(target, **inputs, prompt_lookup_num_tokens=3, max_new_tokens=8, **{CACHE_NAME: cache})
+    with pytest.raises(
+        UnsupportedGenerationError,
+        match=r"must have room for its states, got 6 columns for 10; leave",
+    ):
+        hf_speculate.generate(
+            target, **inputs, prompt_lookup_num_tokens=3, max_new_tokens=8, **{CACHE_NAME: cache}
+        )
     assert not any(layer.is_initialized for layer in cache.layers)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in VARIED else pytest.param(name, marks=pytest.mark.slow) for name in WRAPPERS]
+    "name",
+    [name if name in VARIED else pytest.param(name, marks=pytest.mark.slow) for name in WRAPPERS],
 )
 def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
     target, inputs, _ = WRAPPERS[name].make()
@@ -177,7 +222,9 @@ def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
 def test_what_an_encoder_reads_beside_its_text(name):
     target, inputs, reading = ENCODERS[name]()
     draft, seen = noisy_copy(target, LITTLE_NOISE), []
-    draft.get_encoder().register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    draft.get_encoder().register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
     plain = decode(target, inputs)
     hf_speculate.enable(target)
     ours = decode(target, inputs, assistant_model=draft, num_assistant_tokens=3)
@@ -191,7 +238,13 @@ def test_what_an_encoder_reads_beside_its_text(name):
 def test_sampled_rows_that_end_leave_with_their_positions(family):
     target, draft = picture_pair(family)
     inputs = picture_prompts(target, 2)
-    options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": 16, "num_return_sequences": 2}
+    options = {
+        "do_sample": True,
+        "verifier": "coupled",
+        "seed": 7,
+        "max_new_tokens": 16,
+        "num_return_sequences": 2,
+    }
     text = target.generate(**inputs, **options)
     options["eos_token_id"] = [int(text[0, -12]), int(text[2, -6])]
     assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
@@ -204,17 +257,24 @@ def test_a_second_turn_goes_on_from_the_cache():
         own[CACHE_NAME] = DynamicCache(config=target.config.get_text_config())
         first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
         more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
-        texts.append(target.generate(more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW))
+        texts.append(
+            target.generate(
+                more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW
+            )
+        )
     assert_equal_ids(*texts)
 
 
 def test_threads_do_not_read_each_others_positions():
     target, draft = picture_pair("qwen2_vl")
     calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
-    calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}  # no picture, so another delta
+    # no picture, so another delta
+    calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}
     own = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
     wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
-    outputs = together(*(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls))
+    outputs = together(
+        *(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls)
+    )
     for plain, ours in zip(wanted, outputs, strict=True):
         assert_equal_ids(plain, ours)
 
@@ -238,11 +298,27 @@ def test_what_cannot_be_read_is_not_supported():
     small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
     inputs = picture_prompts(target, 1)
     assert inputs["input_ids"].max() >= 60  # the draft reads another id instead
-    assert assert_decodes_as_plain(target, small, inputs, max_new_tokens=4, num_assistant_tokens=2).num_drafted > 0
-    foreign = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64)}
+    assert (
+        assert_decodes_as_plain(
+            target, small, inputs, max_new_tokens=4, num_assistant_tokens=2
+        ).num_drafted
+        > 0
+    )
+    foreign = {
+        **inputs,
+        "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64),
+    }
     for arguments, own, message in (
-        (inputs, {"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
-        (foreign, {"assistant_model": draft}, "ids of the prompt must be below 64 for assistant_model"),
+        (
+            inputs,
+            {"assistant_model": draft, "prefill_chunk_size": 2},
+            "prefill_chunk_size must be left out with ",
+        ),
+        (
+            foreign,
+            {"assistant_model": draft},
+            "ids of the prompt must be below 64 for assistant_model",
+        ),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
             target.generate(**arguments, **own, max_new_tokens=4)
@@ -255,13 +331,22 @@ NUM_READ = GPT2_INPUTS["input_ids"].shape[1]
 @pytest.mark.parametrize(
     ("read", "cache_kind"),
     [
-        ({"token_type_ids": torch.arange(3 * NUM_READ).view(3, -1) % 64}, "auto"),  # the last one is repeated
-        ({"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])}, "auto"),
-        ({"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])}, "dynamic"),
+        # the last one is repeated
+        ({"token_type_ids": torch.arange(3 * NUM_READ).view(3, -1) % 64}, "auto"),
+        (
+            {"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])},
+            "auto",
+        ),
+        (
+            {"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])},
+            "dynamic",
+        ),
     ],
 )
 def test_token_types_and_positions_that_are_passed_go_on_from_the_last(read, cache_kind):
     target, draft = pair("gpt2")
     inputs, options = GPT2_INPUTS | read, {"max_new_tokens": NUM_NEW}
-    assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3, speculation_cache=cache_kind)
+    assert_decodes_as_plain(
+        target, draft, inputs, **options, num_assistant_tokens=3, speculation_cache=cache_kind
+    )
     assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, GPT2_INPUTS)))

@@ -21,7 +21,9 @@ def embedded(target, inputs, *, with_ids, noise=0.3):
     """The inputs as embeddings [B, P, hidden] near those of their ids, which stand beside them if wanted."""
     embeds = target.get_input_embeddings()(inputs["input_ids"])
     generator = torch.Generator().manual_seed(3)
-    embeds = embeds + noise * embeds.std() * torch.randn(embeds.shape, generator=generator, dtype=embeds.dtype)
+    embeds = embeds + noise * embeds.std() * torch.randn(
+        embeds.shape, generator=generator, dtype=embeds.dtype
+    )
     kept = inputs if with_ids else {"attention_mask": inputs["attention_mask"]}
     return {**kept, "inputs_embeds": embeds}
 
@@ -47,16 +49,21 @@ def test_greedy_text_of_embeddings_is_plain(family, batch_size, with_ids, cache_
     draft = cheaper_copy(target) if source == "adaptive model" else draft
     prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
     inputs = embedded(target, prompts, with_ids=with_ids)
-    texts = [target.generate(**some, max_new_tokens=NUM_NEW)[:, -NUM_NEW:] for some in (inputs, prompts)]
+    texts = [
+        target.generate(**some, max_new_tokens=NUM_NEW)[:, -NUM_NEW:] for some in (inputs, prompts)
+    ]
     assert not torch.equal(*texts)  # the embeddings were read, not the ids
     ends = [int(texts[0][0, 6]), int(texts[0][-1, 11])]  # rows end apart
     own = {"assistant_model": draft, "speculation_cache": cache_kind, **SOURCES[source]}
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, **own}
     stats = assert_decodes_as_plain(target, options.pop("assistant_model"), inputs, **options)
-    assert stats.num_accepted or source != "model" or not with_ids  # without them the draft lacks the prompt
+    # without them the draft lacks the prompt
+    assert stats.num_accepted or source != "model" or not with_ids
     if not with_ids:  # fewer ids than embeddings
         inputs["input_ids"] = prompts["input_ids"][:, -3:]
-        assert_decodes_as_plain(target, own["assistant_model"], inputs, **{**options, "eos_token_id": None})
+        assert_decodes_as_plain(
+            target, own["assistant_model"], inputs, **{**options, "eos_token_id": None}
+        )
 
 
 @pytest.mark.parametrize("num_drafted", [None, K])
@@ -72,17 +79,30 @@ def test_embeddings_of_ids_are_drawn_as_the_ids_are(num_drafted):
         assert torch.equal(target.generate(**inputs, **options, **own)[:, -NUM_NEW:], alone)
 
 
-@each_value(cache_kind=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False])
+@each_value(
+    cache_kind=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False]
+)
 def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, cache_kind):
     target, draft = pair("mistral_window")
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))
-    inputs = embedded(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, with_ids=with_ids)
+    inputs = embedded(
+        target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, with_ids=with_ids
+    )
     caches, texts = [], []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}):
+    for own in (
+        {},
+        {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind},
+    ):
         caches.append(DynamicCache(config=target.config))
         with torch.no_grad():
-            target(inputs_embeds=inputs["inputs_embeds"][:, :num_held], **{CACHE_NAME: caches[-1]}, use_cache=True)
-        texts.append(target.generate(**inputs, **{CACHE_NAME: caches[-1]}, max_new_tokens=NUM_NEW, **own))
+            target(
+                inputs_embeds=inputs["inputs_embeds"][:, :num_held],
+                **{CACHE_NAME: caches[-1]},
+                use_cache=True,
+            )
+        texts.append(
+            target.generate(**inputs, **{CACHE_NAME: caches[-1]}, max_new_tokens=NUM_NEW, **own)
+        )
     assert_equal_ids(*texts)
     assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)
 
@@ -93,15 +113,23 @@ def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
     embeds = target.get_input_embeddings()(inputs["input_ids"]) * 1.5
     inputs = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
     assert_decodes_as_plain(target, pair("llama")[1], inputs, max_new_tokens=NUM_NEW)
-    assert_decodes_as_plain(target, None, inputs, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=3)
-    with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out for a draft with an encoder"):
+    assert_decodes_as_plain(
+        target, None, inputs, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=3
+    )
+    with pytest.raises(
+        UnsupportedGenerationError,
+        match="inputs_embeds must be left out for a draft with an encoder",
+    ):
         target.generate(**inputs, assistant_model=draft, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"candidate_generator": PromptLookupCandidateGenerator(), "assistant_model": None}, "inputs_embeds must be"),
+        (
+            {"candidate_generator": PromptLookupCandidateGenerator(), "assistant_model": None},
+            "inputs_embeds must be",
+        ),
         ({"attention_mask": torch.ones(1, 1, 6, 6)}, r"must be \[B, P\]"),
         ({"input_ids": torch.full((1, 6), -200)}, "ids of the prompt must be below 64 .* got -200"),
     ],
@@ -114,12 +142,16 @@ def test_what_cannot_be_read_is_not_supported(options, message):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "cache_kind"), [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")]
+    ("prompt", "cache_kind"),
+    [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")],
 )
-def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(prompt, cache_kind):
+def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(
+    prompt, cache_kind
+):
     """Rows that stay in the batch are fed as many tokens as the others, although this one has fewer."""
     target = make_model("llama", dtype=torch.float64)
-    for layer in target.model.layers:  # each token follows from the one before it, so a draft needs no prompt
+    # each token follows from the one before it, so a draft needs no prompt
+    for layer in target.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     hf_speculate.enable(target)
     ids = torch.tensor([[5, 6], [7, 8]])
@@ -127,7 +159,12 @@ def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts
     if prompt == "embeddings":
         inputs = {"inputs_embeds": target.get_input_embeddings()(ids)}
     first = int(target.generate(**inputs, max_new_tokens=1)[0, -1])
-    options = {"eos_token_id": first, "pad_token_id": 0, "max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
+    options = {
+        "eos_token_id": first,
+        "pad_token_id": 0,
+        "max_new_tokens": NUM_NEW,
+        "num_assistant_tokens": K,
+    }
     options |= {"draft_state": hf_speculate.DraftState(), "speculation_cache": cache_kind}
     stats = assert_decodes_as_plain(target, noisy_copy(target, 0.0), inputs, **options)
     assert stats.num_accepted > K
@@ -138,12 +175,17 @@ def test_a_row_may_be_masked_as_a_whole(family, chunk_size):
     """The rows of `tests/pairs.json` mask tokens on either side and in the midst."""
     inputs = ragged_prompts(3, seed=4, min_len=6, max_len=10)
     inputs["attention_mask"][1] = 0
-    stats = assert_decodes_as_plain(*pair(family), inputs, max_new_tokens=NUM_NEW, prefill_chunk_size=chunk_size)
+    stats = assert_decodes_as_plain(
+        *pair(family), inputs, max_new_tokens=NUM_NEW, prefill_chunk_size=chunk_size
+    )
     assert stats.num_accepted > 0
 
 
 def test_one_row_of_ones_masks_nothing_in_any_row():
     ids = ragged_prompts(3, seed=1, min_len=6, max_len=6)["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": torch.ones(1, ids.shape[1], dtype=torch.int64)}
-    for more in ({}, {"num_return_sequences": 2, "do_sample": True, "verifier": "coupled", "seed": 1}):
+    for more in (
+        {},
+        {"num_return_sequences": 2, "do_sample": True, "verifier": "coupled", "seed": 1},
+    ):
         assert_decodes_as_plain(*pair("llama"), inputs, max_new_tokens=6, **more)

@@ -30,7 +30,9 @@ def smallest() -> tuple[Any, Any]:
     return hf_speculate.enable(target), noisy_copy(target, 0.1)
 
 
-def decode(processor: Any, inputs: dict, is_assisted: bool = True, family: str = "", **options: Any) -> Any:
+def decode(
+    processor: Any, inputs: dict, is_assisted: bool = True, family: str = "", **options: Any
+) -> Any:
     """One call of a pair's target, greedy unless told."""
     target, draft = pair(family) if family else smallest()
     own = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
@@ -41,11 +43,16 @@ def decode(processor: Any, inputs: dict, is_assisted: bool = True, family: str =
 @pytest.mark.fallback("lock step")
 @each_value(eos_token_id=[None, EOS], batch_size=[1, 3], family=["llama", "mistral_window"])
 def test_a_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_id):
-    inputs, options = ragged_prompts(batch_size, seed=3), {"family": family, "eos_token_id": eos_token_id}
+    inputs, options = (
+        ragged_prompts(batch_size, seed=3),
+        {"family": family, "eos_token_id": eos_token_id},
+    )
     plain, acceptance = decode(Grammar(Brackets()), inputs, False, **options), []
     for grammar in (Grammar, RollbackGrammar):
         stats = hf_speculate.SpeculationStats()
-        assert_equal_ids(plain, decode(grammar(Brackets()), inputs, **options, speculation_stats=stats))
+        assert_equal_ids(
+            plain, decode(grammar(Brackets()), inputs, **options, speculation_stats=stats)
+        )
         assert stats.lock_step == bool(stats.fallbacks) == (grammar is Grammar)
         acceptance.append(stats.verified_acceptance_rate)
     assert acceptance[1] > acceptance[0]  # for drafts obey the grammar too
@@ -64,16 +71,30 @@ def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
     assert (len(watched.row_ids) < batch_size) == (batch_size > 1 and not keeps_rows)
 
 
-@pytest.mark.parametrize(("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)])
-def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(verifier, drafter):
+@pytest.mark.parametrize(
+    ("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)]
+)
+def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(
+    verifier, drafter
+):
     """So sampled texts keep their distribution: a pure processor's do."""
     target, draft = smallest()
     inputs, results = ragged_prompts(3, seed=5), []
     own = {"assistant_model": draft, **VERIFIERS[verifier], **DRAFTERS[drafter], "seed": [4, 5, 6]}
-    own |= {"max_new_tokens": NUM_NEW, "eos_token_id": EOS, "num_assistant_tokens": K, "repetition_penalty": 1.2}
-    for processor in (PureGrammar(Brackets(), inputs["input_ids"].shape[1]), RollbackGrammar(Brackets())):
+    own |= {
+        "max_new_tokens": NUM_NEW,
+        "eos_token_id": EOS,
+        "num_assistant_tokens": K,
+        "repetition_penalty": 1.2,
+    }
+    for processor in (
+        PureGrammar(Brackets(), inputs["input_ids"].shape[1]),
+        RollbackGrammar(Brackets()),
+    ):
         stats = hf_speculate.SpeculationStats()
-        ids = target.generate(**inputs, **own, speculation_stats=stats, logits_processor=[processor])
+        ids = target.generate(
+            **inputs, **own, speculation_stats=stats, logits_processor=[processor]
+        )
         results.append((ids.tolist(), stats.num_accepted, stats.status, stats.lock_step))
     assert results[0] == results[1]
     assert not results[0][-1]
@@ -85,7 +106,11 @@ def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked():
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS, "pad_token_id": 0}
     plain = target.generate(**inputs, **options, logits_processor=[Recorder(), Grammar(Brackets())])
     watched = WatchedGrammar(Brackets(), inputs["input_ids"].shape[1])
-    options |= {"assistant_model": draft, "num_assistant_tokens": K, "logits_processor": [Recorder(), watched]}
+    options |= {
+        "assistant_model": draft,
+        "num_assistant_tokens": K,
+        "logits_processor": [Recorder(), watched],
+    }
     assert_equal_ids(plain, target.generate(**inputs, **options))
     assert (watched.num_rollbacks, watched.num_forks > 0) == (0, True)
     assert watched.followed == plain[:, inputs["input_ids"].shape[1] : -1].tolist()
@@ -129,18 +154,30 @@ class ForbidsAllWhenLost(RollbackGrammar):
 def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
     """Matches do not obey the grammar, so forbidden tokens are proposed."""
     inputs = ragged_prompts(3, seed=1, min_len=8, max_len=16, vocab_size=6)
-    options = {"max_new_tokens": NUM_NEW, "seed": 3, **VERIFIERS[verifier], "prompt_lookup_num_tokens": K}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "seed": 3,
+        **VERIFIERS[verifier],
+        "prompt_lookup_num_tokens": K,
+    }
     texts, num_lost = [], ForbidsAllWhenLost.num_lost
     for grammar in (RollbackGrammar, ForbidsAllWhenLost):
-        options |= {"num_assistant_tokens_schedule": "constant", "logits_processor": [grammar(Brackets())]}
+        options |= {
+            "num_assistant_tokens_schedule": "constant",
+            "logits_processor": [grammar(Brackets())],
+        }
         texts.append(pair("llama")[0].generate(**inputs, **options))
     assert_equal_ids(*texts)
     assert ForbidsAllWhenLost.num_lost > num_lost
 
 
 def test_the_processor_in_the_guide_is_a_whole_one():
-    text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(from transformers import LogitsProcessor\n.*?)^```$", text, re.M | re.S)
+    text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(
+        encoding="utf-8"
+    )
+    (code,) = re.findall(
+        r"^```python\n(from transformers import LogitsProcessor\n.*?)^```$", text, re.M | re.S
+    )
     names: dict[str, Any] = {}
     exec(code, names)
     inputs, stats = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()

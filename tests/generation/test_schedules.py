@@ -21,24 +21,37 @@ PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     options=[PROCESSED, {}, {"logits_processor": [Unchanged()]}, {}],
     keeps_rows=[False, False, False, True],
 )
-def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, family, batch_size, options, keeps_rows):
+def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(
+    scripted, family, batch_size, options, keeps_rows
+):
     target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=5)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
-    ends = {"eos_token_id": [int(text[0, 1]), int(text[2, 7])], "pad_token_id": 0} if batch_size > 1 else {}
+    ends = (
+        {"eos_token_id": [int(text[0, 1]), int(text[2, 7])], "pad_token_id": 0}
+        if batch_size > 1
+        else {}
+    )
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": keeps_rows, **options, **ends}
     stats = assert_decodes_as_plain(target, draft, inputs, **options)
     assert stats.rounds_by_draft_len[0] > (1 if ends else 3)
     assert stats.num_accepted or stats.lock_step
     if stats.lock_step:  # its rows count as one
-        assert all(len(outcome.rows) == 1 and outcome.num_rows == batch_size for outcome in scripted[0].outcomes)
+        assert all(
+            len(outcome.rows) == 1 and outcome.num_rows == batch_size
+            for outcome in scripted[0].outcomes
+        )
 
 
 @pytest.mark.parametrize("scripted", [(0, 3)], indirect=True)
 @each_value(
     family=["llama", "gpt2", "falcon_h1"],
     own=[{}, {"prompt_lookup_num_tokens": 4}],
-    options=[{}, {"do_sample": True, "verifier": "coupled", "seed": 3}, {"repetition_penalty": 1.3}],
+    options=[
+        {},
+        {"do_sample": True, "verifier": "coupled", "seed": 3},
+        {"repetition_penalty": 1.3},
+    ],
 )
 def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, family, own, options):
     monkeypatch.setattr(ScriptedSchedule, "is_trial", True)
@@ -66,17 +79,29 @@ def test_the_schedule_is_told_what_a_round_was(scripted):
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
     assert outcomes[1].num_fed > 3  # the prompt
-    assert outcomes[4].num_fed in (3, 4)  # the round before emitted one token that was not read, or two; then two steps
-    assert all(outcome.draft_s >= 0 and outcome.score_s > 0 and outcome.other_s > 0 for outcome in outcomes)
+    # the round before emitted one token that was not read, or two; then two steps
+    assert outcomes[4].num_fed in (3, 4)
+    assert all(
+        outcome.draft_s >= 0 and outcome.score_s > 0 and outcome.other_s > 0 for outcome in outcomes
+    )
 
 
 def test_adaptive_is_the_default_and_a_number_bounds_it():
     target = pair("llama")[0]
     draft = noisy_copy(target, 0.0).float()  # half the bytes
-    for schedule, num, most, cache_kind in ((None, None, 10, "auto"), ("adaptive", 3, 3, "dynamic")):
-        options = {"num_assistant_tokens_schedule": schedule, "num_assistant_tokens": num, "max_new_tokens": 24}
+    for schedule, num, most, cache_kind in (
+        (None, None, 10, "auto"),
+        ("adaptive", 3, 3, "dynamic"),
+    ):
+        options = {
+            "num_assistant_tokens_schedule": schedule,
+            "num_assistant_tokens": num,
+            "max_new_tokens": 24,
+        }
         inputs = ragged_prompts(2, seed=3)
-        stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
+        stats = assert_decodes_as_plain(
+            target, draft, inputs, **options, speculation_cache=cache_kind
+        )
         assert 0 < max(stats.rounds_by_draft_len) <= most
 
 
@@ -86,7 +111,9 @@ def test_a_confidence_threshold_shortens_drafts_but_not_the_text(own):
     target, draft = pair("llama")
     draft = None if own else draft
     sure, unsure = (
-        assert_decodes_as_plain(target, draft, options, **own, assistant_confidence_threshold=threshold)
+        assert_decodes_as_plain(
+            target, draft, options, **own, assistant_confidence_threshold=threshold
+        )
         for threshold in (None, 0.9)
     )
     assert unsure.num_drafted / unsure.num_rounds < sure.num_drafted / sure.num_rounds
@@ -135,7 +162,12 @@ def test_greedy_rows_are_plain_ones_and_draft_no_more_than_their_number(family, 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "typical"])
 def test_sampled_rows_are_those_of_their_own_number(verifier):
     inputs = ragged_prompts(3, seed=4)
-    options = {"do_sample": True, "verifier": verifier, "eos_token_id": [5, 9, 13, 21, 33, 47], "pad_token_id": 0}
+    options = {
+        "do_sample": True,
+        "verifier": verifier,
+        "eos_token_id": [5, 9, 13, 21, 33, 47],
+        "pad_token_id": 0,
+    }
     ours, stats = decoded("llama", LENS_OF_ROWS, inputs, seed=[7, 8, 9], **options)
     assert stats.num_accepted > 0
     lens = []
@@ -150,7 +182,9 @@ def test_sampled_rows_are_those_of_their_own_number(verifier):
 def test_a_list_in_a_config_counts_for_the_outputs_of_each_prompt():
     config = GenerationConfig(num_assistant_tokens=[0, 3, 2, 0], max_new_tokens=NUM_NEW)
     options = {"do_sample": True, "num_return_sequences": 2, "seed": [1, 2, 3, 4]}
-    _, stats = decoded("llama", None, ragged_prompts(2, seed=5), generation_config=config, **options)
+    _, stats = decoded(
+        "llama", None, ragged_prompts(2, seed=5), generation_config=config, **options
+    )
     assert [num > 0 for num in stats.drafted_per_row] == [False, True, True, False]
 
 
@@ -159,7 +193,11 @@ def test_a_list_that_cannot_count_raises():
         ([1, 2], {}, "one int per output row, 3 of them, got 2"),
         ([1, 2, 129], {}, r"in 0..128 per output row, got \[1, 2, 129\]"),
         ([], {}, "a list of one number"),
-        ([1, 2, 3], {"num_assistant_tokens_schedule": "adaptive"}, "must be 'constant' with a number"),
+        (
+            [1, 2, 3],
+            {"num_assistant_tokens_schedule": "adaptive"},
+            "must be 'constant' with a number",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             decoded("llama", lens, ragged_prompts(3, seed=1), **own)

@@ -10,7 +10,9 @@ from functools import partial
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
+from transformers.generation.candidate_generator import (
+    AssistedCandidateGeneratorDifferentTokenizers,
+)
 
 import hf_speculate
 from hf_speculate.draft.vocab_intersection import are_equal, intersect_vocabularies
@@ -19,7 +21,12 @@ from tests.cases import VERIFIERS, assert_decodes_as_plain, each_value
 from tests.compatibility_rows import CHARACTERS
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.support.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
-from tests.support.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
+from tests.support.tiny_tokenizers import (
+    WORD_MARK,
+    byte_level_tokenizer,
+    letters_tokenizer,
+    metaspace_tokenizer,
+)
 
 NUM_DRAWS = 20_000  # one call
 OURS = letters_tokenizer(CHARACTERS)
@@ -33,11 +40,14 @@ def target():
 @pytest.fixture(scope="module")
 def foreign(target):
     """A draft that knows seven of eight letters, in another order, beside some that the target lacks; its tokenizer."""
-    order = [index for index in range(63, -1, -1) if index % 8 != 5]  # the target's ids, by the draft's
+    # the target's ids, by the draft's
+    order = [index for index in range(63, -1, -1) if index % 8 != 5]
     tokens = [*(CHARACTERS[index] for index in order), *"?!;:-+"]
     draft = noisy_copy(make_model("llama", vocab_size=len(tokens)), 0.0)
     near = noisy_copy(target, 0.03)
-    draft.model.load_state_dict({**near.model.state_dict(), "embed_tokens.weight": draft.model.embed_tokens.weight})
+    draft.model.load_state_dict(
+        {**near.model.state_dict(), "embed_tokens.weight": draft.model.embed_tokens.weight}
+    )
     draft.model.embed_tokens.weight[: len(order)] = near.model.embed_tokens.weight[order]
     draft.lm_head.weight[: len(order)] = near.lm_head.weight[order]
     return draft, letters_tokenizer(tokens)
@@ -58,26 +68,42 @@ def padded_draft(target, size: int):
 def test_fault_d_padded_vocabulary_samples(target, size, verifier):
     """Another size of the same vocabulary raises an AttributeError in transformers, under sampling."""
     stats, inputs = hf_speculate.SpeculationStats(), ragged_prompts(3, seed=4)
-    options = {"tokenizer": OURS, "assistant_tokenizer": OURS, "assistant_model": padded_draft(target, size)}
+    options = {
+        "tokenizer": OURS,
+        "assistant_tokenizer": OURS,
+        "assistant_model": padded_draft(target, size),
+    }
     options |= {**VERIFIERS[verifier], "max_new_tokens": 16, "num_assistant_tokens": 3}
     ours = target.generate(**inputs, **options, seed=[1, 2, 3], speculation_stats=stats)
     assert ours.max() < 64
     assert not stats.status  # no bad draft id among them
     assert stats.num_accepted > 0
-    alone = target.generate(**{name: value[1:2] for name, value in inputs.items()}, **options, seed=2)
+    alone = target.generate(
+        **{name: value[1:2] for name, value in inputs.items()}, **options, seed=2
+    )
     assert torch.equal(ours[1], alone[0])
 
 
 @pytest.mark.parametrize(
-    ("letters", "verifier"), [("abcdefgh???", "block"), ("hgfexyzda", "rejection"), ("hgfexyzda", "coupled")]
+    ("letters", "verifier"),
+    [("abcdefgh???", "block"), ("hgfexyzda", "rejection"), ("hgfexyzda", "coupled")],
 )
 def test_draws_have_the_distribution_of_the_target(letters, verifier):
     """With a table that is padded to another size, and with a tokenizer of some of the target's letters and others."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     draft = make_small_model(len(letters), seed=1, sharpness=1.5, dtype=torch.float32)
     theirs = letters if len(set(letters)) == 9 else "abcdefgh"
-    tokenizers = {"tokenizer": letters_tokenizer("abcdefgh"), "assistant_tokenizer": letters_tokenizer(theirs)}
-    options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "verifier": verifier, "top_k": 5, **tokenizers}
+    tokenizers = {
+        "tokenizer": letters_tokenizer("abcdefgh"),
+        "assistant_tokenizer": letters_tokenizer(theirs),
+    }
+    options = {
+        "max_new_tokens": 3,
+        "num_assistant_tokens": 2,
+        "verifier": verifier,
+        "top_k": 5,
+        **tokenizers,
+    }
     counts = draw(target, draft, NUM_DRAWS, **options)
     assert p_value(counts, joint_distribution(target, 3, top_k=5)) > SIGNIFICANCE
 
@@ -87,7 +113,9 @@ def test_another_tokenizer_greedy_is_plain_greedy(target, foreign, batch_size, o
     draft, theirs = foreign
     tokenizers = {"tokenizer": OURS, "assistant_tokenizer": theirs}
     inputs = ragged_prompts(batch_size, seed=5)
-    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=32, **tokenizers, **options)
+    stats = assert_decodes_as_plain(
+        target, draft, inputs, max_new_tokens=32, **tokenizers, **options
+    )
     assert stats.num_accepted > 0
 
 
@@ -96,7 +124,12 @@ def test_fault_e_the_draft_model_stays_as_it_is(target, foreign):
     draft, theirs = foreign
     modules = [id(module) for module in draft.modules()]
     weights, config = copy.deepcopy(draft.state_dict()), draft.generation_config.to_dict()
-    options = {"tokenizer": OURS, "assistant_tokenizer": theirs, "max_new_tokens": 8, "do_sample": True}
+    options = {
+        "tokenizer": OURS,
+        "assistant_tokenizer": theirs,
+        "max_new_tokens": 8,
+        "do_sample": True,
+    }
     target.generate(**ragged_prompts(2, seed=7), assistant_model=draft, **options)
     assert [id(module) for module in draft.modules()] == modules
     assert all(torch.equal(weights[name], weight) for name, weight in draft.state_dict().items())
@@ -111,7 +144,11 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
         return load(name, **options)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", watched)
-    for name, letters in (("ours", CHARACTERS), ("theirs", CHARACTERS), ("other", CHARACTERS[::-1])):
+    for name, letters in (
+        ("ours", CHARACTERS),
+        ("theirs", CHARACTERS),
+        ("other", CHARACTERS[::-1]),
+    ):
         letters_tokenizer(letters).save_pretrained(tmp_path / name)
         target.config.save_pretrained(tmp_path / name)
     monkeypatch.setattr(target, "name_or_path", str(tmp_path / "ours"))
@@ -120,9 +157,13 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
         warnings.simplefilter("error")
         for _ in range(2):
             target.generate(
-                **ragged_prompts(1, seed=9), assistant_model=draft, num_assistant_tokens=2, max_new_tokens=3
+                **ragged_prompts(1, seed=9),
+                assistant_model=draft,
+                num_assistant_tokens=2,
+                max_new_tokens=3,
             )
-    assert looked_up == [(str(tmp_path / name), True) for name in ("ours", "theirs")]  # once for all calls
+    # once for all calls
+    assert looked_up == [(str(tmp_path / name), True) for name in ("ours", "theirs")]
     draft.name_or_path = str(tmp_path / "other")
     with pytest.raises(UnsupportedModelError, match="their tokenizers differ; pass tokenizer= and"):
         target.generate(**ragged_prompts(1, seed=9), assistant_model=draft, max_new_tokens=3)
@@ -130,9 +171,13 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [72, 62])
 def test_near_sizes_without_tokenizers_are_padding_with_one_warning(target, size):
-    with pytest.warns(UserWarning, match=f"64 ids and the draft {size}; their tokenizers were not found") as caught:
+    with pytest.warns(
+        UserWarning, match=f"64 ids and the draft {size}; their tokenizers were not found"
+    ) as caught:
         options = {"max_new_tokens": 20, "speculation_cache": "dynamic" if size == 62 else "auto"}
-        stats = assert_decodes_as_plain(target, padded_draft(target, size), ragged_prompts(2, seed=10), **options)
+        stats = assert_decodes_as_plain(
+            target, padded_draft(target, size), ragged_prompts(2, seed=10), **options
+        )
     assert len(caught) == 1
     assert stats.verified_acceptance_rate > 0.3
 
@@ -141,13 +186,23 @@ def test_near_sizes_without_tokenizers_are_padding_with_one_warning(target, size
 def test_sizes_far_apart_or_other_ends_are_refused(target, size, eos_token_id):
     draft = make_model("llama", vocab_size=size)
     draft.generation_config.eos_token_id = eos_token_id
-    with pytest.raises(UnsupportedModelError, match=f"got {size} tokens and their tokenizers were not found; pass tok"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=f"got {size} tokens and their tokenizers were not found; pass tok",
+    ):
         target.generate(**ragged_prompts(1, seed=11), assistant_model=draft)
 
 
-def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names(target, monkeypatch):
-    draft, good, prompts = noisy_copy(target, 0.0), noisy_copy(target, 0.03), ragged_prompts(3, seed=13)
-    draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))  # every token is wrong, as with another vocabulary
+def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names(
+    target, monkeypatch
+):
+    draft, good, prompts = (
+        noisy_copy(target, 0.0),
+        noisy_copy(target, 0.03),
+        ragged_prompts(3, seed=13),
+    )
+    # every token is wrong, as with another vocabulary
+    draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))
     monkeypatch.setattr(target, "name_or_path", "the/target")
     draft.name_or_path = "the/draft"
     attributes = set(vars(target)), set(vars(draft))
@@ -155,10 +210,19 @@ def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for assistant, own in ((draft, known), (draft, known), (good, {}), (good, {}), (draft, {})):
-            target.generate(**prompts, **own, assistant_model=assistant, max_new_tokens=16, num_assistant_tokens=5)
-        assert not caught  # a call verifies 45 tokens of the draft, and no pair is warned of before 64
+            target.generate(
+                **prompts,
+                **own,
+                assistant_model=assistant,
+                max_new_tokens=16,
+                num_assistant_tokens=5,
+            )
+        # a call verifies 45 tokens of the draft, and no pair is warned of before 64
+        assert not caught
         for _ in range(3):
-            target.generate(**prompts, assistant_model=draft, max_new_tokens=16, num_assistant_tokens=5)
+            target.generate(
+                **prompts, assistant_model=draft, max_new_tokens=16, num_assistant_tokens=5
+            )
     (warning,) = caught
     assert "of the/target and the/draft have the same size but may differ" in str(warning.message)
     assert warning.filename == __file__
@@ -168,7 +232,9 @@ def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names
 def test_transformers_generator_for_another_tokenizer_gives_the_plain_text(target, foreign):
     draft, theirs = foreign
     tokenizers = {"target_tokenizer": OURS, "assistant_tokenizer": theirs}
-    source = partial(AssistedCandidateGeneratorDifferentTokenizers, assistant_model=draft, **tokenizers)
+    source = partial(
+        AssistedCandidateGeneratorDifferentTokenizers, assistant_model=draft, **tokenizers
+    )
     options = {"candidate_generator": source, "num_assistant_tokens": None, "max_new_tokens": 24}
     stats = assert_decodes_as_plain(target, None, ragged_prompts(1, seed=4), **options)
     assert 0 < stats.num_accepted < stats.num_verified
@@ -184,8 +250,13 @@ def table(target, draft, num_target=None, num_draft=None):
 def pairs_of(target, draft) -> dict[str, str]:
     """The shared tokens, as each writes them."""
     mapping = table(target, draft)
-    ids = mapping.table.is_shared.nonzero()[:, 0].tolist(), mapping.table.draft_ids[mapping.table.is_shared].tolist()
-    return dict(zip(target.convert_ids_to_tokens(ids[0]), draft.convert_ids_to_tokens(ids[1]), strict=True))
+    ids = (
+        mapping.table.is_shared.nonzero()[:, 0].tolist(),
+        mapping.table.draft_ids[mapping.table.is_shared].tolist(),
+    )
+    return dict(
+        zip(target.convert_ids_to_tokens(ids[0]), draft.convert_ids_to_tokens(ids[1]), strict=True)
+    )
 
 
 def test_spaces_and_bytes_are_the_same_however_they_are_written():
@@ -193,14 +264,17 @@ def test_spaces_and_bytes_are_the_same_however_they_are_written():
     draft = metaspace_tokenizer([" the", " rain", "ing"], LETTERS + "é")
     pairs = pairs_of(target, draft)
     expected = {"Ġthe": f"{WORD_MARK}the", "Ġ": WORD_MARK, "ing": "ing"}
-    expected |= {"Ã©": "é", "Ċ": "<0x0A>", "a": "a"}  # two bytes and a letter, what only bytes spell, not <0x61>
+    # two bytes and a letter, what only bytes spell, not <0x61>
+    expected |= {"Ã©": "é", "Ċ": "<0x0A>", "a": "a"}
     assert expected.items() <= pairs.items()
     assert pairs_of(draft, target) == {theirs: ours for ours, theirs in pairs.items()}
 
 
 def test_special_tokens_pair_by_name_then_by_role():
     target = byte_level_tokenizer([], eos_token="</s>", pad_token="<pad>", bos_token="<s>")
-    draft = metaspace_tokenizer([], LETTERS, eos_token="<|end|>", pad_token="<pad>", bos_token="</s>")
+    draft = metaspace_tokenizer(
+        [], LETTERS, eos_token="<|end|>", pad_token="<pad>", bos_token="</s>"
+    )
     by_name = {"<pad>": "<pad>", "</s>": "</s>"}  # the second has another role
     assert by_name.items() <= pairs_of(target, draft).items()
     target = byte_level_tokenizer([], eos_token="</s>", pad_token="<pad>")
@@ -294,7 +368,11 @@ def test_calls_read_no_vocabulary_again_and_encode_a_token_once(target, foreign)
     ours, theirs = counting(OURS), counting(foreign[1])
     inputs = ragged_prompts(3, seed=5)
     options = {"assistant_model": foreign[0], "tokenizer": ours, "assistant_tokenizer": theirs}
-    options |= {"max_new_tokens": 8, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    options |= {
+        "max_new_tokens": 8,
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+    }
     stats = hf_speculate.SpeculationStats()
     target.generate(**inputs, **options, speculation_stats=stats)
     assert stats.vocabulary_s >= 2 * READING_S

@@ -39,16 +39,28 @@ def make_inputs(case: Case) -> tuple[dict[str, Any], Tensor]:
     if case.window is not None:
         hidden |= columns <= query_columns - case.window
     mask = torch.zeros(hidden.shape, dtype=case.dtype).masked_fill(hidden, -torch.inf)[:, None]
-    buffers = [draw(case.batch_size, case.num_heads, case.num_keys + 8, case.width) for _ in range(2)]
+    buffers = [
+        draw(case.batch_size, case.num_heads, case.num_keys + 8, case.width) for _ in range(2)
+    ]
     is_unseen = hidden.all(1)[:, None, :, None]
-    key, value = (buffer[:, :, : case.num_keys].masked_fill_(is_unseen, torch.nan) for buffer in buffers)
+    key, value = (
+        buffer[:, :, : case.num_keys].masked_fill_(is_unseen, torch.nan) for buffer in buffers
+    )
     sinks = draw(num_query_heads) if case.has_sinks else None
-    return {"query": query, "key": key, "value": value, "softcap": case.softcap, "sinks": sinks}, mask
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "softcap": case.softcap,
+        "sinks": sinks,
+    }, mask
 
 
 def written_out(inputs: dict[str, Any], mask: Tensor) -> Tensor:
     """Attention [B, Q, g*H, D] in float64, one query of one head at a time."""
-    query, key, value, softcap, sinks = (inputs[name] for name in ("query", "key", "value", "softcap", "sinks"))
+    query, key, value, softcap, sinks = (
+        inputs[name] for name in ("query", "key", "value", "softcap", "sinks")
+    )
     batch_size, num_query_heads, num_query, width = query.shape
     groups = num_query_heads // key.shape[1]
     output = torch.zeros(batch_size, num_query, num_query_heads, width, dtype=torch.float64)
@@ -56,7 +68,9 @@ def written_out(inputs: dict[str, Any], mask: Tensor) -> Tensor:
         for head in range(num_query_heads):
             for token in range(num_query):
                 seen = mask[row, 0, token] == 0.0
-                keys, values = (states[row, head // groups, seen].double() for states in (key, value))
+                keys, values = (
+                    states[row, head // groups, seen].double() for states in (key, value)
+                )
                 scores = keys @ query[row, head, token].double() / math.sqrt(width)
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)

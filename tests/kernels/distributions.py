@@ -24,13 +24,17 @@ CHUNK_ROWS = 125_000
 Verify = Callable[[Tensor, Tensor, Tensor, NoiseKeys], Verdict]
 
 
-def make_keys(num_rows: int, *, seed: int = 0, first_row: int = 0, rounds: int = 0, positions: int = 0) -> NoiseKeys:
+def make_keys(
+    num_rows: int, *, seed: int = 0, first_row: int = 0, rounds: int = 0, positions: int = 0
+) -> NoiseKeys:
     """Return keys of rows with different seeds, equal in everything else."""
     seeds = row_seeds(seed, first_row + num_rows)[first_row:]
     return NoiseKeys(seeds, torch.full_like(seeds, rounds), torch.full_like(seeds, positions))
 
 
-def rank_reversed_logits(vocab_size: int, num_draft_tokens: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+def rank_reversed_logits(
+    vocab_size: int, num_draft_tokens: int, *, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return target logits [K+1, V] and draft logits [K, V] with opposite ranks of tokens."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(num_draft_tokens + 1, vocab_size, generator=generator)
@@ -41,13 +45,18 @@ def rank_reversed_logits(vocab_size: int, num_draft_tokens: int, *, seed: int = 
 
 
 def draw_drafts(
-    draft_logits: Tensor, keys: NoiseKeys, stream: Stream = Stream.DRAFT, draw: Callable[..., Sampled] = sample
+    draft_logits: Tensor,
+    keys: NoiseKeys,
+    stream: Stream = Stream.DRAFT,
+    draw: Callable[..., Sampled] = sample,
 ) -> Tensor:
     """Draw draft ids [B, K] from logits [K, V] or [B, K, V], as a drafter does."""
     columns = []
     for position, logits in enumerate(draft_logits.unbind(-2)):
         keys_here = keys._replace(positions=keys.positions + position)
-        columns.append(draw(logits.expand(keys.seeds.shape[0], -1), keys=keys_here, stream=stream).token_ids)
+        columns.append(
+            draw(logits.expand(keys.seeds.shape[0], -1), keys=keys_here, stream=stream).token_ids
+        )
     return torch.stack(columns, dim=-1)
 
 
@@ -108,13 +117,18 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
     num_draft_tokens, vocab_size = draft.shape
-    blocks = [torch.zeros(vocab_size ** (kept + 1), dtype=torch.float64) for kept in range(num_draft_tokens + 1)]
+    blocks = [
+        torch.zeros(vocab_size ** (kept + 1), dtype=torch.float64)
+        for kept in range(num_draft_tokens + 1)
+    ]
     for path in product(range(vocab_size), repeat=num_draft_tokens):
         ratio, weight = 1.0, 1.0
         accepted, residuals = [1.0], [(target[0] - draft[0]).clamp(min=0)]
         for position, token_id in enumerate(path, start=1):
             weight *= float(draft[position - 1, token_id])
-            ratio = min(ratio * float(target[position - 1, token_id] / draft[position - 1, token_id]), 1.0)
+            ratio = min(
+                ratio * float(target[position - 1, token_id] / draft[position - 1, token_id]), 1.0
+            )
             if position == num_draft_tokens:
                 accepted.append(ratio)
                 residuals.append(target[-1])
@@ -125,7 +139,9 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
         for kept in range(num_draft_tokens, -1, -1):
             if accepted[kept] == 0.0:
                 continue  # a residual without mass is never drawn from
-            code = sum(token_id * vocab_size**position for position, token_id in enumerate(path[:kept]))
+            code = sum(
+                token_id * vocab_size**position for position, token_id in enumerate(path[:kept])
+            )
             emitted = residuals[kept] / residuals[kept].sum()
             blocks[kept].view(vocab_size, -1)[:, code] += weight * accepted[kept] * emitted
             weight *= 1.0 - accepted[kept]
@@ -140,7 +156,8 @@ def coupled_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
-    of_target = target[:-1].unsqueeze(1) / target[:-1].unsqueeze(2)  # [K, V, V]: [k, x, y] is p_y / p_x
+    # [K, V, V]: [k, x, y] is p_y / p_x
+    of_target = target[:-1].unsqueeze(1) / target[:-1].unsqueeze(2)
     of_draft = draft.unsqueeze(1) / draft.unsqueeze(2)
     accept = 1.0 / torch.maximum(of_target, of_draft).sum(-1)  # [K, V]
     return joint_distribution(accept, torch.cat((target[:-1] - accept, target[-1:])))
@@ -148,7 +165,9 @@ def coupled_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 def p_value(counts: Tensor, distribution: Tensor) -> float:
     """Return the chi-square p-value of `counts`, or 0 if an impossible cell was counted."""
-    assert abs(float(distribution.sum()) - 1.0) < WHOLE, "no distribution: every test against it would pass"
+    assert abs(float(distribution.sum()) - 1.0) < WHOLE, (
+        "no distribution: every test against it would pass"
+    )
     observed, expected = counts.double().numpy(), distribution.numpy() * float(counts.sum())
     if observed[expected == 0].any():
         return 0.0

@@ -22,7 +22,11 @@ def quick_interpreter() -> Iterator[None]:
 
     def patch_once(function: Any) -> Any:
         language = (interpreter.tl, interpreter.tl.core)
-        modules = {id(value) for value in function.__globals__.values() if any(value is member for member in language)}
+        modules = {
+            id(value)
+            for value in function.__globals__.values()
+            if any(value is member for member in language)
+        }
         if launch and modules <= covered:
             return launch[0]
         scope = patch_language(function)
@@ -53,5 +57,7 @@ def quick_interpreter() -> Iterator[None]:
 def _multiplied(builder: Any, multiply: Any, left: Any, right: Any, *others: Any) -> Any:
     """A matrix product; the interpreter multiplies the bits of bfloat16, which numpy does not know."""
     if left.dtype.name == "bf16":
-        left, right = (builder.cast_impl(factor, builder.get_float_ty()) for factor in (left, right))
+        left, right = (
+            builder.cast_impl(factor, builder.get_float_ty()) for factor in (left, right)
+        )
     return multiply(builder, left, right, *others)

@@ -47,15 +47,21 @@ def make_contested_round(
     """Return target, ids drawn from the draft, and draft, with rejections at every position."""
     generator = torch.Generator().manual_seed(vocab_size)
     target = 2 * torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
-    draft = target[:, :-1] + distance * torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)
-    ids = torch.multinomial(draft.softmax(-1).flatten(0, 1), 1, generator=generator).view(num_rows, -1)
+    draft = target[:, :-1] + distance * torch.randn(
+        num_rows, num_draft_tokens, vocab_size, generator=generator
+    )
+    ids = torch.multinomial(draft.softmax(-1).flatten(0, 1), 1, generator=generator).view(
+        num_rows, -1
+    )
     return target, ids, draft
 
 
 def layouts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield [B, N, V] values transposed in memory, then as a view without some rows and columns."""
     yield tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    wide = tensor.new_full((tensor.shape[0], 2 * tensor.shape[1], 2 * tensor.shape[2] + 3), torch.nan)
+    wide = tensor.new_full(
+        (tensor.shape[0], 2 * tensor.shape[1], 2 * tensor.shape[2] + 3), torch.nan
+    )
     view = wide[:, ::2, 3::2]
     yield view.copy_(tensor)
 

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from hf_speculate.kernels import NoiseKeys, Stream, Verdict, exponentials, sample, uniforms, verify_typical
+from hf_speculate.kernels import (
+    NoiseKeys,
+    Stream,
+    Verdict,
+    exponentials,
+    sample,
+    uniforms,
+    verify_typical,
+)
 from tests.kernels.distributions import make_keys
 from tests.kernels.operations import OPERATIONS, make_contested_round
 
@@ -23,16 +31,22 @@ class Decision(NamedTuple):
 
 def _race(weights: Tensor, keys: NoiseKeys, offset: int) -> tuple[int, float]:
     """Return the winner of one row's race and its relative margin, 0 without a positive weight."""
-    clocks = exponentials(keys, Stream.CORRECTION, torch.tensor([[offset]]), torch.arange(len(weights)))[0].double()
+    clocks = exponentials(
+        keys, Stream.CORRECTION, torch.tensor([[offset]]), torch.arange(len(weights))
+    )[0].double()
     first, second = (weights / clocks).topk(2)[0].tolist()
     return int((weights / clocks).argmax()), (first - second) / first if first > 0.0 else 0.0
 
 
 def _coin(keys: NoiseKeys, position: int, token_id: int) -> float:
-    return float(uniforms(keys, Stream.ACCEPT, torch.tensor([[position]]), torch.tensor([[token_id]])))
+    return float(
+        uniforms(keys, Stream.ACCEPT, torch.tensor([[position]]), torch.tensor([[token_id]]))
+    )
 
 
-def reject(target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor | None, keys: NoiseKeys) -> Decision:
+def reject(
+    target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor | None, keys: NoiseKeys
+) -> Decision:
     """Sample by rejection in one row.
 
     Args:
@@ -46,7 +60,10 @@ def reject(target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tens
     else:
         draft = draft_logits.double().softmax(-1)
     for position, token_id in enumerate(draft_token_ids):
-        coin, ratio = _coin(keys, position, token_id), float(target[position, token_id] / draft[position, token_id])
+        coin, ratio = (
+            _coin(keys, position, token_id),
+            float(target[position, token_id] / draft[position, token_id]),
+        )
         margin = min(margin, abs(coin - min(ratio, 1.0)) / coin if ratio < 1.0 else ratio - coin)
         if coin >= ratio:
             winner, lead = _race((target[position] - draft[position]).clamp(min=0), keys, position)
@@ -55,12 +72,16 @@ def reject(target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tens
     return Decision([*draft_token_ids, winner], min(margin, lead))
 
 
-def verify_block(target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor, keys: NoiseKeys) -> Decision:
+def verify_block(
+    target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor, keys: NoiseKeys
+) -> Decision:
     """Verify one row by blocks, as in algorithm 2 of the paper; arguments as for `reject`."""
     target, draft = target_logits.double().softmax(-1), draft_logits.double().softmax(-1)
     kept, margin, ratios = 0, 1.0, [1.0]
     for count, token_id in enumerate(draft_token_ids, start=1):
-        ratio = min(ratios[-1] * float(target[count - 1, token_id] / draft[count - 1, token_id]), 1.0)
+        ratio = min(
+            ratios[-1] * float(target[count - 1, token_id] / draft[count - 1, token_id]), 1.0
+        )
         ratios.append(ratio)
         coin, mass = _coin(keys, count - 1, token_id), ratio
         if count < len(draft_token_ids):
@@ -78,7 +99,11 @@ def verify_block(target_logits: Tensor, draft_token_ids: list[int], draft_logits
 
 
 def accept_typical(
-    target_logits: Tensor, draft_token_ids: list[int], threshold: float, alpha: float, epsilon: float
+    target_logits: Tensor,
+    draft_token_ids: list[int],
+    threshold: float,
+    alpha: float,
+    epsilon: float,
 ) -> Decision:
     """Verify one row by typical acceptance with the argmax as correction."""
     margin, best = 1.0, target_logits.argmax(-1).tolist()
@@ -118,14 +143,17 @@ DECIDERS: dict[str, Callable[..., Decision]] = {
 
 @pytest.mark.parametrize("vocab_size", [2, 37, 500])
 @pytest.mark.parametrize(
-    ("name", "distance"), [("rejection", 0.7), ("point mass", 0.7), ("block", 0.1), ("block", 0.7), ("block", 3.0)]
+    ("name", "distance"),
+    [("rejection", 0.7), ("point mass", 0.7), ("block", 0.1), ("block", 0.7), ("block", 3.0)],
 )
 def test_verifiers_decide_as_in_float64(name: str, distance: float, vocab_size: int) -> None:
     round_ = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size, distance=distance)
     keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
     verdict, decisions = OPERATIONS[name](*round_, keys), []
     for row, (target, ids, draft) in enumerate(zip(*round_, strict=True)):
-        decisions.append(DECIDERS[name](target, ids.tolist(), draft, keys.rows(torch.tensor([row]))))
+        decisions.append(
+            DECIDERS[name](target, ids.tolist(), draft, keys.rows(torch.tensor([row])))
+        )
     assert_decided(verdict, decisions)
 
 
@@ -137,7 +165,9 @@ def test_typical_follows_the_rule_of_the_paper(vocab_size: int, epsilon: float) 
     keys = make_keys(NUM_ROWS, seed=2)
     argmax = verify_typical(target, ids, **rule)
     rows = zip(target, ids.tolist(), strict=True)
-    assert_decided(argmax, [accept_typical(logits, row_ids, 0.2, 0.4, epsilon) for logits, row_ids in rows])
+    assert_decided(
+        argmax, [accept_typical(logits, row_ids, 0.2, 0.4, epsilon) for logits, row_ids in rows]
+    )
     drawn = verify_typical(target, ids, **rule, correction="sample", keys=keys)
     at = drawn.num_accepted.long()
     assert torch.equal(at, argmax.num_accepted.long())

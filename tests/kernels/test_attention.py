@@ -14,7 +14,9 @@ TOLERANCE = 1e-13  # float64 round-off of sums over 70 states of size 1
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(("groups", "num_query"), [(1, 1), (4, 6), (8, 32)])
 def test_the_reference_is_sdpa(groups: int, num_query: int, window: int | None) -> None:
-    inputs, mask = make_inputs(Case(groups, num_query, num_heads=2, window=window, dtype=torch.float64))
+    inputs, mask = make_inputs(
+        Case(groups, num_query, num_heads=2, window=window, dtype=torch.float64)
+    )
     output = attend(**inputs, spans=key_spans(mask))
     key, value = (inputs[name].nan_to_num() for name in ("key", "value"))
     expected = scaled_dot_product_attention(inputs["query"], key, value, mask, enable_gqa=True)
@@ -23,7 +25,9 @@ def test_the_reference_is_sdpa(groups: int, num_query: int, window: int | None) 
 
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (0.5, True)])
 def test_the_reference_caps_scores_and_counts_sinks(softcap: float | None, has_sinks: bool) -> None:
-    case = Case(2, 3, num_heads=2, window=9, softcap=softcap, has_sinks=has_sinks, dtype=torch.float64)
+    case = Case(
+        2, 3, num_heads=2, window=9, softcap=softcap, has_sinks=has_sinks, dtype=torch.float64
+    )
     inputs, mask = make_inputs(case)
     output = attend(**inputs, spans=key_spans(mask))
     torch.testing.assert_close(output, written_out(inputs, mask), atol=TOLERANCE, rtol=0)
@@ -39,7 +43,9 @@ def test_spans_are_those_of_the_mask() -> None:
 def test_unfit_inputs_are_named() -> None:
     inputs, mask = make_inputs(Case(2, 3))
     spans = key_spans(mask)
-    with pytest.raises(ShapeError, match=r"spans must be \[B or 1, Q, 2\] = \[2, 3, 2\], got \[2, 3\]"):
+    with pytest.raises(
+        ShapeError, match=r"spans must be \[B or 1, Q, 2\] = \[2, 3, 2\], got \[2, 3\]"
+    ):
         attend(**inputs, spans=spans[..., 0])
     with pytest.raises(ShapeError, match="value must be one of float32, got float16"):
         attend(**{**inputs, "value": inputs["value"].half()}, spans=spans)

@@ -42,7 +42,9 @@ def test_samples_follow_the_softmax_after_temperature_and_cutoff(
         drawn = sample(rows, keys=keys, stream=stream, temperature=temperature, row_cutoffs=cutoffs)
         counts += torch.bincount(drawn.token_ids, minlength=vocab_size)
         expected = left.logsumexp(-1).expand(len(rows))
-        torch.testing.assert_close(drawn.logsumexp.double(), expected, atol=LOGSUMEXP_TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            drawn.logsumexp.double(), expected, atol=LOGSUMEXP_TOLERANCE, rtol=0
+        )
     assert p_value(counts, left.softmax(-1)) > PASS_P_VALUE
 
 
@@ -68,12 +70,17 @@ def test_compiled_sample_serves_all_batch_sizes() -> None:
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
         for node in graph.graph.nodes:
             keys = node.args[1] if node.target is operator.getitem else ()
-            slices = [key for key in (keys if isinstance(keys, tuple) else (keys,)) if isinstance(key, slice)]
+            slices = [
+                key
+                for key in (keys if isinstance(keys, tuple) else (keys,))
+                if isinstance(key, slice)
+            ]
             bounds.extend(bound for key in slices for bound in (key.start, key.stop))
         return graph
 
     logits, keys = torch.randn(4, 50), make_keys(4)
-    torch.compiler.reset()  # after other vocabularies, V would be dynamic and slices could end there
+    # after other vocabularies, V would be dynamic and slices could end there
+    torch.compiler.reset()
     for tensor in (logits, *keys):
         torch._dynamo.mark_dynamic(tensor, 0)
     torch.compile(draw, backend=keep, fullgraph=True)(logits, keys)
@@ -86,7 +93,9 @@ NUM_ROWS, NUM_DRAWS = 3, 5
 
 def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
     """Return logits [NUM_ROWS, NUM_DRAWS, V], some rows of them without a distribution."""
-    logits = torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
+    logits = (
+        torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
+    )
     logits[0, 1, 0] = torch.nan
     logits[1, 2] = -torch.inf
     logits[2, 3, vocab_size // 2 :] = torch.inf
@@ -98,23 +107,41 @@ def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
-    [(1, torch.float32), (37, torch.float16), (100, torch.float64), (4099, torch.bfloat16), (40_000, torch.float32)],
+    [
+        (1, torch.float32),
+        (37, torch.float16),
+        (100, torch.float64),
+        (4099, torch.bfloat16),
+        (40_000, torch.float32),
+    ],
 )
-def test_several_draws_equal_those_of_sample(vocab_size: int, dtype: torch.dtype, stream: Stream) -> None:
-    logits, keys, num_made = make_logits(vocab_size, dtype), make_keys(NUM_ROWS, rounds=2, positions=11), 0
+def test_several_draws_equal_those_of_sample(
+    vocab_size: int, dtype: torch.dtype, stream: Stream
+) -> None:
+    logits, keys, num_made = (
+        make_logits(vocab_size, dtype),
+        make_keys(NUM_ROWS, rounds=2, positions=11),
+        0,
+    )
     round_ = Draws(keys, stream, NUM_DRAWS, backend="torch")
     for draw in range(NUM_DRAWS):
         with torch.profiler.profile() as profile:
             ids = round_.draw(logits[:, draw])
-        num_made += sum(event.name == "aten::log1p_" for event in profile.events())  # once for each noise
+        # once for each noise
+        num_made += sum(event.name == "aten::log1p_" for event in profile.events())
         keys_there = keys._replace(positions=keys.positions + draw)
         alone = sample(logits[:, draw], keys=keys_there, stream=stream, backend="torch")
         assert torch.equal(ids, alone.token_ids)
         sums = round_.logsumexps()
         assert (sums.shape, sums.dtype) == ((NUM_ROWS, draw + 1), torch.float32)
-        assert torch.equal(sums[:, draw].contiguous().view(torch.int32), alone.logsumexp.view(torch.int32))  # NaN too
+        # NaN too
+        assert torch.equal(
+            sums[:, draw].contiguous().view(torch.int32), alone.logsumexp.view(torch.int32)
+        )
         exact = logits[:, draw].float().double().logsumexp(-1)
-        torch.testing.assert_close(alone.logsumexp.double(), exact, atol=4e-6, rtol=0, equal_nan=True)
+        torch.testing.assert_close(
+            alone.logsumexp.double(), exact, atol=4e-6, rtol=0, equal_nan=True
+        )
     assert num_made == (1 if logits.numel() <= MAX_SHARED_NUMEL else NUM_DRAWS)
     with pytest.raises(ConfigError, match=f"num_draws must cover every draw, got {NUM_DRAWS}"):
         round_.draw(logits[:, 0])
@@ -153,12 +180,18 @@ def test_joint_distribution_is_exact_for_drafts_of_the_draft(name: str) -> None:
 def test_greedy_and_coupled_emit_the_tokens_of_plain_decoding(name: str, vocab_size: int) -> None:
     target, _, draft = make_round(60, 3, vocab_size)
     keys = make_keys(60, seed=8, positions=31)
-    warp = warp_of(target, keys) if name.endswith("warped") else {"row_cutoffs": torch.full((60, 4), -torch.inf)}
+    warp = (
+        warp_of(target, keys)
+        if name.endswith("warped")
+        else {"row_cutoffs": torch.full((60, 4), -torch.inf)}
+    )
     plain = target.argmax(-1)  # [B, K+1]
     for position in range(4) if name != "greedy" else ():
         row_warp = warp | {"row_cutoffs": warp["row_cutoffs"][:, position]}
         keys_there = keys._replace(rounds=keys.rounds + 5, positions=keys.positions + position)
-        plain[:, position] = sample(target[:, position], keys=keys_there, stream=Stream.RACE, **row_warp).token_ids
+        plain[:, position] = sample(
+            target[:, position], keys=keys_there, stream=Stream.RACE, **row_warp
+        ).token_ids
     for ids in (draft.argmax(-1), plain[:, :-1], torch.full_like(plain[:, :-1], -1)):
         verdict = OPERATIONS[name](target, ids, draft, keys)
         agrees = (ids == plain[:, :-1]).long().cumprod(-1).sum(-1)

@@ -32,12 +32,18 @@ SAMPLER = TypicalAcceptanceSampler(0.09, 0.3)
 STRICT = TypicalAcceptanceSampler(0.09, 0.3, strict_mode=True)
 
 
-def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(
+    num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return draft probabilities, ids drawn from them, and target probabilities close to them."""
     generator = torch.Generator().manual_seed(7)
     target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
-    draft = (target[:, :-1] + torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)).softmax(-1)
-    ids = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).view(num_rows, num_draft_tokens)
+    draft = (
+        target[:, :-1] + torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)
+    ).softmax(-1)
+    ids = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).view(
+        num_rows, num_draft_tokens
+    )
     return draft, ids.int(), target.softmax(-1)
 
 
@@ -45,7 +51,9 @@ def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -
 def test_documented_example_gives_documented_result(dtype: torch.dtype) -> None:
     """Make the second token impossible, so only token 0 can replace it."""
     draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], dtype=dtype)
-    target = torch.tensor([[[0.0, 0.1, 0.6, 0.3], [1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]], dtype=dtype)
+    target = torch.tensor(
+        [[[0.0, 0.1, 0.6, 0.3], [1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]], dtype=dtype
+    )
     ids = torch.tensor([[2, 1]])
     for seed in (None, 0, 1, -5, 2**64 - 1, torch.tensor([9])):
         token_ids, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=seed)
@@ -60,8 +68,11 @@ def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
     target, draft = rank_reversed_logits(vocab_size, num_draft_tokens)
     seeds = row_seeds(11, NUM_TRIALS)
     zeros = torch.zeros_like(seeds)
-    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))  # the call's keys too: streams separate them
-    scales = 1.0 + 0.01 * torch.rand(2, num_draft_tokens + 1, 1, generator=torch.Generator().manual_seed(0))
+    # the call's keys too: streams separate them
+    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))
+    scales = 1.0 + 0.01 * torch.rand(
+        2, num_draft_tokens + 1, 1, generator=torch.Generator().manual_seed(0)
+    )
     counters = torch.full((NUM_TRIALS,), 100), torch.full((NUM_TRIALS,), 1000, dtype=torch.int32)
     token_ids, *returned = chain_speculative_sampling(
         (draft.softmax(-1) * scales[0, :-1]).expand(NUM_TRIALS, -1, -1),
@@ -74,8 +85,11 @@ def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
     accepted, emitted = counters[0] - 100, counters[1] - 1000
     counts = count_cells(Verdict(token_ids.long(), emitted, zeros), vocab_size)
     assert p_value(counts, rejection_distribution(target, draft)) > PASS_P_VALUE
-    passed = torch.ones(1, dtype=torch.float64)  # probability of the number of accepted positions, independently tested
-    for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(-1):
+    # probability of the number of accepted positions, independently tested
+    passed = torch.ones(1, dtype=torch.float64)
+    for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(
+        -1
+    ):
         passed = pad(passed * (1 - overlap), (0, 1)) + pad(passed * overlap, (1, 0))
     assert p_value(torch.bincount(accepted, minlength=num_draft_tokens + 1), passed) > PASS_P_VALUE
     # The coin of the rejected position rejects for both counters.
@@ -125,11 +139,16 @@ def test_chain_ends_at_bad_ids_and_rows_without_a_distribution() -> None:
 @pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 3), (0, 0), (3, 0), (3, 3)])
 def test_empty_rounds_run_without_host_sync(num_rows: int, num_draft_tokens: int) -> None:
     target = torch.full((num_rows, num_draft_tokens + 1, 7), 1 / 7)
-    ids, counters = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32), torch.zeros(2, num_rows).int()
+    ids, counters = (
+        torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32),
+        torch.zeros(2, num_rows).int(),
+    )
     for seed in (None, 4, torch.tensor([4]), torch.arange(num_rows)):
         with NoHostSync():
             options = {"seed": seed, "offset": torch.tensor([1])}
-            token_ids, _, emitted = chain_speculative_sampling(target[:, :-1], ids, target, *counters, **options)
+            token_ids, _, emitted = chain_speculative_sampling(
+                target[:, :-1], ids, target, *counters, **options
+            )
             accepted = SAMPLER(target, torch.full((num_rows,), 6), None, ids)
         assert ((token_ids >= 0) & (token_ids < 7)).all()
         assert token_ids.shape == accepted.shape == (num_rows, num_draft_tokens + 1)
@@ -146,18 +165,28 @@ def test_single_sequence_equals_a_chain_of_one_row() -> None:
     for generator in (None, torch.Generator()):
         seeded = generator or torch.default_generator
         seeded.manual_seed(4)
-        calls = [speculative_sampling(target[0], draft[0], ids[0], generator=generator) for _ in range(60)]
+        calls = [
+            speculative_sampling(target[0], draft[0], ids[0], generator=generator)
+            for _ in range(60)
+        ]
         seeded.manual_seed(4)
         for at, token in calls:
-            token_ids, _, emitted = chain_speculative_sampling(draft, ids, target, generator=generator)
+            token_ids, _, emitted = chain_speculative_sampling(
+                draft, ids, target, generator=generator
+            )
             assert (int(at), int(token)) == (int(emitted), int(token_ids[0, emitted]))
         assert len({(int(at), int(token)) for at, token in calls}) > 5
 
 
-@pytest.mark.parametrize(("candidate", "expected"), [(0, (0, 1)), (1, (1, 0)), (-1, (0, 1)), (2, (0, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("candidate", "expected"), [(0, (0, 1)), (1, (1, 0)), (-1, (0, 1)), (2, (0, 1))], ids=str
+)
 def test_impossible_candidates_are_rejected(candidate: int, expected: tuple[int, int]) -> None:
     target, ids = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([candidate])
-    for at, token in (greedy_match(target, ids), speculative_sampling(target, torch.tensor([[0.5, 0.5]]), ids)):
+    for at, token in (
+        greedy_match(target, ids),
+        speculative_sampling(target, torch.tensor([[0.5, 0.5]]), ids),
+    ):
         assert (int(at), int(token)) == expected
         assert at.dtype == token.dtype == torch.int64
         assert at.shape == token.shape == ()
@@ -166,7 +195,9 @@ def test_impossible_candidates_are_rejected(candidate: int, expected: tuple[int,
 def test_greedy_sampler_finds_the_most_probable_token() -> None:
     small, large = 0.25, 0.25 + 2.0**-25
     target = torch.tensor([[[small, large, 0.25, 0.25], [0.1, 0.4, 0.4, 0.1]]])
-    token_ids = TypicalAcceptanceSampler(0.5, 9.0)(target, torch.tensor([0]), None, torch.tensor([[3]]))
+    token_ids = TypicalAcceptanceSampler(0.5, 9.0)(
+        target, torch.tensor([0]), None, torch.tensor([[3]])
+    )
     assert token_ids.tolist() == [[1, -1]]
     for candidate, expected in ((3, (0, 1)), (1, (1, 1))):
         assert tuple(map(int, greedy_match(target[0], torch.tensor([candidate])))) == expected

@@ -32,7 +32,8 @@ def test_chain_counts_up_to_its_first_fault(name: str) -> None:
     assert_well_formed(verdict, 11, torch.full_like(positions, 4))
     assert torch.equal(verdict.num_accepted, shorter.num_accepted)
     reached = verdict.num_accepted == positions
-    expected = torch.where(reached, faulty.flags, shorter.status)  # a residual may be empty before the fault
+    # a residual may be empty before the fault
+    expected = torch.where(reached, faulty.flags, shorter.status)
     assert torch.equal(verdict.status.long(), expected)
     has_distribution = ~(reached & faulty.is_target)
     assert torch.equal(verdict.token_ids[has_distribution], shorter.token_ids[has_distribution])
@@ -55,7 +56,9 @@ def test_samples_of_hostile_rows_stay_in_range(vocab_size: int, backend: str) ->
         assert torch.equal(drawn.logsumexp.nan_to_num(nan=7.0), sums)
     for name in ("greedy", "rejection", "coupled"):
         round_ = logits[-1:, None], torch.zeros(1, 0, dtype=torch.int64), logits[-1:, None][:, :0]
-        assert on(backend, OPERATIONS[name], *round_, make_keys(1)).token_ids.tolist() == [[vocab_size - 1]]
+        assert on(backend, OPERATIONS[name], *round_, make_keys(1)).token_ids.tolist() == [
+            [vocab_size - 1]
+        ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -105,13 +108,23 @@ def extreme_keys() -> NoiseKeys:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_extreme_coins_respect_zero_and_full_probability(name: str, backend: str) -> None:
     open_row, forbidding, unknown = [0.0, -3.0, 1.0], [0.0, -torch.inf, 1.0], [2.0, -torch.inf, 1.0]
-    rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]  # target row, draft row, number of accepted tokens
+    # target row, draft row, number of accepted tokens
+    rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]
     if name in DENSE:
         rounds += [(open_row, unknown, 1), (open_row, open_row, 1)]
-    target_rows, draft_rows, kept = (torch.tensor(part).repeat_interleave(2, 0) for part in zip(*rounds, strict=True))
+    target_rows, draft_rows, kept = (
+        torch.tensor(part).repeat_interleave(2, 0) for part in zip(*rounds, strict=True)
+    )
     keys = extreme_keys().rows(torch.arange(len(kept)) % 2)
     ids = torch.ones(len(kept), 1, dtype=torch.int64)
-    verdict = on(backend, OPERATIONS[name], target_rows[:, None].repeat(1, 2, 1), ids, draft_rows[:, None], keys)
+    verdict = on(
+        backend,
+        OPERATIONS[name],
+        target_rows[:, None].repeat(1, 2, 1),
+        ids,
+        draft_rows[:, None],
+        keys,
+    )
     assert_well_formed(verdict, 3, ids[:, 0])
     assert torch.equal(verdict.num_accepted.long(), kept)
     assert not verdict.status.any()

@@ -26,7 +26,9 @@ def whole(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-@pytest.mark.parametrize("name", ["greedy", "rejection", "block, warped", "coupled", "point mass", "typical, sampled"])
+@pytest.mark.parametrize(
+    "name", ["greedy", "rejection", "block, warped", "coupled", "point mass", "typical, sampled"]
+)
 def test_verifiers_compile_whole(name: str, backend: str) -> None:
     target, ids, draft = make_round(3, 2, 40)
     case = moved((target, ids, draft, make_keys(3), torch.tensor([2, 1, 2])))
@@ -69,5 +71,7 @@ def test_operators_are_registered_as_torch_asks(is_triton: bool) -> None:
         args = (is_triton, verifier, target, ids, None, 0.7, None, None, draft, None, seeds, rule)
         torch.library.opcheck(custom_ops._verify, args)
     if is_triton:
-        torch.library.opcheck(custom_ops._sample, (target[:, 0], 0.7, None, None, seeds, int(Stream.RACE)))
+        torch.library.opcheck(
+            custom_ops._sample, (target[:, 0], 0.7, None, None, seeds, int(Stream.RACE))
+        )
         torch.library.opcheck(custom_ops._cut, (target[:, 0], 0.7, 5, 0.9, 3.0))

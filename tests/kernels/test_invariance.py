@@ -18,17 +18,27 @@ WIDTHS = [37, 40_000]
 
 @pytest.mark.parametrize("vocab_size", WIDTHS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_row_alone_gives_its_result_in_a_batch(name: str, vocab_size: int, request: pytest.FixtureRequest) -> None:
+def test_row_alone_gives_its_result_in_a_batch(
+    name: str, vocab_size: int, request: pytest.FixtureRequest
+) -> None:
     """Fill fresh memory with NaN, forbid host synchronisation and check for no gradient."""
     target, ids, draft = make_round(5, 3, vocab_size)
-    keys, lens, temperature = make_keys(5, rounds=2, positions=11), torch.tensor([0, 1, 2, 3, 3]), torch.ones(5)
+    keys, lens, temperature = (
+        make_keys(5, rounds=2, positions=11),
+        torch.tensor([0, 1, 2, 3, 3]),
+        torch.ones(5),
+    )
     with NoHostSync():
-        together = OPERATIONS[name](target.requires_grad_(), ids, draft.requires_grad_(), keys, lens)
+        together = OPERATIONS[name](
+            target.requires_grad_(), ids, draft.requires_grad_(), keys, lens
+        )
         drawn = sample(target[:, 0], keys=keys, stream=Stream.DRAFT, temperature=temperature)
         with pytest.raises(AssertionError, match="waits"):
             bool(target.sum() > 0)
     assert not drawn.logsumexp.requires_grad
-    assert not any(field.is_inference() for field in together), "the caller may not write to the verdict"
+    assert not any(field.is_inference() for field in together), (
+        "the caller may not write to the verdict"
+    )
     request.getfixturevalue("poisoned_memory")
     for rows in (torch.tensor([3]), torch.tensor([4, 0])):
         alone = OPERATIONS[name](target[rows], ids[rows], draft[rows], keys.rows(rows), lens[rows])
@@ -47,7 +57,9 @@ def test_strides_and_dtypes_change_nothing(name: str, vocab_size: int) -> None:
         plain = OPERATIONS[name](target.double(), ids, draft.double(), make_keys(3))
         for target_layout, draft_layout in zip(layouts(target), layouts(draft), strict=True):
             ids_layout = ids.t().contiguous().t().int()
-            assert_same(OPERATIONS[name](target_layout, ids_layout, draft_layout, make_keys(3)), plain)
+            assert_same(
+                OPERATIONS[name](target_layout, ids_layout, draft_layout, make_keys(3)), plain
+            )
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -95,12 +107,26 @@ def test_reading_only_tokens_within_cutoffs_changes_no_bit(temperature: float | 
     draft = draft.masked_fill(draft < draft.topk(8).values[..., -1:], -torch.inf)
     keys, warp, results = make_keys(3), Warp(temperature, cutoffs), []
     for num_more in (0, 1):
-        target, draft = (torch.nn.functional.pad(rows, (0, num_more), value=-torch.inf) for rows in (target, draft))
+        target, draft = (
+            torch.nn.functional.pad(rows, (0, num_more), value=-torch.inf)
+            for rows in (target, draft)
+        )
         assert (twin_masses._kept_masses(target, warp) is None) == (num_more == 1)
         assert (twin_masses._kept_masses(draft, Warp()) is None) == (num_more == 1)
-        verdicts = [OPERATIONS[name](target, ids, draft, keys, **warp._asdict()) for name in WARPABLE]
-        drawn = sample(target[:, 0], keys=keys, stream=Stream.RACE, temperature=temperature, row_cutoffs=cutoffs[:, 0])
-        masses, sums = twin_masses.row_masses(target, warp).masses, twin_masses.row_sums(target, warp).logsumexp
+        verdicts = [
+            OPERATIONS[name](target, ids, draft, keys, **warp._asdict()) for name in WARPABLE
+        ]
+        drawn = sample(
+            target[:, 0],
+            keys=keys,
+            stream=Stream.RACE,
+            temperature=temperature,
+            row_cutoffs=cutoffs[:, 0],
+        )
+        masses, sums = (
+            twin_masses.row_masses(target, warp).masses,
+            twin_masses.row_sums(target, warp).logsumexp,
+        )
         draft_masses, *others = twin_masses.row_masses(draft)
         results.append([*(part for verdict in verdicts for part in verdict), *drawn, sums, *others])
         results[-1] += [rows[..., : 2 * twin_rows.TILE_SIZE] for rows in (masses, draft_masses)]
@@ -118,7 +144,9 @@ def test_mixed_temperatures_act_row_by_row(name: str, vocab_size: int) -> None:
     together = OPERATIONS[name](target, ids, draft, keys, temperature=mixed)
     for row, temperature in enumerate(mixed.tolist()):
         rows = torch.tensor([row])
-        alone = OPERATIONS[name](target[rows], ids[rows], draft[rows], keys.rows(rows), temperature=temperature)
+        alone = OPERATIONS[name](
+            target[rows], ids[rows], draft[rows], keys.rows(rows), temperature=temperature
+        )
         assert torch.equal(alone.token_ids[0], together.token_ids[row])
     assert torch.equal(together.token_ids[[0, 3]], verify_greedy(target, ids).token_ids[[0, 3]])
     assert together.status.tolist() == [0] * 6
@@ -132,7 +160,9 @@ def test_cutoffs_act_as_masked_logits(name: str) -> None:
     cutoffs = scaled.topk(10).values[..., -1]
     cutoffs[5] = 1e9  # masks all tokens
     masked = scaled.masked_fill(scaled < cutoffs.unsqueeze(-1), -torch.inf)
-    cut = OPERATIONS[name](target, ids, draft, make_keys(6), temperature=temperature, row_cutoffs=cutoffs)
+    cut = OPERATIONS[name](
+        target, ids, draft, make_keys(6), temperature=temperature, row_cutoffs=cutoffs
+    )
     assert_same(cut, OPERATIONS[name](masked, ids, draft, make_keys(6)))
     assert cut.status.tolist() == [0] * 5 + [int(Status.ALL_MASKED)]
     assert cut.num_accepted[5] == 0

@@ -80,7 +80,9 @@ def plain_word(seed: int, rounds: int, position: int, stream: Stream, token_id: 
 
     A changed constant would change the text of every seed.
     """
-    state = seed + position * 0xD1B54A32D192ED03 + int(stream) * 0x2545F4914F6CDD1D + 0x6A09E667F3BCC909
+    state = (
+        seed + position * 0xD1B54A32D192ED03 + int(stream) * 0x2545F4914F6CDD1D + 0x6A09E667F3BCC909
+    )
     state += 0 if stream is Stream.RACE else rounds * 0x9E3779B97F4A7C15
     state = fold64(signed(state, 64))
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
@@ -92,20 +94,29 @@ def plain_word(seed: int, rounds: int, position: int, stream: Stream, token_id: 
 
 
 def test_words_equal_those_of_plain_integers() -> None:
-    for seed, rounds, position in [(0, 0, 0), (1, 2, 3), (-5, 2**40, 131071), (2**63 - 1, 7, 2**31)]:
+    for seed, rounds, position in [
+        (0, 0, 0),
+        (1, 2, 3),
+        (-5, 2**40, 131071),
+        (2**63 - 1, 7, 2**31),
+    ]:
         keys = NoiseKeys(*(torch.tensor([key]) for key in (seed, rounds, position)))
         for stream in Stream:
             for offset in (0, 3):
                 state = noise.states(keys, stream, torch.tensor([offset]))
                 for token_id in (0, 1, 31999, 262143):
                     word = noise.words(state, torch.tensor([token_id]))
-                    assert int(word) == plain_word(seed, rounds, position + offset, stream, token_id)
+                    assert int(word) == plain_word(
+                        seed, rounds, position + offset, stream, token_id
+                    )
 
 
 def token_of(word: int, state: int) -> int:
     """Invert the last formula of `plain_word`: return the token id of a word."""
     last = word - (word >> 16)
-    (word,) = (value for value in range(last - 1, last + 2) if signed(value + (value >> 16), 32) == word)
+    (word,) = (
+        value for value in range(last - 1, last + 2) if signed(value + (value >> 16), 32) == word
+    )
     word = (word * pow(0x846CA68B, -1, 2**32)) % 2**32
     word = (word ^ (word >> 15) ^ (word >> 30)) - (state >> 32)
     word = (word * pow(0x7FEB352D, -1, 2**32)) % 2**32
@@ -128,4 +139,5 @@ def test_extreme_words_give_neither_zero_nor_one() -> None:
     clocks = exponentials(keys, Stream.ACCEPT, offset, ids)
     assert (clocks > 0).all()
     assert clocks.isfinite().all()
-    assert float(clocks[1] - clocks[0]) == pytest.approx(2.0**-32, rel=1e-5)  # the least clock wins a race
+    # the least clock wins a race
+    assert float(clocks[1] - clocks[0]) == pytest.approx(2.0**-32, rel=1e-5)

@@ -20,13 +20,19 @@ SPOILERS = [torch.nan, torch.inf, -torch.inf, 0.0, 6e4, -6e4]
 def test_verdicts_are_well_formed(data: st.DataObject) -> None:
     num_rows, num_draft_tokens = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 5))
     vocab_size = data.draw(st.sampled_from([1, 2, 3, 17, 600, 4097]))
-    target, ids, draft = make_round(num_rows, num_draft_tokens, vocab_size, seed=data.draw(st.integers(0, 99)))
+    target, ids, draft = make_round(
+        num_rows, num_draft_tokens, vocab_size, seed=data.draw(st.integers(0, 99))
+    )
     dtype = data.draw(st.sampled_from(DTYPES))
     target, draft = target.to(dtype), draft.to(data.draw(st.sampled_from(DTYPES)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     for tensor in (target, draft):
-        entries = torch.rand(tensor.shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.01, 1.0]))
-        rows = torch.rand(tensor.shape[:2], generator=generator) < data.draw(st.sampled_from([0.0, 0.3]))
+        entries = torch.rand(tensor.shape, generator=generator) < data.draw(
+            st.sampled_from([0.0, 0.01, 1.0])
+        )
+        rows = torch.rand(tensor.shape[:2], generator=generator) < data.draw(
+            st.sampled_from([0.0, 0.3])
+        )
         tensor.masked_fill_(entries & rows.unsqueeze(-1), data.draw(st.sampled_from(SPOILERS)))
     strays = torch.randint(-3, vocab_size + 3, ids.shape, generator=generator)
     ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, strays, ids)

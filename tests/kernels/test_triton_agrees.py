@@ -32,8 +32,8 @@ from tests.support.fake_cuda import FakeCuda
 pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels.kernels import launch
 
-# Sizes B, K, V and dtypes of target and draft: one chunk with a remainder, two chunks, more positions
-# than one step tests, and empty rounds.
+# Sizes B, K, V and dtypes of target and draft: one chunk with a remainder, two chunks, more
+# positions than one step tests, and empty rounds.
 CASES = [
     ((3, 3, 40), torch.float32, torch.float32),
     ((2, 2, 5000), torch.bfloat16, torch.float32),
@@ -62,12 +62,17 @@ def test_kernels_decide_as_the_reference(
     assert_same(on_triton(OPERATIONS[name], target, ids.int(), draft, keys, lens.int()), twin)
     if shape == (3, 3, 40):
         for target_layout, draft_layout in zip(layouts(target), layouts(draft), strict=True):
-            assert_same(on_triton(OPERATIONS[name], target_layout, ids, draft_layout, keys, lens), twin)
+            assert_same(
+                on_triton(OPERATIONS[name], target_layout, ids, draft_layout, keys, lens), twin
+            )
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "step"), [(2, 1), (8, 9)])  # 8 positions are tested at once
+# 8 positions are tested at once
+@pytest.mark.parametrize(("num_draft_tokens", "step"), [(2, 1), (8, 9)])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_hostile_rows_and_bad_ids_get_the_reference_status(name: str, num_draft_tokens: int, step: int) -> None:
+def test_hostile_rows_and_bad_ids_get_the_reference_status(
+    name: str, num_draft_tokens: int, step: int
+) -> None:
     faulty = make_faulty_round(name, 1, num_draft_tokens, 50)
     for row in faulty.is_target.nonzero()[::2, 0]:  # rows of both models are hostile
         spoil(faulty.draft[row, faulty.positions[row]], torch.nan)
@@ -86,7 +91,13 @@ def test_hostile_rows_and_bad_ids_get_the_reference_status(name: str, num_draft_
 
 @pytest.mark.parametrize(
     ("name", "distance"),
-    [("greedy", 2**32), ("rejection", 2**31), ("block", 2**32), ("coupled", 2**31), ("typical, sampled", 2**31)],
+    [
+        ("greedy", 2**32),
+        ("rejection", 2**31),
+        ("block", 2**32),
+        ("coupled", 2**31),
+        ("typical, sampled", 2**31),
+    ],
 )
 def test_rows_beyond_32_bit_offsets_are_read(name: str, distance: int) -> None:
     target, ids, draft = make_round(2, 2, 64)
@@ -111,10 +122,16 @@ def test_large_vocabularies_are_decided_as_in_the_reference(name: str, vocab_siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_rows", "num_draft_tokens"), [("block", 40, 3), ("block", 8, 11), ("rejection", 24, 2)]
+    ("name", "num_rows", "num_draft_tokens"),
+    [("block", 40, 3), ("block", 8, 11), ("rejection", 24, 2)],
 )
-def test_rejections_at_every_position_equal_the_reference(name: str, num_rows: int, num_draft_tokens: int) -> None:
-    case = (*make_contested_round(num_rows, num_draft_tokens, 6), make_keys(num_rows, rounds=4, positions=3))
+def test_rejections_at_every_position_equal_the_reference(
+    name: str, num_rows: int, num_draft_tokens: int
+) -> None:
+    case = (
+        *make_contested_round(num_rows, num_draft_tokens, 6),
+        make_keys(num_rows, rounds=4, positions=3),
+    )
     twin = OPERATIONS[name](*case, backend="torch")
     assert len(twin.num_accepted.unique()) >= 3
     assert_same(on_triton(OPERATIONS[name], *case), twin)
@@ -132,7 +149,11 @@ def test_entropies_cover_whole_rows(epsilon: float) -> None:
     floors = (probs * (probs + epsilon).log()).sum(-1).exp()
     ratios = probs.gather(1, ids)[:, 0] / floors
     alpha = float(ratios.median()) * 1.0001  # half of the rows stay
-    options: dict[str, Any] = {"posterior_threshold": 0.9, "posterior_alpha": alpha, "entropy_epsilon": epsilon}
+    options: dict[str, Any] = {
+        "posterior_threshold": 0.9,
+        "posterior_alpha": alpha,
+        "entropy_epsilon": epsilon,
+    }
     mine = on_triton(verify_typical, target, ids, **options)
     assert mine.num_accepted.tolist() == (ratios > alpha).int().tolist()
     assert 0 < int(mine.num_accepted.sum()) < 10
@@ -148,8 +169,19 @@ def test_rows_of_more_chunks_than_one_merge_equal_the_reference() -> None:
     assert_same(drawn, sample(logits, keys=keys, stream=Stream.RACE, backend="torch"))
     assert int(drawn.token_ids[1]) >= vocab_size - 5
     for name in ("greedy", "rejection"):
-        verdict = on_triton(OPERATIONS[name], logits[:, None], torch.zeros(2, 0).long(), logits[:, None][:, :0], keys)
-        assert_same(verdict, OPERATIONS[name](logits[:, None], torch.zeros(2, 0).long(), logits[:, None][:, :0], keys))
+        verdict = on_triton(
+            OPERATIONS[name],
+            logits[:, None],
+            torch.zeros(2, 0).long(),
+            logits[:, None][:, :0],
+            keys,
+        )
+        assert_same(
+            verdict,
+            OPERATIONS[name](
+                logits[:, None], torch.zeros(2, 0).long(), logits[:, None][:, :0], keys
+            ),
+        )
         assert name != "greedy" or int(verdict.token_ids[0]) == 5
 
 
@@ -162,7 +194,9 @@ def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_tiles_and_finishing_methods_change_no_bit(name: str, request: pytest.FixtureRequest) -> None:
+def test_tiles_and_finishing_methods_change_no_bit(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     """Give programs of more rows more chunks of each row."""
     target, ids, draft, keys, lens = make_case(2, 2, 2 * launch.CHUNK + 5)
     rows = torch.arange(2)
@@ -186,8 +220,15 @@ def test_sample_draws_as_the_reference(vocab_size: int, temperature: float | Ten
     logits, keys = make_round(3, 0, vocab_size)[0][:, 0], make_keys(3)
     cutoffs = logits.topk(9).values[:, -1]
     for stream in (Stream.DRAFT, Stream.RACE):
-        options: dict[str, Any] = {"keys": keys, "stream": stream, "temperature": temperature, "row_cutoffs": cutoffs}
-        assert_same(on_triton(sample, logits, **options), sample(logits, **options, backend="torch"))
+        options: dict[str, Any] = {
+            "keys": keys,
+            "stream": stream,
+            "temperature": temperature,
+            "row_cutoffs": cutoffs,
+        }
+        assert_same(
+            on_triton(sample, logits, **options), sample(logits, **options, backend="torch")
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -224,7 +265,10 @@ draw = partial(on_triton, sample)
 @pytest.mark.parametrize("name", EXACT)
 def test_joint_distribution_of_a_round_is_exact_on_a_gpu(name: str) -> None:
     logits = rank_reversed_logits(3, 2)
-    assert round_p_value(name, *logits, NUM_TRIALS, partial(on_triton, OPERATIONS[name]), draw=draw) > PASS_P_VALUE
+    assert (
+        round_p_value(name, *logits, NUM_TRIALS, partial(on_triton, OPERATIONS[name]), draw=draw)
+        > PASS_P_VALUE
+    )
 
 
 @pytest.mark.gpu
@@ -235,6 +279,8 @@ def test_first_token_has_the_target_distribution_on_a_gpu(name: str) -> None:
     draft = target[:2] + torch.randn(2, 4096, generator=generator)
     keys, rows = make_keys(NUM_TRIALS, seed=7), (NUM_TRIALS, -1, -1)
     ids = draw_drafts(draft.to(DEVICE), keys, EXACT[name][1], draw)
-    verdict = on_triton(OPERATIONS[name], target.to(DEVICE).expand(*rows), ids, draft.to(DEVICE).expand(*rows), keys)
+    verdict = on_triton(
+        OPERATIONS[name], target.to(DEVICE).expand(*rows), ids, draft.to(DEVICE).expand(*rows), keys
+    )
     counts = torch.bincount(verdict.token_ids[:, 0], minlength=4096)
     assert p_value(counts, target[0].double().softmax(-1)) > PASS_P_VALUE

@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels import kernels
 from hf_speculate.kernels._inputs import Attention
 
-# Outputs are below 4. Half precision rounds weights and results; the interpreter cuts digits of bfloat16 off.
+# Outputs are below 4. Half precision rounds weights and results; the interpreter cuts digits of
+# bfloat16 off.
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 CASES = {
@@ -38,7 +39,9 @@ CASES = {
 
 def run(inputs: dict[str, Any], spans: Tensor, num_parts: int | None) -> Tensor:
     """What the kernels give, on the CPU."""
-    return moved(kernels.attend(Attention(**moved_all(inputs), spans=moved(spans, DEVICE)), num_parts), "cpu")
+    return moved(
+        kernels.attend(Attention(**moved_all(inputs), spans=moved(spans, DEVICE)), num_parts), "cpu"
+    )
 
 
 def moved_all(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +55,9 @@ def test_kernels_agree_with_the_reference(name: str) -> None:
     inputs, mask = make_inputs(case)
     spans = key_spans(mask)
     assert torch.equal(on_triton(key_spans, mask), spans)
-    doubles = {key: value.double() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    doubles = {
+        key: value.double() if isinstance(value, Tensor) else value for key, value in inputs.items()
+    }
     output = run(inputs, spans, case.num_parts)
     assert output.dtype == case.dtype
     expected = attend(**doubles, spans=spans)
@@ -73,9 +78,14 @@ def test_a_row_that_sees_nothing_is_zero_and_a_nan_that_is_seen_stays(has_sinks:
 
 def test_one_span_serves_all_rows() -> None:
     inputs, _ = make_inputs(Case(2, 3))
-    inputs = {name: value.nan_to_num() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    inputs = {
+        name: value.nan_to_num() if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
     spans = torch.tensor([[[5, 31], [0, 32], [7, 33]]], dtype=torch.int32)
-    torch.testing.assert_close(run(inputs, spans, None), attend(**inputs, spans=spans), atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        run(inputs, spans, None), attend(**inputs, spans=spans), atol=5e-6, rtol=0
+    )
 
 
 def test_states_that_the_kernel_cannot_read_are_left_to_torch_unless_it_is_named() -> None:

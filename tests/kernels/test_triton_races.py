@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from hf_speculate.kernels import NoiseKeys, Status, Stream, exponentials, noise, uniforms, verify_rejection
+from hf_speculate.kernels import (
+    NoiseKeys,
+    Status,
+    Stream,
+    exponentials,
+    noise,
+    uniforms,
+    verify_rejection,
+)
 from tests.kernels.distributions import make_keys
 from tests.kernels.on_triton import DEVICE, assert_same, on_triton
 
@@ -42,8 +50,13 @@ def test_packed_keys_sort_as_floats_then_by_lowest_id() -> None:
         (-torch.inf, -7.0, -0.0, -7.0): 0,
     }
     keys = torch.tensor(list(races), device=DEVICE)
-    ids = torch.tensor([[7, 9, 2**31 - 2, 2**31 - 1]] * len(races), dtype=torch.int32, device=DEVICE)
-    bits, winners = torch.empty(len(races), device=DEVICE), torch.empty(len(races), dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor(
+        [[7, 9, 2**31 - 2, 2**31 - 1]] * len(races), dtype=torch.int32, device=DEVICE
+    )
+    bits, winners = (
+        torch.empty(len(races), device=DEVICE),
+        torch.empty(len(races), dtype=torch.int32, device=DEVICE),
+    )
     race_kernel[(len(races),)](keys, ids, bits, winners, 2**31 - 1, WIDTH=4)
     wanted = torch.tensor(list(races.values()), device=DEVICE).unsqueeze(-1)
     assert winners.tolist() == ids.gather(1, wanted).clamp(max=2**31 - 2).flatten().tolist()
@@ -76,7 +89,9 @@ def seeded(num_seeds: int) -> NoiseKeys:
 
 
 @triton.jit
-def bounds_kernel(seeds_ptr, ids_ptr, weights_ptr, bounds_ptr, keys_ptr, STREAM: tl.constexpr, WIDTH: tl.constexpr):
+def bounds_kernel(
+    seeds_ptr, ids_ptr, weights_ptr, bounds_ptr, keys_ptr, STREAM: tl.constexpr, WIDTH: tl.constexpr
+):
     zero = tl.zeros([], tl.int64)
     state = kernel_noise.noise_states(tl.load(seeds_ptr + tl.program_id(0)), zero, zero, STREAM)
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -92,7 +107,9 @@ def test_keys_equal_the_reference_within_their_bounds() -> None:
     # Take the least and the greatest words, those between series and logarithm, and some others.
     parts = order[:, :256], order[:, : 1 << 14 : 64], order[:, ::1024], order[:, -256:]
     ids = torch.cat(parts, dim=-1).to(torch.int32)
-    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 0, width)
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -30, 0, width
+    )
     bounds, exact = torch.empty(2, *ids.shape, device=DEVICE)
     inputs = [tensor.to(DEVICE) for tensor in (keys.seeds, ids, weights)]
     bounds_kernel[(8,)](*inputs, bounds, exact, STREAM=STREAM, WIDTH=width)
@@ -135,6 +152,8 @@ def test_entries_of_one_lane_win_by_key_not_by_bound(rule: str) -> None:
     inputs = [tensor.to(DEVICE) for tensor in (probs.log(), draft.log(), keys.seeds)]
     fast, full = torch.empty(2, num_seeds, dtype=torch.int64, device=DEVICE)
     number = int(acceptance.TYPICAL if rule == "target" else acceptance.REJECTION)
-    row_kernel[(num_seeds,)](*inputs, fast, full, 3 * piece, 3, STREAM=STREAM, RULE=number, PIECE=piece)
+    row_kernel[(num_seeds,)](
+        *inputs, fast, full, 3 * piece, 3, STREAM=STREAM, RULE=number, PIECE=piece
+    )
     assert torch.equal(fast, full)
     assert (2**31 - 1 - (fast & (2**31 - 1))).tolist() == winners[keys.seeds].tolist()

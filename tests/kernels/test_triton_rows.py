@@ -56,7 +56,9 @@ def only_reading(storage: torch.UntypedStorage) -> Iterator[list[int]]:
         interpreter.InterpreterBuilder.create_masked_load = load
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 9, CHUNK - 1, CHUNK, CHUNK + 9, 2 * CHUNK + 1, 2 * CHUNK + 12])
+@pytest.mark.parametrize(
+    "vocab_size", [1, 7, 9, CHUNK - 1, CHUNK, CHUNK + 9, 2 * CHUNK + 1, 2 * CHUNK + 12]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_read_without_leaving_their_storage(dtype: torch.dtype, vocab_size: int) -> None:
     """Start nine rows of odd length at every alignment, with NaN and infinities."""
@@ -70,10 +72,13 @@ def test_rows_are_read_without_leaving_their_storage(dtype: torch.dtype, vocab_s
     if DEVICE == "cpu":
         with only_reading(logits.untyped_storage()) as sizes:
             rows_kernel[(9,)](*arguments)
-        assert sizes.count(dtype.itemsize) < 9 * 16 // dtype.itemsize * num_chunks  # others load eight bytes
+        # others load eight bytes
+        assert sizes.count(dtype.itemsize) < 9 * 16 // dtype.itemsize * num_chunks
     else:
         rows_kernel[(9,)](*arguments)
-    torch.testing.assert_close(out[:, :vocab_size], logits.float(), rtol=0.0, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(
+        out[:, :vocab_size], logits.float(), rtol=0.0, atol=0.0, equal_nan=True
+    )
     assert (out[:, vocab_size:] == -torch.inf).all()
 
 
@@ -86,16 +91,25 @@ def between_nans(logits: Tensor, start: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["greedy", "rejection, warped", "block", "coupled", "typical, sampled"])
+@pytest.mark.parametrize(
+    "name", ["greedy", "rejection, warped", "block", "coupled", "typical, sampled"]
+)
 def test_rows_between_nans_are_decided_as_aligned_rows(name: str, dtype: torch.dtype) -> None:
     target, ids, draft = make_round(2, 2, launch.CHUNK + 1136)
     target, draft, keys = target.to(dtype), draft.to(dtype), make_keys(2)
-    shifted = on_triton(OPERATIONS[name], between_nans(target, 5), ids, between_nans(draft, 2), keys)
+    shifted = on_triton(
+        OPERATIONS[name], between_nans(target, 5), ids, between_nans(draft, 2), keys
+    )
     assert_same(shifted, OPERATIONS[name](target, ids, draft, keys, backend="torch"))
-    drawn = [on_triton(sample, rows[:, 0], keys=keys, stream=Stream.RACE) for rows in (target, between_nans(target, 3))]
+    drawn = [
+        on_triton(sample, rows[:, 0], keys=keys, stream=Stream.RACE)
+        for rows in (target, between_nans(target, 3))
+    ]
     assert torch.equal(drawn[0].token_ids, drawn[1].token_ids)
     assert torch.equal(drawn[0].logsumexp, drawn[1].logsumexp)
-    cut = [on_triton(warp_logits, rows[:, 0], top_k=50) for rows in (target, between_nans(target, 3))]
+    cut = [
+        on_triton(warp_logits, rows[:, 0], top_k=50) for rows in (target, between_nans(target, 3))
+    ]
     assert torch.equal(*cut)
 
 
@@ -107,8 +121,22 @@ def test_row_layout_follows_from_addresses() -> None:
 
     even, odd = torch.zeros(2, 3, 64), torch.zeros(2, 3, 33)
     assert read(even) == read(even, even[:, 1:]) == int(rows.ALIGNED)
-    assert read(odd) == read(even[:, :, 1:]) == read(even, between_nans(even[:, 1:], 5)) == int(rows.SHIFTED)
-    assert read(odd.transpose(1, 2)[:, :3, :3]) == read(odd, odd[:, 1:, ::2]) == read(odd.double()) == int(rows.STRIDED)
-    unaligned = torch.frombuffer(bytearray(4 * 199), dtype=torch.float32, offset=4)[: 2 * 3 * 33].view(2, 3, 33)
+    assert (
+        read(odd)
+        == read(even[:, :, 1:])
+        == read(even, between_nans(even[:, 1:], 5))
+        == int(rows.SHIFTED)
+    )
+    assert (
+        read(odd.transpose(1, 2)[:, :3, :3])
+        == read(odd, odd[:, 1:, ::2])
+        == read(odd.double())
+        == int(rows.STRIDED)
+    )
+    unaligned = torch.frombuffer(bytearray(4 * 199), dtype=torch.float32, offset=4)[
+        : 2 * 3 * 33
+    ].view(2, 3, 33)
     assert unaligned.untyped_storage().data_ptr() % 16 == 4
-    assert read(unaligned) == read(odd, unaligned[:, 1:]) == int(rows.STRIDED), "there is no memory below its start"
+    assert read(unaligned) == read(odd, unaligned[:, 1:]) == int(rows.STRIDED), (
+        "there is no memory below its start"
+    )

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hf_speculate.kernels import Stream, sample, warp_logits
 from hf_speculate.kernels._inputs import BINS_PER_NAT
@@ -35,7 +40,9 @@ WARPERS = {
 
 
 def make_logits(num_rows: int, vocab_size: int) -> Tensor:
-    return 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    return 3 * torch.randn(
+        num_rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)
+    )
 
 
 def by_transformers(logits: Tensor, rule: dict[str, Any]) -> Tensor:
@@ -45,7 +52,9 @@ def by_transformers(logits: Tensor, rule: dict[str, Any]) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.float32), (5000, torch.float16), (700, torch.float64)])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(1, torch.float32), (5000, torch.float16), (700, torch.float64)]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_kernel_cuts_every_dtype_and_stride_as_the_reference(
     rule: dict[str, Any], vocab_size: int, dtype: torch.dtype
@@ -53,7 +62,10 @@ def test_kernel_cuts_every_dtype_and_stride_as_the_reference(
     logits = make_logits(3, vocab_size).to(dtype)
     logits[1, 1::3] = -torch.inf
     strided = torch.cat([logits, logits], dim=1)[:, :vocab_size]
-    assert torch.equal(on_triton(warp_logits, strided, **rule), warp_logits(logits.float(), **rule, backend="torch"))
+    assert torch.equal(
+        on_triton(warp_logits, strided, **rule),
+        warp_logits(logits.float(), **rule, backend="torch"),
+    )
 
 
 @pytest.mark.parametrize("rule", RULES[1:])
@@ -64,7 +76,9 @@ def test_cutoffs_keep_transformers_tokens_up_to_one_bin(rule: dict[str, Any]) ->
     assert (kept | ~wanted).all()
     assert torch.equal(ours[wanted], theirs[wanted])
     lowest = theirs.masked_fill(~wanted, torch.inf).amin(-1, keepdim=True)
-    assert (ours[kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[kept & ~wanted]).all()
+    assert (
+        ours[kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[kept & ~wanted]
+    ).all()
     if "top_k" in rule and rule["top_k"] < 3000:
         assert kept.sum() < 3000  # control: some tokens are cut
 
@@ -81,9 +95,16 @@ def test_rows_without_a_distribution_stay_unchanged(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("stream", "keeps_logits"), [(Stream.DRAFT, True), (Stream.RACE, False)])
-def test_warped_draws_are_those_of_sample_from_warped_logits(stream: Stream, keeps_logits: bool) -> None:
-    keys, rule = make_keys(3, rounds=2, positions=11), {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-    logits = torch.stack([make_logits(3, 5001), make_logits(3, 5000)[:, [0, *range(5000)]]], dim=1).bfloat16()
+def test_warped_draws_are_those_of_sample_from_warped_logits(
+    stream: Stream, keeps_logits: bool
+) -> None:
+    keys, rule = (
+        make_keys(3, rounds=2, positions=11),
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    )
+    logits = torch.stack(
+        [make_logits(3, 5001), make_logits(3, 5000)[:, [0, *range(5000)]]], dim=1
+    ).bfloat16()
     logits[1, 1, 7] = torch.nan
     there = "cuda:0"
     with nullcontext() if DEVICE == "cuda" else FakeCuda():  # which has atomics, unlike a CPU

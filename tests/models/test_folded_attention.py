@@ -13,12 +13,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
-from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention, folded_attention_for, folding
+from hf_speculate.models.folded_attention import (
+    FOLDED,
+    STANDS_FOR,
+    folded_attention,
+    folded_attention_for,
+    folding,
+)
 from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pair
 from tests.support.tiny import make_config, make_model, ragged_prompts
 from tests.support.tiny_encoders import make_llava
 
-TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a wrong row's mask gives 0.1
+# float64 round-off of sums over 11 states of size 1; a wrong row's mask gives 0.1
+TOLERANCE = 1e-13
 H, D, D_VALUE, T = 2, 8, 6, 11
 
 
@@ -44,7 +51,9 @@ def make_mask(mask_type: str, batch_size: int, num_query: int):
     """Make a causal mask of rows with different padding."""
     if mask_type == "none":
         return None
-    seen = torch.ones(1 if mask_type == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
+    seen = torch.ones(
+        1 if mask_type == "shared" else batch_size, 1, num_query, T, dtype=torch.bool
+    ).tril(T - num_query)
     for row in range(seen.shape[0]):
         seen[row, ..., :row] = False
     if mask_type != "float":
@@ -111,7 +120,9 @@ def test_replaced_sdpa_function_is_called_instead_of_folding(monkeypatch):
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, STANDS_FOR, foreign)
     query, key, value = states(2, 3, 2)
-    ours, expected, shapes = both(layer_of(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7)
+    ours, expected, shapes = both(
+        layer_of(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7
+    )
     assert torch.equal(ours, expected)
     assert calls == [{"dropout": 0.0, "scaling": 0.7, "is_causal": None}]
     assert shapes == [tuple(query.shape)]
@@ -135,7 +146,9 @@ def test_attention_name_is_restored_after_an_error():
 
 def test_attention_name_is_restored_by_the_last_of_several_calls():
     llama, qwen = make_model("llama"), make_model("qwen2")
-    first, second, third = (folded_attention_for(models) for models in ([llama, llama], [llama, qwen], [qwen]))
+    first, second, third = (
+        folded_attention_for(models) for models in ([llama, llama], [llama, qwen], [qwen])
+    )
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -157,7 +170,9 @@ def test_interrupted_setup_leaves_no_attention_name():
         if value == FOLDED:
             raise KeyboardInterrupt
 
-    models[1].config.__class__ = type("InterruptedConfig", (LlamaConfig,), {"__setattr__": interrupted})
+    models[1].config.__class__ = type(
+        "InterruptedConfig", (LlamaConfig,), {"__setattr__": interrupted}
+    )
     with pytest.raises(KeyboardInterrupt), folded_attention_for(models):
         pass
     assert written == [FOLDED, STANDS_FOR]
@@ -219,7 +234,8 @@ def folds_in(calls, target):
 OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
-@each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # Cohere 2 has full layers and layers with a window
+# Cohere 2 has full layers and layers with a window
+@each_value(batch_size=[1, 3], family=["llama", "cohere2"])
 def test_speculative_call_folds_and_gives_plain_ids(family, batch_size):
     target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=2)
@@ -239,12 +255,18 @@ def test_concurrent_plain_call_is_bit_identical():
 
     def plain():
         with AttentionCalls() as calls:
-            output = target.generate(**others, max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
+            output = target.generate(
+                **others, max_new_tokens=6, output_logits=True, return_dict_in_generate=True
+            )
         logits.append(torch.stack(output.logits))
         nested.extend(folds_in(calls, target))
 
     plain()
-    options = {**ragged_prompts(2, seed=2), **OPTIONS, "speculation_callback": lambda report: plain()}
+    options = {
+        **ragged_prompts(2, seed=2),
+        **OPTIONS,
+        "speculation_callback": lambda report: plain(),
+    }
     with AttentionCalls() as calls:
         target.generate(**options, assistant_model=draft)
     assert len(logits) > 2 and all(torch.equal(logits[0], others) for others in logits)
@@ -266,4 +288,6 @@ def test_attention_without_masks_is_refused_with_the_line_to_add():
     line = "transformers.AttentionMaskInterface.register('own_to_be_masked', transformers.masking_utils.sdpa_mask)"
     assert line in str(error.value)
     exec(line, {"transformers": transformers})
-    assert assert_decodes_as_plain(target, None, ragged_prompts(3, seed=3), **options).num_drafted > 0
+    assert (
+        assert_decodes_as_plain(target, None, ragged_prompts(3, seed=3), **options).num_drafted > 0
+    )

@@ -15,7 +15,8 @@ from hf_speculate.types import SampleStrategy
 from tests.cases import each_value
 from tests.support.tiny import SLIDING_WINDOW, make_model, ragged_prompts
 
-LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by at least 1e-2
+# float64 round-off of attention over masked columns; wrong positions differ by at least 1e-2
+LOGIT_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
 BATCH_SIZE = 3
 GREEDY = SampleStrategy.GREEDY
@@ -23,7 +24,9 @@ VOCAB_SIZE = 64
 NUM_NEW = SLIDING_WINDOW + 4
 
 
-def make_cache(model: PreTrainedModel, batch_size: int, attention_mask: Tensor | None = None) -> DynamicKVCache:
+def make_cache(
+    model: PreTrainedModel, batch_size: int, attention_mask: Tensor | None = None
+) -> DynamicKVCache:
     return DynamicKVCache(DynamicCache(config=model.config), batch_size, attention_mask)
 
 
@@ -34,8 +37,13 @@ def llama() -> PreTrainedModel:
 
 @each_value(num=[1, 3, 6], family=["llama", "gemma4"])
 def test_logits_to_keep_are_the_last_of_compact_states(family, num):
-    model, strides = make_model(family, **({"num_kv_shared_layers": 0} if family == "gemma4" else {})), []
-    model.lm_head.register_forward_pre_hook(lambda _, args: strides.append((args[0].shape, args[0].stride())))
+    model, strides = (
+        make_model(family, **({"num_kv_shared_layers": 0} if family == "gemma4" else {})),
+        [],
+    )
+    model.lm_head.register_forward_pre_hook(
+        lambda _, args: strides.append((args[0].shape, args[0].stride()))
+    )
     ids = torch.full((BATCH_SIZE, 6), 5)
     last = LanguageModel(model).forward(ids, make_cache(model, BATCH_SIZE), logits_to_keep=num)
     assert torch.allclose(last, model(ids).logits[:, -num:], atol=FLOAT32_TOLERANCE, rtol=0)
@@ -69,7 +77,9 @@ def test_states_within_a_call_are_inference_tensors(keeps_states):
     model = make_model("llama").requires_grad_(True)
     ids, cache = torch.tensor([[5, 6, 7]]), make_cache(model, 1)
     language_model = LanguageModel(model, keeps_states=keeps_states)
-    logits = torch.cat([language_model.forward(ids, cache), language_model.forward(ids, cache)], dim=1)
+    logits = torch.cat(
+        [language_model.forward(ids, cache), language_model.forward(ids, cache)], dim=1
+    )
     assert not logits.requires_grad
     keys = cache.get_kv_states()[0].keys
     assert keys.is_inference() == (not keeps_states)
@@ -104,6 +114,7 @@ def test_row_length_includes_its_eos(llama):
     assert min(expected) < max(expected)
     assert out.token_ids.shape[1] == max(expected)
     assert torch.equal(out.token_logits.argmax(-1), out.token_ids)
-    assert torch.equal(cache.get_lens(), prompts["attention_mask"].sum(1) + max(expected) - 1)  # the last is not fed
+    # the last is not fed
+    assert torch.equal(cache.get_lens(), prompts["attention_mask"].sum(1) + max(expected) - 1)
     for row, length in enumerate(expected):
         assert torch.equal(out.token_ids[row, :length], whole[row, :length])

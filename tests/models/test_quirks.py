@@ -11,25 +11,51 @@ import hf_speculate
 from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import quirks
-from hf_speculate.models.quirks import QUIRKS, TESTED_TYPES, Limit, is_tested_type, may_compare_attention, model_types
+from hf_speculate.models.quirks import (
+    QUIRKS,
+    TESTED_TYPES,
+    Limit,
+    is_tested_type,
+    may_compare_attention,
+    model_types,
+)
 from tests.cases import assert_decodes_as_plain, assert_equal_ids
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.random_calls import Case
 from tests.random_search import run_case
-from tests.support.tiny import MORE_FAMILIES, TINY_FAMILIES, make_config, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import (
+    MORE_FAMILIES,
+    TINY_FAMILIES,
+    make_config,
+    make_model,
+    noisy_copy,
+    ragged_prompts,
+)
 from tests.support.tiny_configs import RECURRENT_FAMILIES
-from tests.support.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
+from tests.support.tiny_encoders import (
+    make_bart,
+    make_llava,
+    make_qwen2_vl,
+    make_qwen3_5_vl,
+    make_t5,
+    make_whisper,
+)
 from tests.support.tiny_families import FAMILIES, make_family
 from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
 from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 20
-QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # at least one type per limit, and one with a special mask
+# at least one type per limit, and one with a special mask
+QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")
 
 # One class per refused type: models of its default config, without weights.
 REFUSED = (
     *("BltForCausalLM", "CpmAntForCausalLM", "FSMTForConditionalGeneration", "GitForCausalLM"),
-    *("GlmImageForConditionalGeneration", "IdeficsForVisionText2Text", "Kosmos2ForConditionalGeneration"),
+    *(
+        "GlmImageForConditionalGeneration",
+        "IdeficsForVisionText2Text",
+        "Kosmos2ForConditionalGeneration",
+    ),
     *("Kosmos2_5ForConditionalGeneration", "ProphetNetForConditionalGeneration"),
     "Qwen2_5OmniTalkerForConditionalGeneration",
 )
@@ -52,18 +78,28 @@ def test_table_equals_the_tested_types():
     makers = (make_t5, make_bart, make_whisper, make_llava, make_qwen2_vl, make_qwen3_5_vl)
     readers = [make().target for make in (READINGS | READERS | ENCODERS).values()]
     readers += [wrapper.make().target for wrapper in WRAPPERS.values()]
-    models = [make() for make in (*makers, *COLUMN_COUNTERS.values())] + readers + [make_family("t5gemma")]
-    types = {name for model in models for name in model_types(model)}
-    types |= {make_config(family).model_type for family in TINY_FAMILIES + MORE_FAMILIES + RECURRENT_FAMILIES} | set(
-        FAMILIES
+    models = (
+        [make() for make in (*makers, *COLUMN_COUNTERS.values())]
+        + readers
+        + [make_family("t5gemma")]
     )
-    since = {name for name, version in TESTED_TYPES.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
+    types = {name for model in models for name in model_types(model)}
+    types |= {
+        make_config(family).model_type
+        for family in TINY_FAMILIES + MORE_FAMILIES + RECURRENT_FAMILIES
+    } | set(FAMILIES)
+    since = {
+        name
+        for name, version in TESTED_TYPES.items()
+        if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS
+    }
     assert types == since
 
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "model_type",
+    [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 def test_family_decodes_as_plain(model_type):
     assert run_case(Case(model_type, batch_size=3, padding="left", noise=0.03)).outcome == "equal"
@@ -87,8 +123,15 @@ def test_tokens_behind_a_padding_token_keep_their_positions():
     assert (target.generate(**inputs, max_new_tokens=NUM_NEW) == 0).any()
 
 
-COUNTED = [Case(name, batch_size=3, padding=padding) for name in COLUMN_COUNTERS for padding in ("left", "holes")]
-COUNTED += [Case("exaone4_5", padding="holes"), Case("t5gemma", batch_size=3, padding="left", decoder_prompt="holes")]
+COUNTED = [
+    Case(name, batch_size=3, padding=padding)
+    for name in COLUMN_COUNTERS
+    for padding in ("left", "holes")
+]
+COUNTED += [
+    Case("exaone4_5", padding="holes"),
+    Case("t5gemma", batch_size=3, padding="left", decoder_prompt="holes"),
+]
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=str)
@@ -100,7 +143,8 @@ NUM_COLUMNS = 24
 TABLES_BY_COLUMNS = {
     "gpt_neo": lambda: make_model("gpt_neo", max_position_embeddings=NUM_COLUMNS),
     "imagegpt": lambda: make_family("imagegpt", n_positions=NUM_COLUMNS),
-    "mpt": lambda: make_model("mpt", max_seq_len=NUM_COLUMNS, dtype=torch.float32),  # as in test_models.py
+    # as in test_models.py
+    "mpt": lambda: make_model("mpt", max_seq_len=NUM_COLUMNS, dtype=torch.float32),
 }
 
 
@@ -111,24 +155,33 @@ TABLES_BY_COLUMNS = {
 def test_ragged_rows_reach_the_last_column_of_a_table(family, keeps_rows, num_columns):
     target = hf_speculate.enable(TABLES_BY_COLUMNS[family]())
     inputs = ragged_prompts(3, seed=5, min_len=2, max_len=8)
-    options = {"max_new_tokens": num_columns - inputs["input_ids"].shape[1], "return_dict_in_generate": keeps_rows}
-    stats = assert_decodes_as_plain(target, noisy_copy(target), inputs, **options, num_assistant_tokens=3)
+    options = {
+        "max_new_tokens": num_columns - inputs["input_ids"].shape[1],
+        "return_dict_in_generate": keeps_rows,
+    }
+    stats = assert_decodes_as_plain(
+        target, noisy_copy(target), inputs, **options, num_assistant_tokens=3
+    )
     assert stats.num_drafted > stats.num_accepted > 0
-    assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)  # a full row leaves no room
+    # a full row leaves no room
+    assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "imagegpt"])
 def test_padding_of_ended_rows_stays_within_the_table(family):
     target = hf_speculate.enable(TABLES_BY_COLUMNS[family]())
     prompt = torch.randint(1, 48, (2, 7), generator=torch.Generator().manual_seed(2))
-    options = {"max_new_tokens": NUM_COLUMNS - 7, "return_dict_in_generate": True}  # a token and four full rounds
+    # a token and four full rounds
+    options = {"max_new_tokens": NUM_COLUMNS - 7, "return_dict_in_generate": True}
     text = target.generate(prompt, **options).sequences[:, 7:]
     options["eos_token_id"] = end = int(text[0, 13])  # the first token of the last round
     assert int((text == end).sum()) == 1
     drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
     plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(output[compat.CACHE_NAME]) for output in (plain, ours)), FLOAT32_TOLERANCE)
+    assert_same_contents(
+        *(cache_contents(output[compat.CACHE_NAME]) for output in (plain, ours)), FLOAT32_TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
@@ -137,15 +190,20 @@ def test_ambiguous_padded_decoder_prompts_are_refused(model_type):
     decoder = {f"decoder_{name}": value for name, value in prompts.items()}
     inputs = ragged_prompts(3, seed=1) | decoder
     with pytest.raises(
-        UnsupportedModelError, match=r"decoder_attention_mask must be all ones for .*ForCond.* got masked tokens"
+        UnsupportedModelError,
+        match=r"decoder_attention_mask must be all ones for .*ForCond.* got masked tokens",
     ):
-        hf_speculate.generate(make_family(model_type), **inputs, prompt_lookup_num_tokens=3, max_new_tokens=NUM_NEW)
+        hf_speculate.generate(
+            make_family(model_type), **inputs, prompt_lookup_num_tokens=3, max_new_tokens=NUM_NEW
+        )
 
 
 def test_falcon_attentions_need_the_eager_implementation():
     options = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_attentions": True}
     inputs = ragged_prompts(1, seed=1)
-    with pytest.raises(UnsupportedModelError, match=r"must come with eager attention, because .* got 'sdpa'; load"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"must come with eager attention, because .* got 'sdpa'; load"
+    ):
         hf_speculate.generate(make_model("falcon"), **inputs, **options, prompt_lookup_num_tokens=3)
     target = make_model("falcon", attn_implementation="eager")
     assert_decodes_as_plain(hf_speculate.enable(target), noisy_copy(target), inputs, **options)
@@ -157,7 +215,10 @@ def test_unsupported_type_is_refused_by_name(class_name):
     assert types == {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.NOT_SUPPORTED}
     with pytest.raises(UnsupportedModelError, match=f"got {class_name}"):
         hf_speculate.generate(
-            without_weights(class_name), torch.tensor([[3, 4]]), prompt_lookup_num_tokens=3, max_new_tokens=4
+            without_weights(class_name),
+            torch.tensor([[3, 4]]),
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=4,
         )
 
 
@@ -174,7 +235,9 @@ def packages_with(pattern):
     """Return the packages of `transformers.models` with matching code, and all packages."""
     root = Path(transformers.__file__).parent / "models"
     packages = {
-        path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))
+        path.parent.name
+        for path in root.glob("*/modeling_*.py")
+        if re.search(pattern, path.read_text("utf-8"))
     }
     return packages, {path.name for path in root.iterdir()}
 
@@ -184,17 +247,25 @@ TABLES = [(quirks._MASK_BY_TYPE, "causal_mask_mapping := attention_mask", set())
 BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.CONTEXT_BY_COLUMNS}
 READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
 TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a separate loop
-TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # missing in the oldest version
+# missing in the oldest version
+TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]
 
 
 @pytest.mark.parametrize(
-    ("table", "pattern", "later"), TABLES, ids=["masks by type", "tables by columns", "compares the attention"]
+    ("table", "pattern", "later"),
+    TABLES,
+    ids=["masks by type", "tables by columns", "compares the attention"],
 )
 def test_tables_name_the_packages_of_this_version(table, pattern, later):
     packages, installed = packages_with(pattern)
     assert packages | (later & installed) == table & installed
 
 
-@pytest.mark.parametrize(("family", "expected"), [("llama", False), ("gemma2", False), ("gemma4", True)])
+@pytest.mark.parametrize(
+    ("family", "expected"), [("llama", False), ("gemma2", False), ("gemma4", True)]
+)
 def test_models_comparing_the_attention_name_are_recognised(family, expected):
-    assert any(may_compare_attention(type(module)) for module in make_model(family).modules()) == expected
+    assert (
+        any(may_compare_attention(type(module)) for module in make_model(family).modules())
+        == expected
+    )

@@ -19,7 +19,9 @@ NUM_NEW = 12
 INPUTS = ragged_prompts(3, seed=3, vocab_size=60)
 
 
-def whole(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+def whole(
+    self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options
+):
     options |= {CACHE_NAME: past_key_values} if past_key_values is not None else {}
     return LlavaForConditionalGeneration.forward(
         self, input_ids, attention_mask=attention_mask, position_ids=position_ids, **options
@@ -35,12 +37,16 @@ def without_positions(self, input_ids=None, attention_mask=None, past_key_values
     return whole(self, input_ids, attention_mask, past_key_values=past_key_values, **options)
 
 
-def other_mask(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+def other_mask(
+    self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options
+):
     attention_mask = attention_mask.clone() if attention_mask is not None else None
     return whole(self, input_ids, attention_mask, position_ids, past_key_values, **options)
 
 
-def flat_mask(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+def flat_mask(
+    self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options
+):
     if attention_mask is not None and attention_mask.ndim > 2:
         raise ValueError("masks are [B, T]\nand nothing else")
     return whole(self, input_ids, attention_mask, position_ids, past_key_values, **options)
@@ -53,7 +59,9 @@ def own_class(forward, made=None):
         LlavaForConditionalGeneration.__init__(self, config)
         made.append(self.model.language_model.config.num_hidden_layers)
 
-    body = {"forward": forward, "__module__": __name__} | ({} if made is None else {"__init__": init})
+    body = {"forward": forward, "__module__": __name__} | (
+        {} if made is None else {"__init__": init}
+    )
     return type("Own", (LlavaForConditionalGeneration,), body)
 
 
@@ -73,7 +81,10 @@ CASES = {
         HandedOn(positions=False),
         [NO_POSITIONS, f"{DYNAMIC} Own hands other positions on to its text decoder"],
     ),
-    other_mask: (HandedOn(mask=False), [f"{DYNAMIC} Own hands another mask on to its text decoder"]),
+    other_mask: (
+        HandedOn(mask=False),
+        [f"{DYNAMIC} Own hands another mask on to its text decoder"],
+    ),
     flat_mask: (HandedOn(False, True, FAILED), [f"{DYNAMIC} a probe of Own failed ({FAILED})"]),
 }
 
@@ -97,20 +108,34 @@ def test_unknown_wrapper_decodes_by_its_forwarded_arguments(forward, caplog):
     hf_speculate.enable(target)
     num_models = len(models)
     for _ in range(2):
-        stats = assert_decodes_as_plain(target, draft, INPUTS, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+        stats = assert_decodes_as_plain(
+            target, draft, INPUTS, max_new_tokens=NUM_NEW, num_assistant_tokens=3
+        )
         assert stats.fallbacks == fallbacks
         assert stats.cache == ("dynamic" if fallbacks else "preallocated")
         assert stats.lock_step == (not expected.positions)
     assert len(models) == 2 * num_models  # probed once by the two calls
-    assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(fallbacks)
+    assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(
+        fallbacks
+    )
     assert models[0] == 1  # the copy has one of two layers
 
 
 def test_wrapper_with_one_mask_for_two_layer_types_passes():
     """Use PaliGemma 2, because its text decoder takes one mask per layer type."""
-    vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 4, "vision_use_head": False}
+    vision = {
+        "model_type": "siglip_vision_model",
+        **VISION,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
     text = {"model_type": "gemma2", **TEXT, "head_dim": 8, "query_pre_attn_scalar": 8}
-    own = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID, "projection_dim": 32}
+    own = {
+        "vision_config": vision,
+        "text_config": text,
+        "image_token_index": IMAGE_TOKEN_ID,
+        "projection_dim": 32,
+    }
     target = make("PaliGemmaForConditionalGeneration", **own)
     assert find_handed_on(target) == HandedOn(mask=False)
 
@@ -149,7 +174,9 @@ def test_models_without_wrapper_are_not_probed():
 
     for model in (make_model("llama"), make_model("gpt2")):
         known = type(model)
-        model.__class__ = type("Known", (known,), {"__module__": known.__module__, "__init__": init})
+        model.__class__ = type(
+            "Known", (known,), {"__module__": known.__module__, "__init__": init}
+        )
         assert find_handed_on(model) == HandedOn()
 
 
@@ -161,6 +188,8 @@ def test_text_decoder_is_the_innermost_model():
     decoder.__class__ = type("Mine", (type(decoder),), {"__module__": __name__})
     assert makes_causal_masks(decoder)
     hf_speculate.enable(llama)
-    stats = assert_decodes_as_plain(llama, noisy_copy(make_model("llama")), INPUTS, max_new_tokens=NUM_NEW)
+    stats = assert_decodes_as_plain(
+        llama, noisy_copy(make_model("llama")), INPUTS, max_new_tokens=NUM_NEW
+    )
     assert (stats.cache, stats.fallbacks) == ("preallocated", [])
     assert HandedOn.of(llama) == HandedOn()

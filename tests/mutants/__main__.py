@@ -2,9 +2,10 @@
 
     python -m tests.mutants [--only WORDS] [--all-tests] [--out FILE]
 
-A mutant is killed if a test fails or does not end. Each mutant names the files that are likely to find it; with
-`--all-tests`, the rest of `make test` runs if they pass. A mutant is stale if its file does not hold its text exactly
-once, or if its tests are not there. Exit status 1 if a mutant survives or is stale.
+A mutant is killed if a test fails or does not end. Each mutant names the files that are likely to
+find it; with `--all-tests`, the rest of `make test` runs if they pass. A mutant is stale if its
+file does not hold its text exactly once, or if its tests are not there. Exit status 1 if a mutant
+survives or is stale.
 """
 
 import argparse
@@ -44,7 +45,9 @@ class Outcome(NamedTuple):
 
 def copy_repository(folder: Path) -> None:
     """Copy the files that git knows or would add."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     for name in listed.stdout.splitlines():
         source, copy = ROOT / name, folder / name
         if source.is_symlink() or source.exists():
@@ -54,7 +57,9 @@ def copy_repository(folder: Path) -> None:
 
 def arguments_of_make_test() -> list[str]:
     """What `make test` gives to pytest."""
-    named = re.findall(r"^(?:KERNEL|TOOL)_TESTS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    named = re.findall(
+        r"^(?:KERNEL|TOOL)_TESTS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
+    )
     return ["tests", *(f"--ignore-glob={path}" for path in " ".join(named).split())]
 
 
@@ -74,15 +79,20 @@ def run_mutant(mutant: Mutant, folder: Path, runs_all: bool) -> Outcome:
     start, path = time.monotonic(), folder / mutant.path
     source, status = path.read_text(), path.stat()
     path.write_text(source.replace(mutant.old, mutant.new))
-    os.utime(path, (status.st_atime, status.st_mtime + 10))  # else bytecode of a file of equal size would serve
+    # else bytecode of a file of equal size would serve
+    os.utime(path, (status.st_atime, status.st_mtime + 10))
     try:
-        test = forks.failing_test(folder, [f"tests/{name}" for name in mutant.tests.split()], TIMEOUT_S)
+        test = forks.failing_test(
+            folder, [f"tests/{name}" for name in mutant.tests.split()], TIMEOUT_S
+        )
         if test is None and runs_all:
             test = forks.failing_test(folder, arguments_of_make_test(), TIMEOUT_OF_ALL_S)
     finally:
         path.write_text(source)
         os.utime(path, (status.st_atime, status.st_mtime))
-    return Outcome(mutant.name, "killed" if test else "SURVIVED", test, round(time.monotonic() - start, 1))
+    return Outcome(
+        mutant.name, "killed" if test else "SURVIVED", test, round(time.monotonic() - start, 1)
+    )
 
 
 def run_share(mutants: tuple[Mutant, ...], runs_all: bool) -> Iterator[Outcome]:
@@ -97,12 +107,21 @@ def run_share(mutants: tuple[Mutant, ...], runs_all: bool) -> Iterator[Outcome]:
 
 def main() -> int:
     """Run the mutants, and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="run mutants whose name contains this")
     parser.add_argument(
-        "--all-tests", action="store_true", help="run all of make test for those that survive their files"
+        "--all-tests",
+        action="store_true",
+        help="run all of make test for those that survive their files",
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants.json", help="results, written after each")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "mutants.json",
+        help="results, written after each",
+    )
     arguments = parser.parse_args()
     chosen = tuple(mutant for mutant in MUTANTS if arguments.only in mutant.name)
     outcomes: list[Outcome] = []
@@ -110,8 +129,14 @@ def main() -> int:
     for outcome in run_share(chosen, arguments.all_tests):
         outcomes.append(outcome)
         count = f"{len(outcomes)}/{len(chosen)}"
-        print(f"{count} {outcome.outcome} in {outcome.seconds:.1f} s: {outcome.name}  {outcome.test or ''}", flush=True)
-        arguments.out.write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1) + "\n")
+        print(
+            f"{count} {outcome.outcome} in {outcome.seconds:.1f} s: {outcome.name}  "
+            f"{outcome.test or ''}",
+            flush=True,
+        )
+        arguments.out.write_text(
+            json.dumps([outcome._asdict() for outcome in outcomes], indent=1) + "\n"
+        )
     counts = Counter(outcome.outcome for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{', '.join(f'{num} {outcome}' for outcome, num in counts.items())} in {seconds:.0f} s")

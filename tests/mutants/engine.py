@@ -9,15 +9,19 @@ CONTEXT = "draft/test_context.py reliability/test_draft_faults.py"
 MUTANTS = mutants_of(
     {
         ("hf_speculate/rows/per_row.py", "test_per_row.py"): {
-            "lists are not compacted": Fault("[values[row] for row in row_indices]", "values[: len(row_indices)]"),
+            "lists are not compacted": Fault(
+                "[values[row] for row in row_indices]", "values[: len(row_indices)]"
+            ),
             "tensors are not compacted": Fault(
-                "tensor.index_select(dim, self.on(tensor.device))", "tensor.narrow(dim, 0, len(self))"
+                "tensor.index_select(dim, self.on(tensor.device))",
+                "tensor.narrow(dim, 0, len(self))",
             ),
             "a part with two names is selected twice": Fault(
                 "if name in first.values()]", "if getattr(self, name) is not None]"
             ),
             "what was derived of other rows stays": Fault(
-                "getattr(self, name).rows(row_indices)\n        self.forget()", "getattr(self, name).rows(row_indices)"
+                "getattr(self, name).rows(row_indices)\n        self.forget()",
+                "getattr(self, name).rows(row_indices)",
             ),
         },
         ("hf_speculate/engine/batch.py", "engine/test_batch.py"): {
@@ -25,7 +29,9 @@ MUTANTS = mutants_of(
                 "positions(1, pads=self._key_pads)", "positions(1, pads=0 * self._key_pads)"
             ),
             "the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
-            "one token of room too many": Fault("[max_len - length for", "[max_len - length + 1 for"),
+            "one token of room too many": Fault(
+                "[\n            max_len - length\n            for", "[max_len - length + 1 for"
+            ),
             "a row that joins counts the rounds before it": Fault(
                 "[self.num_rounds - other.num_rounds]", "[0]", "options/refill/test_continuous.py"
             ),
@@ -34,14 +40,20 @@ MUTANTS = mutants_of(
             "a window layer keeps its first column when rows join": Fault(
                 "min(self.base, other.base)", "max(self.base, other.base)"
             ),
-            "the first rejected column stays": Fault("(columns >= upload(lens", "(columns > upload(lens"),
+            "the first rejected column stays": Fault(
+                "(columns >= upload(lens", "(columns > upload(lens"
+            ),
         },
         (
             "hf_speculate/engine/decoder.py",
             "generation/test_prompts.py generation/test_rollback.py test_stats.py",
         ): {
-            "finished rows are never dropped": Fault("if self.plan.keeps_rows or not any", "if True or not any"),
-            "a round that was scored again leaves NaN": Fault("if verified.is_rescored:", "if False:", NAN),
+            "finished rows are never dropped": Fault(
+                "if self.plan.keeps_rows or not any", "if True or not any"
+            ),
+            "a round that was scored again leaves NaN": Fault(
+                "if verified.is_rescored:", "if False:", NAN
+            ),
             "verification keeps dropped rows": Fault(
                 "(batch, self.stops, self.target, self.drafts, self.verification)",
                 "(batch, self.stops, self.target, self.drafts)",
@@ -53,27 +65,42 @@ MUTANTS = mutants_of(
                 "generation/test_options.py generation/test_matrix.py",
             ),
             "the draft is not told its end": Fault(
-                "self.drafts.end(batch)", "self.drafts.kv_cache", "options/draft_state/test_draft_state.py"
+                "self.drafts.end(batch)",
+                "self.drafts.kv_cache",
+                "options/draft_state/test_draft_state.py",
             ),
             "a passed cache is not restored": Fault(
-                "                restore()\n", "                pass\n", "reliability generation/test_caches.py"
+                "                restore()\n",
+                "                pass\n",
+                "reliability generation/test_caches.py",
             ),
             "buffers are not released": Fault(
-                "kv_cache.release()", "kv_cache.kind", "options/compiled/test_compiled.py cache/test_memory.py"
+                "kv_cache.release()",
+                "kv_cache.kind",
+                "options/compiled/test_compiled.py cache/test_memory.py",
             ),
         },
-        ("hf_speculate/engine/target_session.py", "generation/test_options.py generation/test_matrix.py"): {
+        (
+            "hf_speculate/engine/target_session.py",
+            "generation/test_options.py generation/test_matrix.py",
+        ): {
             "the newest token is kept": Fault(
                 "num_query = draft.token_ids.shape[1] + 1", "num_query = draft.token_ids.shape[1]"
             ),
             "surplus tokens stay in the cache": Fault(
-                "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_caches.py"
+                "if any(num_surplus):",
+                "if False:",
+                "generation/test_options.py generation/test_caches.py",
             ),
-            "chunks are placed wrongly": Fault("num_query - index * ", "num_query - 0 * ", "draft/test_custom.py"),
+            "chunks are placed wrongly": Fault(
+                "num_query - index * ", "num_query - 0 * ", "draft/test_custom.py"
+            ),
             "padding at the end reads rejected columns": Fault(
                 "if num_forwards and kv_cache.holds_rejected:", "if False:", NAN
             ),
-            "plain steps are never spoilt": Fault(" or self.kv_cache.holds_rejected or", " or", NAN),
+            "plain steps are never spoilt": Fault(
+                "            or self.kv_cache.holds_rejected\n            or", "            or", NAN
+            ),
             "drafts end one column past a table": Fault(
                 "self.kv_cache.num_columns - 1\n", "self.kv_cache.num_columns\n", COLUMNS
             ),
@@ -86,7 +113,10 @@ MUTANTS = mutants_of(
                 "draft/test_custom.py generation/test_prompts.py generation/test_rollback.py",
             ),
         },
-        ("hf_speculate/engine/draft_session.py", "generation/test_options.py generation/test_matrix.py"): {
+        (
+            "hf_speculate/engine/draft_session.py",
+            "generation/test_options.py generation/test_matrix.py",
+        ): {
             "the cache is cut one token too short": Fault(
                 "self._crop(view, ends)",
                 "self._crop(view, [end - 1 for end in ends])",
@@ -102,7 +132,7 @@ MUTANTS = mutants_of(
             ),
             "dropped rows stay in the draft cache": Fault('("drafter", "kv_cache",', '("drafter",'),
             "rows draft past their end": Fault(
-                "max_lens = [max(min(left - 1, limit), 0)",
+                "max_lens = [\n        max(min(left - 1, limit), 0)",
                 "max_lens = [max(min(left + 9, limit), 0)",
                 "generation/test_distribution.py generation/test_coupled.py test_stats.py "
                 "draft/test_custom.py generation/test_schedules.py",
@@ -118,12 +148,15 @@ MUTANTS = mutants_of(
             "a row drafts one token past the context": Fault(
                 "return drafter.context_len + 1", "return drafter.context_len + 2", CONTEXT
             ),
-            "padding takes the room of tokens": Fault("(0 if drafter.counts_padding else num_pads)", "0", CONTEXT),
+            "padding takes the room of tokens": Fault(
+                "(0 if drafter.counts_padding else num_pads)", "0", CONTEXT
+            ),
             "a long row stays among rows that share its columns": Fault(
                 "if room[row.index] >= num_draft_tokens]", "if True]", CONTEXT
             ),
             "a dead drafter is asked again": Fault(
-                "if not self.faults.is_pending:  # a pending error is raised in all processes later",
+                "if not self.faults.is_pending:  # a pending error is raised in all processes "
+                "later",
                 "if False:",
                 CONTEXT,
             ),
@@ -134,7 +167,9 @@ MUTANTS = mutants_of(
                 "row.index += batch.num_rows", "row.index += 0", "reliability/test_draft_faults.py"
             ),
             "NaN is never looked for": Fault(
-                ">= _FIRST_LOOK and row.num_missed.bit_count()", "< 0 and row.num_missed.bit_count()", CONTEXT
+                ">= _FIRST_LOOK\n                and row.num_missed.bit_count()",
+                "< 0 and row.num_missed.bit_count()",
+                CONTEXT,
             ),
             "a full row counts for the schedule": Fault(
                 "self.is_served = [max_tokens > 0 for max_tokens in room]",
@@ -147,13 +182,23 @@ MUTANTS = mutants_of(
                 "if self.is_callers(error) or is_of_device", "if is_of_device"
             ),
             "a fault of the device is swallowed": Fault("isinstance(error, _OF_DEVICES)", "False"),
-            "an error that is deferred by the device is not waited for": Fault('if device.type != "cuda":', "if True:"),
+            "an error that is deferred by the device is not waited for": Fault(
+                'if device.type != "cuda":', "if True:"
+            ),
         },
-        ("hf_speculate/engine/stop_tracker.py", "generation/test_options.py generation/test_matrix.py"): {
-            "a row stops one token late": Fault("self.num_new[row] + count\n", "self.num_new[row] + count + 1\n"),
-            "a finished row emits on": Fault("if batch.is_finished[row] and not self.is_lock_step:", "if False:"),
+        (
+            "hf_speculate/engine/stop_tracker.py",
+            "generation/test_options.py generation/test_matrix.py",
+        ): {
+            "a row stops one token late": Fault(
+                "self.num_new[row] + count\n", "self.num_new[row] + count + 1\n"
+            ),
+            "a finished row emits on": Fault(
+                "if batch.is_finished[row] and not self.is_lock_step:", "if False:"
+            ),
             "rows without padding end at their own stop": Fault(
-                "end = min(self.max_new_tokens, self.end) if", "end = min(self.max_new_tokens, *self.stop_lens) if"
+                "end = min(self.max_new_tokens, self.end) if",
+                "end = min(self.max_new_tokens, *self.stop_lens) if",
             ),
             "the shortest row ends the output": Fault(
                 "self.end = max(self.end, stop)",
@@ -161,9 +206,14 @@ MUTANTS = mutants_of(
                 "processors/test_stopping_criteria.py generation/test_options.py",
             ),
         },
-        ("hf_speculate/engine/verification.py", "generation/test_options.py generation/test_matrix.py"): {
+        (
+            "hf_speculate/engine/verification.py",
+            "generation/test_options.py generation/test_matrix.py",
+        ): {
             "flags are lost": Fault(
-                "reduce(or_, (flags[row] for row in live), 0)", "0", "reliability/test_bad_logits.py"
+                "reduce(or_, (flags[row] for row in live), 0)",
+                "0",
+                "reliability/test_bad_logits.py",
             ),
             "one token too few": Fault(
                 "[row[: count + 1] for", "[row[: max(count, 1)] for", "generation/test_options.py"
@@ -172,10 +222,13 @@ MUTANTS = mutants_of(
                 "if flags[row] & BAD_LOGITS] if checks_logits", "if False] if checks_logits", NAN
             ),
             "a processor hides NaN": Fault("if loses_nan or flagged:", "if flagged:", NAN),
-            "a processor is shown NaN": Fault("scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)", "pass", NAN),
+            "a processor is shown NaN": Fault(
+                "scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)", "pass", NAN
+            ),
             "NaN after the end counts": Fault("[: num_accepted[row] + 1])", ")", NAN),
             "processors are shown NaN in lock step": Fault(
-                "if checks_logits and self.ranks.broadcast_number(self._begins_with_nan(batch, logits)):",
+                "if checks_logits and self.ranks.broadcast_number(self._begins_with_nan(batch, "
+                "logits)):",
                 "if False:",
                 NAN,
             ),
@@ -193,17 +246,22 @@ MUTANTS = mutants_of(
                 "generation/test_options.py generation/test_matrix.py",
             ),
             "all positions share their noise": Fault(
-                "positions=keys.positions + position)", "positions=keys.positions)", "generation/test_coupled.py"
+                "positions=keys.positions + position)",
+                "positions=keys.positions)",
+                "generation/test_coupled.py",
             ),
             "processors write into the logits": Fault(
-                "torch.float32, copy=True))\n            verifier", "torch.float32))\n            verifier"
+                "torch.float32, copy=True)\n            )\n            verifier",
+                "torch.float32))\n            verifier",
             ),
         },
         ("hf_speculate/engine/second_scoring.py", NAN): {
             "the draft is dropped for what the target computes for it": Fault(
                 "draft if self.depends_on_draft else batch.no_draft()", "batch.no_draft()"
             ),
-            "rejected columns stay NaN": Fault("+ 1)\n        self.target.kv_cache.clear_rejected()", "+ 1)", NAN),
+            "rejected columns stay NaN": Fault(
+                "+ 1)\n        self.target.kv_cache.clear_rejected()", "+ 1)", NAN
+            ),
             "columns of single tokens are shifted": Fault(
                 "(width - gap - row.shape[-1], gap)", "(gap, width - gap - row.shape[-1])", NAN
             ),
@@ -211,15 +269,20 @@ MUTANTS = mutants_of(
                 "if verified.has_bad_logits:", "if False:", f"reliability/test_bad_logits.py {NAN}"
             ),
         },
-        ("hf_speculate/engine/outputs.py", "generation/test_options.py generation/test_matrix.py"): {
+        (
+            "hf_speculate/engine/outputs.py",
+            "generation/test_options.py generation/test_matrix.py",
+        ): {
             "scores of the wrong rows": Fault(
-                "record.verified.scores[row, :num_emitted]", "record.verified.scores[0, :num_emitted]"
+                "record.verified.scores[row, :num_emitted]",
+                "record.verified.scores[0, :num_emitted]",
             ),
             "ended rows hold no score at the padding": Fault(
                 "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0", "engine/test_batch.py"
             ),
             "attentions are one column short": Fault(
-                "end = layer.shape[-1] - num_query + position + 1", "end = layer.shape[-1] - num_query + position"
+                "end = layer.shape[-1] - num_query + position + 1",
+                "end = layer.shape[-1] - num_query + position",
             ),
         },
         ("hf_speculate/types.py", "engine/test_batch.py"): {
@@ -228,18 +291,24 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/engine/draft_length.py", "engine/test_batch.py"): {
-            "drafts past the last row's end": Fault("[min(num_left[row] - 1, batch", "[min(num_left[row] + 3, batch"),
-            "rows without a drafter are learned from": Fault("record.is_served[row] and (cached", "(cached"),
-            "the target's table has no end": Fault("max_tokens = min(max_tokens, target_room)", "pass", COLUMNS),
+            "drafts past the last row's end": Fault(
+                "[min(num_left[row] - 1, batch", "[min(num_left[row] + 3, batch"
+            ),
+            "rows without a drafter are learned from": Fault(
+                "record.is_served[row] and (cached", "(cached"
+            ),
+            "the target's table has no end": Fault(
+                "max_tokens = min(max_tokens, target_room)", "pass", COLUMNS
+            ),
         },
         ("hf_speculate/options/draft_state/reuse.py", "options/draft_state/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(
-                "for position, (left, right) in pairs if left != right)", "for position, _ in () if position)"
+                "for position, (left, right) in pairs if left != right)",
+                "for position, _ in () if position)",
             ),
             "padding is not taken into account": Fault(
-                "columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]",
-                "columns = torch.arange(num_columns, device=device) - 0 * torch.tensor(num_pads, "
-                "device=device)[:, None]",
+                "- torch.tensor(num_pads, device=device)[:, None]",
+                "- 0 * torch.tensor(num_pads, device=device)[:, None]",
             ),
         },
     }

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # read once, at import
+# read once, at import
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 COPIED = ("tests", "hf_speculate")  # packages that each fork imports from its copy
 POLL_S = 0.02
 
@@ -40,7 +41,17 @@ def _run_pytest(folder: Path, arguments: Sequence[str]) -> tuple[int, str | None
     sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", root))]
     os.chdir(folder)
     watch = _Watch()
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "--tb=short"]
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow",
+        "--tb=short",
+    ]
     status = pytest.main([*options, *arguments], plugins=[watch])
     return int(status), watch.failed
 
@@ -48,7 +59,11 @@ def _run_pytest(folder: Path, arguments: Sequence[str]) -> tuple[int, str | None
 def _imported(folder: Path) -> list[str]:
     """Names of the modules that lie outside of the copy."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    return [name for name, file in files.items() if file and not file.startswith(str(folder)) and name != "__main__"]
+    return [
+        name
+        for name, file in files.items()
+        if file and not file.startswith(str(folder)) and name != "__main__"
+    ]
 
 
 def _in_fork(work: Callable[[], object], log: Path, timeout_s: float) -> object:
@@ -84,7 +99,8 @@ def preload(folder: Path) -> None:
     names = _in_fork(collect, folder / "collect.log", timeout_s=600)
     if not isinstance(names, list) or not names:
         raise RuntimeError(
-            f"the tests must be collected without errors:\n{(folder / 'collect.log').read_text()[-2000:]}"
+            "the tests must be collected without "
+            f"errors:\n{(folder / 'collect.log').read_text()[-2000:]}"
         )
     sys.dont_write_bytecode = True  # forks read the bytecode; that of a mutant is never stored
     for name in names:
@@ -102,8 +118,13 @@ def failing_test(folder: Path, tests: Sequence[str], timeout_s: float) -> str | 
     if not isinstance(outcome, list):
         return "timeout" if time.monotonic() - start >= timeout_s else "crash"
     status, failed = outcome
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+    if status not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.INTERRUPTED,
+    ):
         raise RuntimeError(
-            f"pytest must run the tests {' '.join(tests)}, got status {status}:\n{log.read_text()[-2000:]}"
+            f"pytest must run the tests {' '.join(tests)}, got status "
+            f"{status}:\n{log.read_text()[-2000:]}"
         )
     return failed

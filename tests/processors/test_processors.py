@@ -20,8 +20,14 @@ from hf_speculate.processors.registry import NOT_ROW_WISE, READS
 VOCAB_SIZE = 41
 LONGEST_LEN = 9
 RAGGED_LENS = [9, 3, 6, 9]
-TAKES_EMPTY_PREFIXES = ("MinLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor")
-IGNORES_BY_ROW = "Tensor" in str(inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__))
+TAKES_EMPTY_PREFIXES = (
+    "MinLengthLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+)
+IGNORES_BY_ROW = "Tensor" in str(
+    inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__)
+)
 
 # The settings change results within prefix lengths of 3 to 13, those of the blocks below.
 EXAMPLES: dict[str, Callable[[], Any]] = {
@@ -33,26 +39,47 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "TopKLogitsWarper": lambda: transformers.TopKLogitsWarper(7),
     "TopPLogitsWarper": lambda: transformers.TopPLogitsWarper(0.8),
     "TypicalLogitsWarper": lambda: transformers.TypicalLogitsWarper(0.8),
-    "AlternatingCodebooksLogitsProcessor": lambda: transformers.AlternatingCodebooksLogitsProcessor(3, 20, 10),
-    "BarkEosPrioritizerLogitsProcessor": lambda: logits_process.BarkEosPrioritizerLogitsProcessor([2, 5], 0.05),
-    "ExponentialDecayLengthPenalty": lambda: transformers.ExponentialDecayLengthPenalty((4, 1.3), [2, 5], 3),
+    "AlternatingCodebooksLogitsProcessor": lambda: transformers.AlternatingCodebooksLogitsProcessor(
+        3, 20, 10
+    ),
+    "BarkEosPrioritizerLogitsProcessor": lambda: logits_process.BarkEosPrioritizerLogitsProcessor(
+        [2, 5], 0.05
+    ),
+    "ExponentialDecayLengthPenalty": lambda: transformers.ExponentialDecayLengthPenalty(
+        (4, 1.3), [2, 5], 3
+    ),
     "ForcedBOSTokenLogitsProcessor": lambda: transformers.ForcedBOSTokenLogitsProcessor(1),
     "ForcedEOSTokenLogitsProcessor": lambda: transformers.ForcedEOSTokenLogitsProcessor(10, [2, 5]),
     "InfNanRemoveLogitsProcessor": transformers.InfNanRemoveLogitsProcessor,
     "LogitNormalization": transformers.LogitNormalization,
     "MinLengthLogitsProcessor": lambda: transformers.MinLengthLogitsProcessor(8, [2, 5]),
-    "MinNewTokensLengthLogitsProcessor": lambda: transformers.MinNewTokensLengthLogitsProcessor(3, 5, 2),
-    "NoBadWordsLogitsProcessor": lambda: transformers.NoBadWordsLogitsProcessor([[1], [2, 3], [4, 1, 2], [5]], 5),
+    "MinNewTokensLengthLogitsProcessor": lambda: transformers.MinNewTokensLengthLogitsProcessor(
+        3, 5, 2
+    ),
+    "NoBadWordsLogitsProcessor": lambda: transformers.NoBadWordsLogitsProcessor(
+        [[1], [2, 3], [4, 1, 2], [5]], 5
+    ),
     "NoRepeatNGramLogitsProcessor": lambda: transformers.NoRepeatNGramLogitsProcessor(2),
     "RepetitionPenaltyLogitsProcessor": lambda: transformers.RepetitionPenaltyLogitsProcessor(1.3),
     "NoRepeatNGramLogitsProcessor of one": lambda: transformers.NoRepeatNGramLogitsProcessor(1),
-    "RepetitionPenaltyLogitsProcessor without prompt": lambda: transformers.RepetitionPenaltyLogitsProcessor(1.3, 5),
-    "SequenceBiasLogitsProcessor": lambda: transformers.SequenceBiasLogitsProcessor({(1,): 2.0, (2, 3): -3.0}),
-    "SuppressTokensAtBeginLogitsProcessor": lambda: transformers.SuppressTokensAtBeginLogitsProcessor([1, 4], 9),
+    "RepetitionPenaltyLogitsProcessor without prompt": lambda: (
+        transformers.RepetitionPenaltyLogitsProcessor(1.3, 5)
+    ),
+    "SequenceBiasLogitsProcessor": lambda: transformers.SequenceBiasLogitsProcessor(
+        {(1,): 2.0, (2, 3): -3.0}
+    ),
+    "SuppressTokensAtBeginLogitsProcessor": lambda: (
+        transformers.SuppressTokensAtBeginLogitsProcessor([1, 4], 9)
+    ),
     "SuppressTokensLogitsProcessor": lambda: transformers.SuppressTokensLogitsProcessor([1, 4]),
-    "WatermarkLogitsProcessor": lambda: WatermarkLogitsProcessor(VOCAB_SIZE, "cpu", seeding_scheme="selfhash"),
+    "WatermarkLogitsProcessor": lambda: WatermarkLogitsProcessor(
+        VOCAB_SIZE, "cpu", seeding_scheme="selfhash"
+    ),
     "WhisperTimeStampLogitsProcessor": lambda: transformers.WhisperTimeStampLogitsProcessor(
-        SimpleNamespace(no_timestamps_token_id=5, eos_token_id=2, bos_token_id=1, max_initial_timestamp_index=3), 6
+        SimpleNamespace(
+            no_timestamps_token_id=5, eos_token_id=2, bos_token_id=1, max_initial_timestamp_index=3
+        ),
+        6,
     ),
 }
 
@@ -61,10 +88,17 @@ class Block(SimpleNamespace):
     def __init__(self, lens: list[int], *, vocab_size: int = VOCAB_SIZE, num_draft_tokens: int = 4):
         """Draw ids from a small alphabet, so n-grams repeat, and scores with infinities."""
         generator = torch.Generator().manual_seed(0)
-        scores = torch.randn(len(lens), num_draft_tokens + 1, vocab_size, generator=generator) * 3  # [B, K+1, V]
-        self.input_ids = torch.randint(0, 7, (len(lens), LONGEST_LEN), generator=generator)  # [B, T]
-        self.scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.05, -torch.inf)
-        self.draft_token_ids = torch.randint(0, 7, (len(lens), num_draft_tokens), generator=generator)  # [B, K]
+        # [B, K+1, V]
+        scores = torch.randn(len(lens), num_draft_tokens + 1, vocab_size, generator=generator) * 3
+        # [B, T]
+        self.input_ids = torch.randint(0, 7, (len(lens), LONGEST_LEN), generator=generator)
+        self.scores = scores.masked_fill(
+            torch.rand(scores.shape, generator=generator) < 0.05, -torch.inf
+        )
+        # [B, K]
+        self.draft_token_ids = torch.randint(
+            0, 7, (len(lens), num_draft_tokens), generator=generator
+        )
         self.prefix_lens = lens
 
 
@@ -85,7 +119,10 @@ def run_by_position(make: Callable[[], list[Any]], block: Block) -> Tensor:
 
 def run_block(processors: list[Any], block: Block) -> Tensor:
     return BlockLogitsProcessorList(processors)(
-        block.input_ids, block.scores, draft_token_ids=block.draft_token_ids, prefix_lens=block.prefix_lens
+        block.input_ids,
+        block.scores,
+        draft_token_ids=block.draft_token_ids,
+        prefix_lens=block.prefix_lens,
     )
 
 
@@ -98,7 +135,9 @@ def assert_same_bits(ours: Tensor, twin: Tensor) -> None:
 
 def test_transformers_processors_are_all_classified() -> None:
     classes = inspect.getmembers(logits_process, inspect.isclass)
-    known = {cls for _, cls in classes if issubclass(cls, LogitsProcessor) and cls is not LogitsProcessor}
+    known = {
+        cls for _, cls in classes if issubclass(cls, LogitsProcessor) and cls is not LogitsProcessor
+    }
     assert {cls for cls in known if (cls in READS) == (cls in NOT_ROW_WISE)} == set()
     assert {type(make()) for make in EXAMPLES.values()} == known & set(READS)
 
@@ -121,7 +160,12 @@ class FavoursFrequent(LogitsProcessor):
 
 @pytest.mark.parametrize(("name", "make"), [*EXAMPLES.items(), ("a user's", FavoursFrequent)])
 def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -> None:
-    blocks = [Block([LONGEST_LEN] * 3), Block(RAGGED_LENS), Block([1, 4]), Block(RAGGED_LENS, num_draft_tokens=0)]
+    blocks = [
+        Block([LONGEST_LEN] * 3),
+        Block(RAGGED_LENS),
+        Block([1, 4]),
+        Block(RAGGED_LENS, num_draft_tokens=0),
+    ]
     blocks += [Block([0, 3])] * (name in TAKES_EMPTY_PREFIXES)
     blocks[1].scores = blocks[1].scores.bfloat16()
     for block in blocks:
@@ -136,7 +180,9 @@ def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_scores_keep_nan_of_logits_unless_the_class_hides_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_keep_nan_of_logits_unless_the_class_hides_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Find rounds with NaN by their scores, unless a processor hides NaN or fails on it."""
     # Some fail on it only until the process has compiled something.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
@@ -165,7 +211,10 @@ def test_hostile_draft_id_changes_no_earlier_position(name: str) -> None:
 WARPERS = ("Temperature", "TopK", "TopP", "MinP", "Typical")
 HEAT, TOP_K, TOP_P, MIN_P, TYPICAL = (EXAMPLES[f"{name}LogitsWarper"]() for name in WARPERS)
 PENALTY = EXAMPLES["RepetitionPenaltyLogitsProcessor"]()
-KEEPS_3, FILLS_K = transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=3), transformers.TopKLogitsWarper(5, -7.0)
+KEEPS_3, FILLS_K = (
+    transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=3),
+    transformers.TopKLogitsWarper(5, -7.0),
+)
 SUBCLASSED = type("Subclassed", (transformers.TopKLogitsWarper,), {})(5)
 CUTS = [
     *([transformers.TopPLogitsWarper(share)] for share in (0.0, 1.0)),
@@ -195,14 +244,19 @@ def test_ignored_padding_follows_its_row() -> None:
     block, kept = Block(RAGGED_LENS), [3, 1]
     twin = run_by_position(make, block)
     assert_same_bits(run_block(make(), block), twin)
-    processors, lens = BlockLogitsProcessorList(make()).rows(kept), [RAGGED_LENS[row] for row in kept]
+    processors, lens = (
+        BlockLogitsProcessorList(make()).rows(kept),
+        [RAGGED_LENS[row] for row in kept],
+    )
     ours = processors(block.input_ids[kept], block.scores[kept], block.draft_token_ids[kept], lens)
     assert_same_bits(ours, twin[kept])
 
 
 BY_PROMPT = {
     **{
-        f"n-grams of {num}": lambda ids, num=num: logits_process.EncoderNoRepeatNGramLogitsProcessor(num, ids)
+        f"n-grams of {num}": lambda ids, num=num: (
+            logits_process.EncoderNoRepeatNGramLogitsProcessor(num, ids)
+        )
         for num in (1, 2, 5)
     },
     "penalty": lambda ids: logits_process.EncoderRepetitionPenaltyLogitsProcessor(1.7, ids),
@@ -217,7 +271,8 @@ def test_prompt_state_of_processors_is_held_by_row(name: str, num_prompts: int) 
     twin = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
     assert not torch.equal(twin, block.scores), "the example changes nothing"
     processors = BlockLogitsProcessorList([BY_PROMPT[name](prompts)]).by_row(4)
-    if name == "penalty" and torch.equal(twin[3], block.scores[3]):  # older versions serve as many rows as prompts
+    # older versions serve as many rows as prompts
+    if name == "penalty" and torch.equal(twin[3], block.scores[3]):
         assert len(processors.foreign) == 1
         return
     assert_same_bits(run_block(processors, block), twin)
@@ -226,7 +281,9 @@ def test_prompt_state_of_processors_is_held_by_row(name: str, num_prompts: int) 
     ours = processors.rows(kept)(ids, block.scores[kept], block.draft_token_ids[kept], lens)
     assert_same_bits(ours, twin[kept])
     fewer = block.scores[kept][:, :1, :5]  # a draft model may have fewer ids than the prompts
-    assert_same_bits(processors.rows(kept).for_draft()(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5])
+    assert_same_bits(
+        processors.rows(kept).for_draft()(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5]
+    )
 
 
 def test_uneven_prompt_counts_keep_transformers_processors() -> None:
@@ -254,8 +311,13 @@ def test_draft_model_may_have_another_vocabulary_size(name: str) -> None:
     target = BlockLogitsProcessorList([EXAMPLES[name]()])
     block, wider = Block(RAGGED_LENS), Block(RAGGED_LENS, vocab_size=VOCAB_SIZE + 3)
     for _ in range(2):
-        assert_same_bits(run_block(target, block), run_by_position(lambda: [EXAMPLES[name]()], block))
-        assert_same_bits(run_block(target.row_wise_part(), wider), run_by_position(lambda: [EXAMPLES[name]()], wider))
+        assert_same_bits(
+            run_block(target, block), run_by_position(lambda: [EXAMPLES[name]()], block)
+        )
+        assert_same_bits(
+            run_block(target.row_wise_part(), wider),
+            run_by_position(lambda: [EXAMPLES[name]()], wider),
+        )
 
 
 def test_registered_class_runs_in_blocks_by_length() -> None:
@@ -264,9 +326,13 @@ def test_registered_class_runs_in_blocks_by_length() -> None:
     assert sorted(processor.shapes) == [(1, 6), (1, 7), (1, 11), (1, 12), (2, 8), (2, 9), (2, 10)]
 
 
-@pytest.mark.parametrize("wrong", [int, add_nothing, transformers.SynthIDTextWatermarkLogitsProcessor])
+@pytest.mark.parametrize(
+    "wrong", [int, add_nothing, transformers.SynthIDTextWatermarkLogitsProcessor]
+)
 def test_invalid_and_row_mixing_classes_cannot_be_registered(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"LogitsProcessor or StoppingCriteria|history of contexts"):
+    with pytest.raises(
+        ConfigError, match=r"LogitsProcessor or StoppingCriteria|history of contexts"
+    ):
         register_row_wise(wrong)
 
 
@@ -279,4 +345,6 @@ def test_block_on_a_gpu_equals_plain_processors_there(name: str) -> None:
     block.input_ids, block.scores = block.input_ids.cuda(), block.scores.cuda()
     block.draft_token_ids = block.draft_token_ids.cuda()
     # GPUs divide by a number with its reciprocal, so their bits differ from the CPU's.
-    assert_same_bits(run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block))
+    assert_same_bits(
+        run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block)
+    )

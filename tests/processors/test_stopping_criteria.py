@@ -47,18 +47,27 @@ def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[i
     return token_ids, [len(before) for before, _ in rows], [len(new) for _, new in rows]
 
 
-def ask(criterion: BlockStoppingCriteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]) -> StopVerdict:
+def ask(
+    criterion: BlockStoppingCriteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]
+) -> StopVerdict:
     """Call the criterion with rows without their blocks; assert unchanged inputs."""
     tokens = TokenBuffer(token_ids)
     tokens.row_lens.set(prefix_lens)
-    before, rows = tokens.token_ids.clone(), zip(token_ids.tolist(), prefix_lens, num_new, strict=True)
-    verdict = criterion(tokens, [ids[prefix_len : prefix_len + num] for ids, prefix_len, num in rows])
+    before, rows = (
+        tokens.token_ids.clone(),
+        zip(token_ids.tolist(), prefix_lens, num_new, strict=True),
+    )
+    verdict = criterion(
+        tokens, [ids[prefix_len : prefix_len + num] for ids, prefix_len, num in rows]
+    )
     assert torch.equal(tokens.token_ids, before)
     assert tokens.lens == prefix_lens
     return verdict
 
 
-def run_token_by_token(criteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]) -> StopVerdict:
+def run_token_by_token(
+    criteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]
+) -> StopVerdict:
     """Append a token and call the whole list, as plain `generate` does."""
     plain = StoppingCriteriaList(criteria)
     num_emitted, is_done = list(num_new), [False] * len(num_new)
@@ -96,7 +105,10 @@ class EndsAtLengthAsOneBool(StoppingCriteria):
 
 
 CRITERIA: dict[str, Callable[[], list[Any]]] = {
-    "several eos": lambda: [EosTokenCriteria([IDS["e"], IDS["ab"]]), EosTokenCriteria(torch.tensor([IDS["c"]]))],
+    "several eos": lambda: [
+        EosTokenCriteria([IDS["e"], IDS["ab"]]),
+        EosTokenCriteria(torch.tensor([IDS["c"]])),
+    ],
     "two max lengths": lambda: [MaxLengthCriteria(11), MaxLengthCriteria(8)],
     "stop bytes": lambda: [stops(["stop", "aba"], decoders.ByteLevel)],
     "two widths": lambda: [stops(["abababab"]), stops(["ops", "tt"])],
@@ -132,17 +144,27 @@ def test_verdicts_equal_token_by_token(name: str) -> None:
 def test_rows_keep_their_block_when_time_is_up() -> None:
     blocks = write((["a"], ["b", "c"]), (["a"], ["e", "c"]), (["a"], []))
     late = MaxTimeCriteria(10.0, initial_timestamp=time.time() - 100)
-    assert ask(BlockStoppingCriteria([late]), *blocks) == StopVerdict([2, 2, 0], [True, True, False])
+    assert ask(BlockStoppingCriteria([late]), *blocks) == StopVerdict(
+        [2, 2, 0], [True, True, False]
+    )
     with_eos = BlockStoppingCriteria([late, EosTokenCriteria(IDS["e"])])
     assert ask(with_eos, *blocks) == StopVerdict([2, 1, 0], [True, True, False])
 
 
 def test_registered_criteria_are_called_by_length_until_a_stop() -> None:
     criterion = EndsOnSum(10_000)
-    ask(BlockStoppingCriteria([criterion]), torch.ones(3, 9, dtype=torch.int64), [4, 4, 5], [2, 3, 1])
+    ask(
+        BlockStoppingCriteria([criterion]),
+        torch.ones(3, 9, dtype=torch.int64),
+        [4, 4, 5],
+        [2, 3, 1],
+    )
     assert sorted(criterion.shapes) == [(1, 7), (2, 5), (3, 6)]
     criterion.shapes.clear()
-    ask(BlockStoppingCriteria([criterion, EosTokenCriteria(IDS["e"])]), *write((["b"], ["b", "e", "b", "b"])))
+    ask(
+        BlockStoppingCriteria([criterion, EosTokenCriteria(IDS["e"])]),
+        *write((["b"], ["b", "e", "b", "b"])),
+    )
     assert sorted(criterion.shapes) == [(1, 2), (1, 3)]
 
 
@@ -152,7 +174,9 @@ def end_never(input_ids: Tensor, scores: Any) -> bool:
 
 def test_unknown_criteria_are_refused_by_name() -> None:
     subclassed = type("SubclassedEos", (EosTokenCriteria,), {})(2)
-    criterion = BlockStoppingCriteria([EosTokenCriteria(1), subclassed, ConfidenceCriteria(0.4), end_never])
+    criterion = BlockStoppingCriteria(
+        [EosTokenCriteria(1), subclassed, ConfidenceCriteria(0.4), end_never]
+    )
     assert not criterion.is_row_wise
     assert [name_of(processor) for processor in criterion.foreign] == [
         "SubclassedEos",
@@ -164,7 +188,13 @@ def test_unknown_criteria_are_refused_by_name() -> None:
 
 
 def test_transformers_criteria_are_all_classified() -> None:
-    own = {StoppingCriteria, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
+    own = {
+        StoppingCriteria,
+        EosTokenCriteria,
+        MaxLengthCriteria,
+        MaxTimeCriteria,
+        StopStringCriteria,
+    }
     classes = inspect.getmembers(stopping_criteria, inspect.isclass)
     criteria = {cls for _, cls in classes if issubclass(cls, StoppingCriteria)}
     assert criteria == own | (criteria & set(NOT_ROW_WISE))

@@ -1,7 +1,7 @@
 """Drafts with faults, and a search with them: `python -m tests.reliability.bad_drafts --seed 1 --num 2000`.
 
-Calls are drawn, compared with plain decoding and printed as by `tests.random_search`. Whatever the draft does, no text
-may differ and no call may end.
+Calls are drawn, compared with plain decoding and printed as by `tests.random_search`. Whatever the
+draft does, no text may differ and no call may end.
 """
 
 import copy
@@ -20,7 +20,16 @@ from tests.reliability.faults import Fault, Mistake
 from tests.support.tiny import with_context
 
 CONTEXT = 14  # tokens, within the texts of the search
-FAULTS = ("context", "NaN", "infinity", "NaN of a token", "infinity of a token", "raises", "raises inside", "tables")
+FAULTS = (
+    "context",
+    "NaN",
+    "infinity",
+    "NaN of a token",
+    "infinity of a token",
+    "raises",
+    "raises inside",
+    "tables",
+)
 
 
 def with_fault(draft: Any, fault: str, at: int, seed: int) -> Any:
@@ -44,7 +53,9 @@ def with_fault(draft: Any, fault: str, at: int, seed: int) -> Any:
         case "raises" if not is_head:
             network.register_forward_hook(Fault(at, Mistake("on purpose")).tick)
         case "raises" | "raises inside":
-            layers = [module for module in network.modules() if isinstance(module, nn.Linear)] or [network]
+            layers = [module for module in network.modules() if isinstance(module, nn.Linear)] or [
+                network
+            ]
             draw.choice(layers).register_forward_hook(Fault(at, Mistake("on purpose")).tick)
         case "tables" if not is_head:
             _change_tables(draft, at % 2 == 0)

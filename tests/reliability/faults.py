@@ -5,7 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import hf_speculate
 
@@ -71,7 +76,9 @@ def hook(module: torch.nn.Module, fault: Fault) -> AbstractContextManager:
     return module.register_forward_hook(fault.tick)
 
 
-def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractContextManager, dict[str, Any]]:
+def put_in(
+    place: str, fault: Fault, target: Any, draft: Any
+) -> tuple[AbstractContextManager, dict[str, Any]]:
     """What to run a call in, and its options, so that `fault` ticks at `place`."""
     layer = target.model.layers[1].self_attn
     hooked = {"target forward": target, "target layer": layer, "draft forward": draft}.get(place)
@@ -79,7 +86,9 @@ def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractC
         "foreign processor": {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])},
         "row-wise processor": {"logits_processor": LogitsProcessorList([RowWiseProcessor(fault)])},
         "foreign criterion": {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(fault)])},
-        "row-wise criterion": {"stopping_criteria": StoppingCriteriaList([RowWiseCriterion(fault)])},
+        "row-wise criterion": {
+            "stopping_criteria": StoppingCriteriaList([RowWiseCriterion(fault)])
+        },
         "streamer put": {"streamer": FaultyStreamer(fault, "put")},
         "streamer end": {"streamer": FaultyStreamer(fault, "end")},
         "callback": {"speculation_callback": fault.tick},

@@ -8,7 +8,8 @@ from tests.random_calls import FAMILY_NAMES
 from tests.random_search import search
 from tests.reliability.bad_drafts import FAULTS
 
-pytestmark = [pytest.mark.fallback(""), pytest.mark.filterwarnings("ignore")]  # whatever a fault leads to
+# whatever a fault leads to
+pytestmark = [pytest.mark.fallback(""), pytest.mark.filterwarnings("ignore")]
 FAMILIES = tuple(random.Random(0).sample(FAMILY_NAMES, len(FAMILY_NAMES)))
 
 

@@ -12,7 +12,12 @@ from tests.support.tiny import ragged_prompts
 
 K = 3
 NAN, INF = torch.nan, torch.inf
-CELLS = [(NAN, 1, "dynamic"), (NAN, 3, "preallocated"), (INF, 3, "dynamic"), (-INF, 3, "preallocated")]
+CELLS = [
+    (NAN, 1, "dynamic"),
+    (NAN, 3, "preallocated"),
+    (INF, 3, "dynamic"),
+    (-INF, 3, "preallocated"),
+]
 
 
 def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
@@ -20,7 +25,9 @@ def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
 
     def spoil(module, args, kwargs, output):
         ids = kwargs["input_ids"][:, -output.logits.shape[1] :]
-        output.logits = torch.where(after(ids)[..., None], torch.full_like(output.logits, value), output.logits)
+        output.logits = torch.where(
+            after(ids)[..., None], torch.full_like(output.logits, value), output.logits
+        )
         return output
 
     return model.register_forward_hook(spoil, with_kwargs=True)  # a context, which removes it
@@ -35,7 +42,9 @@ def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind)
     target, draft = pair("llama")
     options = {"max_new_tokens": 12, "num_assistant_tokens": K, "speculation_cache": cache_kind}
     with spoiled(target, value):
-        stats = assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), **options)
+        stats = assert_decodes_as_plain(
+            target, draft, ragged_prompts(batch_size, seed=4), **options
+        )
     flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
     assert Status(stats.status) == flag
     assert stats.num_rescored > 0  # which found the same
@@ -60,7 +69,8 @@ def test_a_row_that_has_ended_before_is_not_looked_at():
     target, draft = pair("llama")
     text = target.generate(torch.tensor([[5, 9]]), max_new_tokens=4)[0].tolist()
     options = options_of(draft, eos_token_id=text[3], do_sample=True, top_k=1)
-    with spoiled(target, NAN, after=lambda ids: ids == text[3]):  # what follows the end has no distribution
+    # what follows the end has no distribution
+    with spoiled(target, NAN, after=lambda ids: ids == text[3]):
         assert target.generate(torch.tensor([[5, 9]]), **options)[0].tolist() == text[:4]
 
 
@@ -89,11 +99,18 @@ def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at():
     """Without EOS, rows that have stopped go on till all have, and one may be ahead of the others by then."""
     target, draft = pair("llama")
     inputs = ragged_prompts(3, seed=2)
-    options = {"stopping_criteria": [EndsAtSevenths()], "do_sample": True, "verifier": "coupled", "seed": 2}
+    options = {
+        "stopping_criteria": [EndsAtSevenths()],
+        "do_sample": True,
+        "verifier": "coupled",
+        "seed": 2,
+    }
     plain = target.generate(**inputs, **options, max_new_tokens=40)
     assert plain.shape[1] < inputs["input_ids"].shape[1] + 40
     drafted = options_of(draft, **options, max_new_tokens=40)
-    assert_equal_ids(plain, target.generate(**inputs, **drafted, logits_processor=[ForbidsFrom(plain.shape[1])]))
+    assert_equal_ids(
+        plain, target.generate(**inputs, **drafted, logits_processor=[ForbidsFrom(plain.shape[1])])
+    )
     with pytest.raises(BadLogitsError, match="-inf for every token"):
         target.generate(**inputs, **drafted, logits_processor=[ForbidsFrom(plain.shape[1] - 1)])
 
@@ -102,14 +119,18 @@ def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at():
 def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
     """Without EOS a row that has stopped goes on till all have; plain `generate` fails where it has no distribution."""
     target, draft = pair("llama")
-    inputs, options = ragged_prompts(3, seed=2), {"stopping_criteria": [StopsAtSevenths()], "max_new_tokens": 40}
+    inputs, options = (
+        ragged_prompts(3, seed=2),
+        {"stopping_criteria": [StopsAtSevenths()], "max_new_tokens": 40},
+    )
     own = inputs | options_of(draft, **options, do_sample=True, seed=2)
 
     def spoil(input_ids, scores):
         has_stopped = (input_ids[:, inputs["input_ids"].shape[1] :] % 7 == 1).any(1)
         return torch.where(has_stopped[:, None], torch.full_like(scores, NAN), scores)
 
-    ended = target.generate(**own, eos_token_id=63)  # where what a row that has stopped is shown is padding
+    # where what a row that has stopped is shown is padding
+    ended = target.generate(**own, eos_token_id=63)
     assert_equal_ids(ended, target.generate(**own, eos_token_id=63, logits_processor=[spoil]))
     with pytest.raises(BadLogitsError, match="got NaN in row"):
         target.generate(**own, logits_processor=[spoil])
@@ -121,12 +142,23 @@ def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
         {},
         {"assistant_confidence_threshold": 0.3},
         {"prompt_lookup_num_tokens": 3},
-        {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 5, "assistant_confidence_threshold": 0.3},
+        {
+            "do_sample": True,
+            "verifier": "coupled",
+            "seed": 3,
+            "top_k": 5,
+            "assistant_confidence_threshold": 0.3,
+        },
     ],
 )
 def test_a_draft_without_a_distribution_leaves_the_text(options, cell):
     value, batch_size, cache_kind = cell
     target, draft = pair("llama")
-    options = {"max_new_tokens": 12, "num_assistant_tokens": K, "speculation_cache": cache_kind, **options}
+    options = {
+        "max_new_tokens": 12,
+        "num_assistant_tokens": K,
+        "speculation_cache": cache_kind,
+        **options,
+    }
     with spoiled(draft, value):
         assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), **options)

@@ -17,7 +17,14 @@ from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import MemoryStore, adaptive
 from hf_speculate.types import DraftOut
-from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair
+from tests.cases import (
+    Unchanged,
+    assert_decodes_as_plain,
+    assert_equal_ids,
+    each_value,
+    new_pair,
+    pair,
+)
 from tests.options.heads.designs import VOCAB_SIZE
 from tests.options.heads.kinds import KINDS as HEADS
 from tests.options.heads.rounds import target_of
@@ -45,7 +52,11 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 def hooks_of(*models):
-    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for one in models for module in one.modules()]
+    return [
+        len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for one in models
+        for module in one.modules()
+    ]
 
 
 @pytest.mark.fallback(RAISED, "lock step", "eager forwards")
@@ -56,9 +67,11 @@ def hooks_of(*models):
     at=[1, 2, 5, 7],
 )
 def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
-    monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)  # or times of tiny models decide whether a draft is called again
+    # or times of tiny models decide whether a draft is called again
+    monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)
     target, draft = new_pair(family)
-    if source == "adaptive":  # which never calls a draft of the target's size, and may call this one once
+    # which never calls a draft of the target's size, and may call this one once
+    if source == "adaptive":
         draft, at = make_model(family, num_hidden_layers=1), 1
     layer = list(draft.modules())[-2]
     own = {"num_assistant_tokens": K, **SOURCES[source]}
@@ -67,7 +80,8 @@ def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, a
     with hook(draft if at % 2 else layer, Fault(at, Mistake("on purpose\nand more"))):
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
     reason = (
-        f"{RAISED} (model {type(draft).__name__}{' and prompt lookup' * (source == 'lookup too')}) raised Mistake: "
+        f"{RAISED} (model {type(draft).__name__}{' and prompt lookup' * (source == 'lookup too')}) "
+        "raised Mistake: "
     )
     assert [reason for reason in stats.fallbacks if RAISED in reason] == [reason + "on purpose"]
     assert stats.draft_lens[-1] == 0
@@ -86,7 +100,11 @@ def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
     """Of recurrent layers, which the target's plain steps run on if they are its own."""
     target, draft = new_pair(family)
     layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
-    options = {"assistant_early_exit": early_exit, "max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
+    options = {
+        "assistant_early_exit": early_exit,
+        "max_new_tokens": NUM_NEW,
+        "num_assistant_tokens": K,
+    }
     inputs = ragged_prompts(2, seed=5)
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
     stats, own = hf_speculate.SpeculationStats(), {} if early_exit else {"assistant_model": draft}
@@ -150,11 +168,14 @@ class FaultyInside(Faulty):
 CALLS = [(method, at) for method in ("draft", "project_states", "rows") for at in (1, 2)]
 
 
-@pytest.mark.fallback("plain decoding, because the drafter (custom drafter) raised Mistake: on purpose")
+@pytest.mark.fallback(
+    "plain decoding, because the drafter (custom drafter) raised Mistake: on purpose"
+)
 @pytest.mark.parametrize(("method", "at"), CALLS)
 def test_an_error_of_any_method_is_the_callers_or_ends_the_drafts(method, at):
     target, inputs = pair("llama")[0], ragged_prompts(4, seed=2)
-    ends = target.generate(**inputs, max_new_tokens=NUM_NEW)[:2, -9].tolist()  # so that rows leave one by one
+    # so that rows leave one by one
+    ends = target.generate(**inputs, max_new_tokens=NUM_NEW)[:2, -9].tolist()
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, "eos_token_id": ends}
     error = Mistake("on purpose")
     with pytest.raises(Mistake) as caught:
@@ -219,14 +240,20 @@ def test_ids_that_a_model_does_not_have_reach_neither(at, options):
     """The draft scores ids past the vocabulary, or has fewer embeddings than its config says."""
     target, draft = pair("llama", 0.0)
     own = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
-    stats = assert_decodes_as_plain(target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **own)
+    stats = assert_decodes_as_plain(
+        target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **own
+    )
     assert stats.num_drafted > 0
 
 
 @pytest.mark.fallback("computes NaN or infinity")
 @each_value(
     value=[torch.nan, torch.inf],
-    options=[{}, {"do_sample": True, "verifier": "coupled", "seed": 3}, {"prompt_lookup_num_tokens": 2}],
+    options=[
+        {},
+        {"do_sample": True, "verifier": "coupled", "seed": 3},
+        {"prompt_lookup_num_tokens": 2},
+    ],
     cache_kind=["dynamic", "preallocated"],
 )
 def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, options, cache_kind):
@@ -240,7 +267,12 @@ def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, opti
 
     inputs = ragged_prompts(3, seed=5)
     with draft.register_forward_hook(spoil, with_kwargs=True):
-        own = {"max_new_tokens": 100, "num_assistant_tokens": K, "speculation_cache": cache_kind, **options}
+        own = {
+            "max_new_tokens": 100,
+            "num_assistant_tokens": K,
+            "speculation_cache": cache_kind,
+            **options,
+        }
         stats = assert_decodes_as_plain(target, draft, inputs, **own)
     assert len(stats.fallbacks) == 1
     assert stats.drafted_per_row[0] < min(stats.drafted_per_row[1:]) / 2
@@ -271,7 +303,9 @@ def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
     decoder = ContinuousDecoder(target, 2, options)
     with hook(draft, Fault(at, Mistake("on purpose"))):
-        results = [result for finished in decoder.decode(lambda: next(source, None)) for result in finished]
+        results = [
+            result for finished in decoder.decode(lambda: next(source, None)) for result in finished
+        ]
     drafted = {}
     for prompt, token_ids, _, num_drafted, _, error in results:
         plain = target.generate(torch.tensor([prompt.token_ids]), max_new_tokens=12)[0]

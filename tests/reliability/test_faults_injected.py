@@ -18,13 +18,22 @@ from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, p
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 from tests.support.tiny_encoders import NUM_FRAMES, make_whisper, speech
 
-NUM_NEW = 10  # at most three tokens a round: round 3 comes after the first token and at most six more
+# at most three tokens a round: round 3 comes after the first token and at most six more
+NUM_NEW = 10
 NUM_AFTER = 6
 TEXT = torch.tensor([[5, 6]])
 NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window
 PROMPT, ROUND_1, ROUND_3, LATER = "$", ", round 1$", ", round 3$", r", round \d+$"
-READ, DRAFTED, SCORED = "the target read the prompt", "tokens were drafted", "the target scored tokens"
-VERIFIED, STOPS, STREAMED = "tokens were verified", "stopping criteria ran", "tokens were passed to the streamer"
+READ, DRAFTED, SCORED = (
+    "the target read the prompt",
+    "tokens were drafted",
+    "the target scored tokens",
+)
+VERIFIED, STOPS, STREAMED = (
+    "tokens were verified",
+    "stopping criteria ran",
+    "tokens were passed to the streamer",
+)
 OUTPUT = "the output was built"
 
 
@@ -60,9 +69,16 @@ class Setup(NamedTuple):
     cache_kind: str
 
 
-SETUPS = [Setup("llama", 1, False, "auto"), Setup("llama", 1, True, "dynamic"), Setup("llama", 3, False, "dynamic")]
+SETUPS = [
+    Setup("llama", 1, False, "auto"),
+    Setup("llama", 1, True, "dynamic"),
+    Setup("llama", 3, False, "dynamic"),
+]
 SETUPS += [Setup("llama", 3, True, "preallocated")]
-SETUPS += [Setup("mistral_window", 1, True, "preallocated"), Setup("mistral_window", 3, True, "dynamic")]
+SETUPS += [
+    Setup("mistral_window", 1, True, "preallocated"),
+    Setup("mistral_window", 3, True, "dynamic"),
+]
 
 
 def fits(case: Case, setup: Setup) -> bool:
@@ -86,12 +102,18 @@ def cache_of(setup: Setup) -> DynamicCache | None:
 @cache
 def text_after(setup: Setup) -> torch.Tensor:
     target, _ = pair(setup.family)
-    return target.generate(**inputs_of(setup), **{CACHE_NAME: cache_of(setup)}, max_new_tokens=NUM_AFTER)
+    return target.generate(
+        **inputs_of(setup), **{CACHE_NAME: cache_of(setup)}, max_new_tokens=NUM_AFTER
+    )
 
 
 def configs(*models):
     return [
-        (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict())
+        (
+            model.config.to_dict(),
+            model.config._attn_implementation,
+            model.generation_config.to_dict(),
+        )
         for model in models
     ]
 
@@ -122,7 +144,9 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     assert "time by stage" in str(stats)
     if cache is not None:
         assert_same_contents(before[1], cache_contents(cache))
-    ours = target.generate(**inputs, **own, max_new_tokens=NUM_AFTER, assistant_model=draft, num_assistant_tokens=2)
+    ours = target.generate(
+        **inputs, **own, max_new_tokens=NUM_AFTER, assistant_model=draft, num_assistant_tokens=2
+    )
     assert_equal_ids(text_after(setup), ours)
 
 
@@ -130,7 +154,9 @@ def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
     prepared = ["hf_speculate: raised while the call was prepared"]
     for error, notes in ((Mistake("on purpose"), prepared), (ShapeError("ours"), [])):
         with pytest.raises(type(error)) as caught:
-            pair("llama")[0].generate(TEXT, candidate_generator=Fault(1, error).tick, max_new_tokens=3)
+            pair("llama")[0].generate(
+                TEXT, candidate_generator=Fault(1, error).tick, max_new_tokens=3
+            )
         assert getattr(caught.value, "__notes__", []) == notes
 
 
@@ -156,8 +182,15 @@ def test_an_error_in_the_second_run_of_a_call_is_placed_in_its_run():
             fault.tick()
 
     num_frames = 3 * NUM_FRAMES  # three windows
-    inputs = {"input_features": speech(1, num_frames=num_frames, seed=4), "attention_mask": torch.ones(1, num_frames)}
-    options = {"return_timestamps": True, "max_new_tokens": 20, "assistant_model": make_whisper(seed=1)}
+    inputs = {
+        "input_features": speech(1, num_frames=num_frames, seed=4),
+        "attention_mask": torch.ones(1, num_frames),
+    }
+    options = {
+        "return_timestamps": True,
+        "max_new_tokens": 20,
+        "assistant_model": make_whisper(seed=1),
+    }
     options["num_assistant_tokens"] = 2
     target.model.decoder.register_forward_pre_hook(fail, with_kwargs=True)
     with pytest.raises(Mistake) as caught:

@@ -16,12 +16,13 @@ from hf_speculate.compat import CACHE_NAME
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
-# Samples after the same kinds of call. A schedule keeps the newest 30 rounds of each size: they fill in 400 calls.
+# Samples after the same kinds of call. A schedule keeps the newest 30 rounds of each size: they
+# fill in 400 calls.
 NUM_CALLS, NUM_WARM, EVERY = 800, 440, 40
 # One kind of call in ten that leaves one object makes 0.1.
 OBJECTS_A_CALL = 0.04
-# Python's free lists go on filling for some hundred calls: 200 bytes a call up to the 150th, 45 from the 100th to
-# the 500th, 3 after the 1000th. A tensor takes 72 bytes without its data.
+# Python's free lists go on filling for some hundred calls: 200 bytes a call up to the 150th, 45
+# from the 100th to the 500th, 3 after the 1000th. A tensor takes 72 bytes without its data.
 TRACED_BYTES_A_CALL = 64.0
 NEVER = 10**9  # a call that no fault waits for
 
@@ -33,7 +34,9 @@ def slopes(run: Callable[[int], Any]) -> tuple[float, float]:
     for number in range(NUM_CALLS):
         run(number)
         if number in counts:
-            gc.collect()  # what is appended are numbers: an object for each sample would be counted by the next ones
+            # what is appended are numbers: an object for each sample would be counted by the next
+            # ones
+            gc.collect()
             num_bytes.append(tracemalloc.get_traced_memory()[0])
             num_objects.append(len(gc.get_objects()))
     tracemalloc.stop()
@@ -52,20 +55,30 @@ def calls() -> Callable[[int], Any]:
         lambda _: {"num_assistant_tokens": 2, "speculation_cache": "preallocated"},
         lambda number: {**samples, "verifier": "rejection", "seed": number},
         lambda number: {**samples, "verifier": "block", "seed": number},
-        lambda number: {**samples, "verifier": "coupled", "seed": number, "speculation_cache": "dynamic"},
+        lambda number: {
+            **samples,
+            "verifier": "coupled",
+            "seed": number,
+            "speculation_cache": "dynamic",
+        },
         lambda _: {"verifier": "typical", "return_dict_in_generate": True, "output_scores": True},
         lambda _: {"assistant_model": None, "prompt_lookup_num_tokens": 3, "suffix_store": store},
         lambda _: {"num_assistant_tokens": 2, CACHE_NAME: DynamicCache(config=target.config)},
         lambda _: {"stopping_criteria": [FaultyCriterion(Fault(NEVER, Mistake()))]},
         lambda _: {"logits_processor": [FaultyProcessor(Fault(3, Mistake("on purpose")))]},
     ]
-    assert EVERY % (len(calls) * len(inputs)) == 0  # every sample comes after the same kinds of call
+    # every sample comes after the same kinds of call
+    assert EVERY % (len(calls) * len(inputs)) == 0
 
     def run(number: int) -> None:
         options = {"assistant_model": draft, **calls[number % len(calls)](number)}
-        fails = pytest.raises(Mistake) if "logits_processor" in options else contextlib.nullcontext()
+        fails = (
+            pytest.raises(Mistake) if "logits_processor" in options else contextlib.nullcontext()
+        )
         with fails:
-            options.pop("target", target).generate(**inputs[number // len(calls) % 2], max_new_tokens=4, **options)
+            options.pop("target", target).generate(
+                **inputs[number // len(calls) % 2], max_new_tokens=4, **options
+            )
         if number % EVERY == 0:
             store.reset()  # its own bound is tested elsewhere
 

@@ -1,8 +1,8 @@
 """NaN that the target computes for a drafted token which it then rejects leaves text, scores and caches those of plain.
 
-`NAN_ID` is part of no text, but drafted again and again. Either its embedding is NaN, as where half precision
-overflows, and attention spreads that over its row; or what a forward wrote for it is overwritten with NaN before the
-rollback, as attention that skips masked columns would leave it.
+`NAN_ID` is part of no text, but drafted again and again. Either its embedding is NaN, as where half
+precision overflows, and attention spreads that over its row; or what a forward wrote for it is
+overwritten with NaN before the rollback, as attention that skips masked columns would leave it.
 """
 
 from contextlib import nullcontext
@@ -18,7 +18,14 @@ import hf_speculate
 from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
-from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
+from tests.cases import (
+    VERIFIERS,
+    Unchanged,
+    assert_decodes_as_plain,
+    assert_equal_ids,
+    new_pair,
+    pair,
+)
 from tests.draft.test_custom import Watcher
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
@@ -26,19 +33,32 @@ from tests.options.compiled.conftest import backend as backend
 from tests.options.compiled.test_graphs import decode
 from tests.support.compiled_calls import compile_config, compiled_and_eager, small_pair
 from tests.support.grammars import Brackets, Grammar, WatchedGrammar
-from tests.support.nan_drafts import NAN_ID, drafts_of_nan, embedding_is_nan, without_nan, written_states_are_nan
+from tests.support.nan_drafts import (
+    NAN_ID,
+    drafts_of_nan,
+    embedding_is_nan,
+    without_nan,
+    written_states_are_nan,
+)
 from tests.support.recurrent_cases import assert_equal_caches
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_configs import RECURRENT_FAMILIES
 
 NUM_NEW = 16
 PAD = 2
-LENS = (3, 0, 3, 1)  # draft lengths; after a shorter draft, attention reads columns that a longer one has written
+# draft lengths; after a shorter draft, attention reads columns that a longer one has written
+LENS = (3, 0, 3, 1)
 
 
-def call_of(family: str, batch_size: int) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Tensor]]:
+def call_of(
+    family: str, batch_size: int
+) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Tensor]]:
     is_pair = family in ("t5", "bart")
-    inputs = inputs_of(family, batch_size) if is_pair else ragged_prompts(batch_size, seed=4, min_len=3, max_len=11)
+    inputs = (
+        inputs_of(family, batch_size)
+        if is_pair
+        else ragged_prompts(batch_size, seed=4, min_len=3, max_len=11)
+    )
     return *(encoder_pair(family) if is_pair else pair(family)), without_nan(inputs)
 
 
@@ -54,12 +74,17 @@ def assert_equal_outputs(plain: Any, ours: Any, family: str) -> None:
 STATES = {"output_hidden_states": True, "output_logits": True}
 COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 9}
 PREALLOCATED, DYNAMIC = {"speculation_cache": "preallocated"}, {"speculation_cache": "dynamic"}
-Call = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, rows, options of the call, those of ours
-# Those whose buffers attention reads past a row's end; elsewhere a rollback takes all that was written.
+# kind, rows, options of the call, those of ours
+Call = tuple[str, int, dict[str, Any], dict[str, Any]]
+# Those whose buffers attention reads past a row's end; elsewhere a rollback takes all that was
+# written.
 BUFFERED: list[Call] = [
     *((family, 4, {}, PREALLOCATED) for family in ("llama", "mistral_window", "gemma2")),
     ("llama", 3, COUPLED, {}),
-    *(("llama", 3, options, {}) for options in ({"remove_invalid_values": True}, {**COUPLED, "eta_cutoff": 1e-3})),
+    *(
+        ("llama", 3, options, {})
+        for options in ({"remove_invalid_values": True}, {**COUPLED, "eta_cutoff": 1e-3})
+    ),
     ("llama", 3, {"cache_implementation": "static"}, {}),
 ]
 CALLS: list[Call] = [
@@ -67,7 +92,10 @@ CALLS: list[Call] = [
     *((family, 4, {}, DYNAMIC) for family in ("llama", "mistral_window")),
     ("llama", 1, STATES, {}),
     ("llama", 3, {"logits_processor": [Unchanged()]}, {}),
-    *((family, 3, {}, {}) for family in ("bloom", "gpt_oss", "deepseek_v3", "llama4", "gpt_neo", "t5", "bart")),
+    *(
+        (family, 3, {}, {})
+        for family in ("bloom", "gpt_oss", "deepseek_v3", "llama4", "gpt_neo", "t5", "bart")
+    ),
     *((family, 3, {}, {}) for family in ("falcon_h1", "lfm2")),
     ("mamba2", 3, {**COUPLED, "eta_cutoff": 1e-3}, {}),  # a warper that fails for NaN
 ]
@@ -83,23 +111,41 @@ def assert_equal_states(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
 @pytest.mark.parametrize(
     ("spoil", "family", "batch_size", "options", "own"),
-    [(embedding_is_nan, *call) for call in CALLS] + [(written_states_are_nan, *call) for call in BUFFERED],
+    [(embedding_is_nan, *call) for call in CALLS]
+    + [(written_states_are_nan, *call) for call in BUFFERED],
 )
-def test_text_scores_and_caches_are_those_of_plain(spoil, family, batch_size, options, own, scripted):
+def test_text_scores_and_caches_are_those_of_plain(
+    spoil, family, batch_size, options, own, scripted
+):
     target, draft, inputs = call_of(family, batch_size)
-    options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True, **options}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        **options,
+    }
     own = {"assistant_model": draft, "num_assistant_tokens": 3, **own}
     with drafts_of_nan(target, draft, spoil):
-        plain, ours = target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
+        plain, ours = (
+            target.generate(**inputs, **options),
+            target.generate(**inputs, **options, **own),
+        )
         new = plain.sequences[:, -NUM_NEW:]
-        options |= {"eos_token_id": [int(new[row, 2 + 4 * row]) for row in range(batch_size - 1)], "pad_token_id": PAD}
-        ended, ours_ended = target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
+        options |= {
+            "eos_token_id": [int(new[row, 2 + 4 * row]) for row in range(batch_size - 1)],
+            "pad_token_id": PAD,
+        }
+        ended, ours_ended = (
+            target.generate(**inputs, **options),
+            target.generate(**inputs, **options, **own),
+        )
     assert NAN_ID not in new
     assert_equal_outputs(plain, ours, family)
     assert_equal_outputs(ended, ours_ended, family)
     assert_equal_states(plain, ours)
     stats = ours.speculation
-    assert (stats.num_rescored > 0) == (family != "mamba2")  # whose states after a token do not depend on later ones
+    # whose states after a token do not depend on later ones
+    assert (stats.num_rescored > 0) == (family != "mamba2")
     assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
     assert stats.status == 0
 
@@ -112,7 +158,11 @@ def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
     """So what is sampled keeps its distribution: a draft is not dropped for what the target computes for it."""
     (target, draft), texts = pair("llama"), []
     options = {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 40, "seed": 5}
-    options |= {**VERIFIERS.get(verifier, INSIDE), "draft_sampling": "sample", "return_dict_in_generate": True}
+    options |= {
+        **VERIFIERS.get(verifier, INSIDE),
+        "draft_sampling": "sample",
+        "return_dict_in_generate": True,
+    }
     for spoil in (embedding_is_nan, lambda target: nullcontext()):
         with drafts_of_nan(target, draft, spoil, likely=0.0, every=1):
             output = target.generate(**call_of("llama", 3)[2], **options)
@@ -129,14 +179,28 @@ def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
 FAILS_BEFORE_5_24 = [] if TAKES_CACHE else pytest.mark.xfail(strict=True, raises=RuntimeError)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mistral_window", marks=FAILS_BEFORE_5_24)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("mistral_window", marks=FAILS_BEFORE_5_24)]
+)
 def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(family):
-    (target, draft), inputs, outputs = new_pair(family, attn_implementation="eager"), call_of("llama", 1)[2], []
-    options = {**VERIFIERS["rejection"], "seed": 5, **STATES, "output_attentions": True, "output_scores": True}
+    (target, draft), inputs, outputs = (
+        new_pair(family, attn_implementation="eager"),
+        call_of("llama", 1)[2],
+        [],
+    )
+    options = {
+        **VERIFIERS["rejection"],
+        "seed": 5,
+        **STATES,
+        "output_attentions": True,
+        "output_scores": True,
+    }
     options |= {"return_dict_in_generate": True, "max_new_tokens": 24, "draft_sampling": "sample"}
     for spoil in (embedding_is_nan, lambda target: nullcontext()):
         with drafts_of_nan(target, draft, spoil, likely=0.0, every=1):
-            outputs.append(target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4))
+            outputs.append(
+                target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4)
+            )
     assert_equal_ids(*(output.sequences for output in outputs))
     assert_equal_states(*outputs)
     assert 0 < outputs[0].speculation.num_rescored < outputs[0].speculation.num_batch_rounds
@@ -144,12 +208,17 @@ def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(famil
 
 def test_a_processor_with_state_follows_the_text_alone():
     target, draft, inputs = call_of("llama", 3)
-    watched, options = WatchedGrammar(Brackets(), inputs["input_ids"].shape[1]), {"max_new_tokens": NUM_NEW}
+    watched, options = (
+        WatchedGrammar(Brackets(), inputs["input_ids"].shape[1]),
+        {"max_new_tokens": NUM_NEW},
+    )
     stats = hf_speculate.SpeculationStats()
     own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
     with drafts_of_nan(target, draft, embedding_is_nan):
         plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
-        assert_equal_ids(plain, target.generate(**inputs, **options, **own, logits_processor=[watched]))
+        assert_equal_ids(
+            plain, target.generate(**inputs, **options, **own, logits_processor=[watched])
+        )
     texts = plain[:, -NUM_NEW:].tolist()
     assert all(texts[row][: len(followed)] == followed for row, followed in watched.log)
     assert stats.num_rescored > 0
@@ -160,7 +229,11 @@ class DraftsNan(Watcher):
     """Is told the states of plain forwards, whatever it drafts."""
 
     def continued(self, row, text, num):
-        wrong = zip(text[-1:] + super().continued(row, text, num), super().continued(row, text, num), strict=False)
+        wrong = zip(
+            text[-1:] + super().continued(row, text, num),
+            super().continued(row, text, num),
+            strict=False,
+        )
         return [NAN_ID if before % 3 == 0 else token_id for before, token_id in wrong]
 
 
@@ -181,12 +254,23 @@ def test_drafters_are_told_the_states_of_the_second_scoring(options):
 def test_rows_that_join_a_running_batch_stay_as_alone(options):
     target, draft = pair("llama")
     arguments = [{"max_new_tokens": (5, 30, 12)[key % 3], **options} for key in range(7)]
-    rows = [RowPrompt([8 + key, 9, 11 + 2 * key], seed=3, arguments=own, key=key) for key, own in enumerate(arguments)]
+    rows = [
+        RowPrompt([8 + key, 9, 11 + 2 * key], seed=3, arguments=own, key=key)
+        for key, own in enumerate(arguments)
+    ]
     with drafts_of_nan(target, draft, embedding_is_nan):
-        decoder = ContinuousDecoder(target, 3, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
-        results = [result for finished in decoder.decode(partial(next, iter(rows), None)) for result in finished]
+        decoder = ContinuousDecoder(
+            target, 3, {"assistant_model": draft, "num_assistant_tokens": 3, **options}
+        )
+        results = [
+            result
+            for finished in decoder.decode(partial(next, iter(rows), None))
+            for result in finished
+        ]
         for one in results:
-            alone = target.generate(torch.tensor([one.prompt.token_ids]), **{**one.prompt.arguments, "seed": 3})
+            alone = target.generate(
+                torch.tensor([one.prompt.token_ids]), **{**one.prompt.arguments, "seed": 3}
+            )
             assert alone[0, 3:].tolist() == one.token_ids, one.prompt.key
     assert len(results) == len(rows)
     assert 0 < decoder.stats.num_rescored < decoder.stats.num_batch_rounds
@@ -219,7 +303,9 @@ def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scri
     (target, draft), inputs, results = pair("llama"), call_of("llama", 4)[2], []
     with drafts_of_nan(target, draft, embedding_is_nan, every=9), embedding_is_nan(draft):
         for own in (PREALLOCATED, DYNAMIC):
-            stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **own)
+            stats = assert_decodes_as_plain(
+                target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **own
+            )
             results.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
     assert results[0] == results[1]
     assert results[0][0] > 0
@@ -241,6 +327,8 @@ def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:
 def test_a_token_that_overflows_in_half_precision_may_be_drafted(batch_size):
     (target, draft), inputs = overflowing(), call_of("llama", batch_size)[2]
     with drafts_of_nan(target, draft, lambda target: nullcontext(), every=9):
-        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=24, num_assistant_tokens=3)
+        stats = assert_decodes_as_plain(
+            target, draft, inputs, max_new_tokens=24, num_assistant_tokens=3
+        )
     assert stats.num_rescored > 0
     assert stats.num_accepted > 0

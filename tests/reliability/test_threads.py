@@ -41,11 +41,20 @@ ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
     "block": lambda: {**SAMPLES, "verifier": "block", "seed": 5},
     "coupled": lambda: {**SAMPLES, "verifier": "coupled", "seed": [6, 7, 8]},
     "typical": lambda: {**SAMPLES, "verifier": "typical", "seed": 9},
-    "copies too": lambda: {"num_assistant_tokens": 2, "prompt_lookup_num_tokens": 3, "suffix_store": STORE},
+    "copies too": lambda: {
+        "num_assistant_tokens": 2,
+        "prompt_lookup_num_tokens": 3,
+        "suffix_store": STORE,
+    },
     "static": lambda: {"num_assistant_tokens": 2, "cache_implementation": "static"},
     "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": compile_config()},
-    "own cache": lambda: {"num_assistant_tokens": 2, CACHE_NAME: DynamicCache(config=models()[0].config)},
-    "lock step": lambda: {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
+    "own cache": lambda: {
+        "num_assistant_tokens": 2,
+        CACHE_NAME: DynamicCache(config=models()[0].config),
+    },
+    "lock step": lambda: {
+        "stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]
+    },
 }
 
 
@@ -59,7 +68,9 @@ def settings():
 def call(name: str, is_plain: bool = False) -> list[list[int]]:
     target, draft = models()
     own = {} if is_plain or name == "plain" else {"assistant_model": draft, **ASSISTED[name]()}
-    return target.generate(**ragged_prompts(3, seed=NAMES.index(name)), max_new_tokens=NUM_NEW, **own).tolist()
+    return target.generate(
+        **ragged_prompts(3, seed=NAMES.index(name)), max_new_tokens=NUM_NEW, **own
+    ).tolist()
 
 
 def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
@@ -69,19 +80,23 @@ def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
     sys.setswitchinterval(SWITCH_S)
     try:
         with ThreadPoolExecutor(len(jobs)) as pool:
-            return [future.result(TIMEOUT_S) for future in [pool.submit(job, barrier) for job in jobs]]
+            return [
+                future.result(TIMEOUT_S) for future in [pool.submit(job, barrier) for job in jobs]
+            ]
     finally:
         sys.setswitchinterval(interval)
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
-    return {name: call(name, is_plain=name == "compiled") for name in NAMES}  # the threads are the first to compile
+    # the threads are the first to compile
+    return {name: call(name, is_plain=name == "compiled") for name in NAMES}
 
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    "shift", [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))]
+    "shift",
+    [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))],
 )
 def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
     before = settings()
@@ -101,12 +116,17 @@ def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     def fail(at):
         processors, inputs = [FaultyProcessor(Fault(at, Mistake("on purpose")))], ragged_prompts(3)
         with pytest.raises(Mistake) as caught:
-            own = {"assistant_model": draft, "num_assistant_tokens": 2, "logits_processor": processors}
+            own = {
+                "assistant_model": draft,
+                "num_assistant_tokens": 2,
+                "logits_processor": processors,
+            }
             target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
         return caught.value.__notes__
 
     texts, notes = together(
-        lambda _: {name: call(name) for name in NAMES}, lambda _: [fail(at) for at in range(1, NUM_NEW + 1)]
+        lambda _: {name: call(name) for name in NAMES},
+        lambda _: [fail(at) for at in range(1, NUM_NEW + 1)],
     )
     assert texts == alone
     assert [len(some) for some in notes] == [1] * NUM_NEW

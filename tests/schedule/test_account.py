@@ -94,11 +94,17 @@ def play(
         num_left, num_unread = [num_tokens] * num_rows, 65
         while num_left:
             max_tokens = min(max(num_left) - 1, MAX_DRAFT_TOKENS)
-            proposed = [0.97**position for position in range(1, MAX_DRAFT_TOKENS + 1)] if is_free else []
-            ahead = [RowAhead(row, num, tuple(proposed[: num - 1])) for row, num in enumerate(num_left)]
+            proposed = (
+                [0.97**position for position in range(1, MAX_DRAFT_TOKENS + 1)] if is_free else []
+            )
+            ahead = [
+                RowAhead(row, num, tuple(proposed[: num - 1])) for row, num in enumerate(num_left)
+            ]
             choice = schedule.choose(ahead, num_rows, max_tokens, num_unread if has_model else 0)
             rows = rows_of(choice, ahead, is_accepted(number), bool(proposed))
-            outcome = outcome_of(machine, choice, rows, num_rows, num_unread, generator, compiled, sizes)
+            outcome = outcome_of(
+                machine, choice, rows, num_rows, num_unread, generator, compiled, sizes
+            )
             after = [num - row.num_emitted for num, row in zip(num_left, rows, strict=True)]
             ledger.add(outcome, num_unread, max(num_left) - max(after))
             schedule.update(outcome)
@@ -109,12 +115,16 @@ def play(
     return ledger, num_drafted
 
 
-def rows_of(choice: Choice, ahead: list[RowAhead], is_accepted: bool, has_proposal: bool) -> list[RowOutcome]:
+def rows_of(
+    choice: Choice, ahead: list[RowAhead], is_accepted: bool, has_proposal: bool
+) -> list[RowOutcome]:
     """Accept all tokens or none."""
     rows = []
     for row in ahead:
         num = min(choice.num_draft_tokens, row.num_left - 1)
-        rows.append(RowOutcome(row.row_id, num, num * is_accepted, num * is_accepted + 1, not has_proposal))
+        rows.append(
+            RowOutcome(row.row_id, num, num * is_accepted, num * is_accepted + 1, not has_proposal)
+        )
     return rows
 
 
@@ -131,11 +141,19 @@ def outcome_of(
     """Return the round with seconds of a noisy clock."""
     width = max(row.num_drafted for row in rows)
     size = next((size for size in sizes or () if size >= width), width) if width else 0
-    factor = generator.lognormvariate(0, machine.jitter) * (30 if generator.random() < machine.pause_rate else 1)
-    score_s = factor * (1 + machine.slope * size) + (machine.compile_s if size not in compiled else 0.0)
+    factor = generator.lognormvariate(0, machine.jitter) * (
+        30 if generator.random() < machine.pause_rate else 1
+    )
+    score_s = factor * (1 + machine.slope * size) + (
+        machine.compile_s if size not in compiled else 0.0
+    )
     compiled.add(size)
     num_model = min(choice.num_model_tokens, width)
-    draft_s = factor * (machine.step_s * num_model + machine.read_s * (num_unread - 1)) if num_model else 0.0
+    draft_s = (
+        factor * (machine.step_s * num_model + machine.read_s * (num_unread - 1))
+        if num_model
+        else 0.0
+    )
     num_fed = num_unread if num_model else 0
     return RoundOutcome(rows, num_rows, width, num_model, num_fed, draft_s, score_s)
 
@@ -174,6 +192,7 @@ def test_lying_proposals_use_up_the_account():
 
 def test_pause_counts_as_twice_the_expected_round():
     steady, paused = (
-        play(Machine(pause_rate=rate), ADVERSARIES["always good"], True, False)[1] for rate in (0.0, 0.05)
+        play(Machine(pause_rate=rate), ADVERSARIES["always good"], True, False)[1]
+        for rate in (0.0, 0.05)
     )
     assert paused > 0.8 * steady

@@ -19,10 +19,14 @@ from tests.schedule.laboratory.machines import Machine
 from tests.schedule.laboratory.replay import Process, Setting
 from tests.schedule.laboratory.texts import even_texts, misleading_texts
 
-STEADY = Machine("steady", lambda n, k: 1 + 0.02 * k, lambda n, k: 0.2 * k, prompt=lambda n: 0.5, step_ratio=0.2)
+STEADY = Machine(
+    "steady", lambda n, k: 1 + 0.02 * k, lambda n, k: 0.2 * k, prompt=lambda n: 0.5, step_ratio=0.2
+)
 
 
-def decode(memory: ScheduleMemory, rate: float, num_calls: int, num_tokens: int = 64, **setting) -> list[list[int]]:
+def decode(
+    memory: ScheduleMemory, rate: float, num_calls: int, num_tokens: int = 64, **setting
+) -> list[list[int]]:
     """Return the widths of the rounds of each call."""
     setting = {"has_model": True, **setting}
     process = Process(Setting(STEADY, num_tokens=num_tokens, **setting))

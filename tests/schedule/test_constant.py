@@ -3,7 +3,13 @@
 import pytest
 
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
-from hf_speculate.schedule import ConstantSchedule, HeuristicSchedule, RoundOutcome, RowAhead, RowOutcome
+from hf_speculate.schedule import (
+    ConstantSchedule,
+    HeuristicSchedule,
+    RoundOutcome,
+    RowAhead,
+    RowOutcome,
+)
 
 AHEAD = [RowAhead(0, 100)]
 

@@ -9,7 +9,9 @@ from hf_speculate.schedule.costs import Costs
 MAX_DRAFT_TOKENS = 10
 
 
-def costs_of(*seconds: tuple[int, float], num_rows: int = 1, sizes: tuple[int, ...] | None = None) -> Costs:
+def costs_of(
+    *seconds: tuple[int, float], num_rows: int = 1, sizes: tuple[int, ...] | None = None
+) -> Costs:
     """Return costs after verifications of the given K and seconds."""
     costs = Costs(DraftPrior(0.2), MAX_DRAFT_TOKENS, sizes)
     for num, score_s in seconds:
@@ -172,7 +174,9 @@ def test_optimism_fades_with_observations():
     acceptance = Acceptance(MAX_DRAFT_TOKENS)
     bonuses = []
     for _ in range(2):
-        bonuses.append(acceptance.probabilities(is_optimistic=True)[0] - acceptance.probabilities()[0])
+        bonuses.append(
+            acceptance.probabilities(is_optimistic=True)[0] - acceptance.probabilities()[0]
+        )
         for _ in range(50):
             acceptance.observe([DraftedRow(0, 1)])
     assert 0 < bonuses[1] < bonuses[0]

@@ -7,7 +7,14 @@ import weakref
 import pytest
 from torch.nn import Identity
 
-from hf_speculate.schedule import AdaptiveSchedule, MemoryStore, RoundOutcome, RowAhead, RowOutcome, ScheduleMemory
+from hf_speculate.schedule import (
+    AdaptiveSchedule,
+    MemoryStore,
+    RoundOutcome,
+    RowAhead,
+    RowOutcome,
+    ScheduleMemory,
+)
 
 DRAFT = Identity()
 
@@ -58,7 +65,15 @@ def test_threads_share_a_memory(num_threads):
                 num = choice.num_draft_tokens
                 rows = [RowOutcome(0, num, num // 2, num // 2 + 1)]
                 schedule.update(
-                    RoundOutcome(rows, 1, num, choice.num_model_tokens, 1 if num else 0, 0.1 * num, 1 + 0.01 * num)
+                    RoundOutcome(
+                        rows,
+                        1,
+                        num,
+                        choice.num_model_tokens,
+                        1 if num else 0,
+                        0.1 * num,
+                        1 + 0.01 * num,
+                    )
                 )
         except Exception as error:  # noqa: BLE001 - any of them fails the test
             errors.append(error)

@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 _HALF = (torch.float16, torch.bfloat16)
-# Operators around the kernel: a mask of bools is made additive, a mask of odd strides is padded, and the math backend
-# is a chain of matrix products, masks and a softmax.
+# Operators around the kernel: a mask of bools is made additive, a mask of odd strides is padded,
+# and the math backend is a chain of matrix products, masks and a softmax.
 _MASK_LAUNCHES, _PAD_LAUNCHES, _MATH_LAUNCHES = 2, 1, 6
 
 
@@ -23,7 +23,9 @@ class AttentionCall(NamedTuple):
     has_mask: bool
 
 
-def sdpa_call(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def sdpa_call(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """torch's own choice on sm_90 with cuDNN later than 9.15: cuDNN, flash, memory-efficient, math."""
     backend = _choice(query, key, value, attn_mask, is_causal, enable_gqa)
     num = 1 if backend != "math" else _MATH_LAUNCHES
@@ -31,8 +33,12 @@ def sdpa_call(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
         num += _MASK_LAUNCHES * (attn_mask.dtype == torch.bool)
         num += _PAD_LAUNCHES * (backend == "efficient" and not _is_aligned(attn_mask))
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    output = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    return AttentionCall(backend, _plan(query, key, value, attn_mask), num, attn_mask is not None), output
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, **options
+    )
+    return AttentionCall(
+        backend, _plan(query, key, value, attn_mask), num, attn_mask is not None
+    ), output
 
 
 def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCall, tuple[Any, ...]]:
@@ -40,12 +46,20 @@ def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCal
     return (_flash if name == FLASH else _efficient)(*args, **kwargs)
 
 
-def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+def _flash(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
     width = query.shape[-1]
     _require(query.dtype in _HALF, f"flash attention takes half precision, got {query.dtype}")
-    _require(width == value.shape[-1] <= 256 and width % 8 == 0, f"flash attention takes no head of width {width}")
+    _require(
+        width == value.shape[-1] <= 256 and width % 8 == 0,
+        f"flash attention takes no head of width {width}",
+    )
     _require(query.shape[1] % key.shape[1] == 0, "query heads must share key-value heads evenly")
-    _require(all(tensor.stride(-1) == 1 for tensor in (query, key, value)), "the last dimension must be contiguous")
+    _require(
+        all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
+        "the last dimension must be contiguous",
+    )
     mask = None
     if is_causal:  # the last query sees the last key, whatever their numbers
         num_query, num_keys = query.shape[2], key.shape[2]
@@ -56,22 +70,42 @@ def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=
     return call, (output, None, None, None, query.shape[2], key.shape[2], None, None, None)
 
 
-def _efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+def _efficient(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
     unit = 8 if query.dtype in _HALF else 4
-    _require(query.shape[1] == key.shape[1] == value.shape[1], "memory-efficient attention takes no shared heads")
-    _require(query.shape[-1] % unit == 0 == value.shape[-1] % unit, "heads must be a multiple of 16 bytes wide")
+    _require(
+        query.shape[1] == key.shape[1] == value.shape[1],
+        "memory-efficient attention takes no shared heads",
+    )
+    _require(
+        query.shape[-1] % unit == 0 == value.shape[-1] % unit,
+        "heads must be a multiple of 16 bytes wide",
+    )
     for tensor in (query, key, value):
         _require(tensor.stride(-1) == 1, "the last dimension must be contiguous")
         _require(
-            all(stride % unit == 0 for stride in tensor.stride()[:-1]), f"strides {tensor.stride()} are not aligned"
+            all(stride % unit == 0 for stride in tensor.stride()[:-1]),
+            f"strides {tensor.stride()} are not aligned",
         )
     if attn_bias is not None:
         shape = (*query.shape[:3], key.shape[2])
-        _require(tuple(attn_bias.shape) == shape, f"the mask must be {shape}, got {tuple(attn_bias.shape)}")
-        _require(attn_bias.dtype == query.dtype, f"the mask must be {query.dtype}, got {attn_bias.dtype}")
-        _require(_is_aligned(attn_bias, unit), f"a mask of strides {attn_bias.stride()} is not aligned")
-        _require(attn_bias.storage_offset() % unit == 0, "the mask must begin at a multiple of 16 bytes")
-    output = scaled_dot_product_attention(query, key, value, attn_bias, is_causal=is_causal, scale=scale)
+        _require(
+            tuple(attn_bias.shape) == shape,
+            f"the mask must be {shape}, got {tuple(attn_bias.shape)}",
+        )
+        _require(
+            attn_bias.dtype == query.dtype, f"the mask must be {query.dtype}, got {attn_bias.dtype}"
+        )
+        _require(
+            _is_aligned(attn_bias, unit), f"a mask of strides {attn_bias.stride()} is not aligned"
+        )
+        _require(
+            attn_bias.storage_offset() % unit == 0, "the mask must begin at a multiple of 16 bytes"
+        )
+    output = scaled_dot_product_attention(
+        query, key, value, attn_bias, is_causal=is_causal, scale=scale
+    )
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     call = AttentionCall("efficient", _plan(query, key, value, attn_bias), 1, attn_bias is not None)
     return call, (output, None, None, None)
@@ -85,12 +119,20 @@ def _choice(query, key, value, mask, is_causal, enable_gqa) -> str:
     is_square = not is_causal or query.shape[2] == key.shape[2]
     if mask is None and is_half and width == value.shape[-1] <= 256 and is_square:
         return "flash" if torch.backends.cuda.flash_sdp_enabled() else "math"
-    is_efficient = width % (8 if is_half else 4) == 0 and not enable_gqa and query.shape[1] == key.shape[1]
-    return "efficient" if is_efficient and torch.backends.cuda.mem_efficient_sdp_enabled() else "math"
+    is_efficient = (
+        width % (8 if is_half else 4) == 0 and not enable_gqa and query.shape[1] == key.shape[1]
+    )
+    return (
+        "efficient" if is_efficient and torch.backends.cuda.mem_efficient_sdp_enabled() else "math"
+    )
 
 
 def _plan(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors if tensor is not None)
+    return tuple(
+        (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        for tensor in tensors
+        if tensor is not None
+    )
 
 
 def _is_aligned(mask: Tensor, unit: int = 8) -> bool:

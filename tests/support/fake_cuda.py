@@ -5,9 +5,9 @@
         ...
     gpu.log.launches, gpu.log.waits, gpu.log.attention
 
-Every ATen operator that is no view counts as one launch, and so does every Triton kernel, which runs in Triton's
-interpreter. A tensor of the host among those of the device is an error, as it is on a GPU. An asynchronous copy to the
-host holds garbage until an event or a stream was waited for.
+Every ATen operator that is no view counts as one launch, and so does every Triton kernel, which
+runs in Triton's interpreter. A tensor of the host among those of the device is an error, as it is
+on a GPU. An asynchronous copy to the host holds garbage until an event or a stream was waited for.
 """
 
 from collections import Counter
@@ -26,14 +26,36 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.kernels.interpreter import quick_interpreter
-from tests.support.fake_attention import EFFICIENT, FLASH, AttentionCall, direct_attention, sdpa_call
+from tests.support.fake_attention import (
+    EFFICIENT,
+    FLASH,
+    AttentionCall,
+    direct_attention,
+    sdpa_call,
+)
 from tests.support.recorded_graphs import Operator, is_view, recording, replay
 
 DEVICE = torch.device("cuda", 0)
 _GARBAGE = 0x5A  # in every byte of a copy that has not arrived
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_NO_LAUNCH = (*_ALLOCATIONS, "_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "_assert_async")
-_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "repeat_interleave")
+_NO_LAUNCH = (
+    *_ALLOCATIONS,
+    "_unsafe_view",
+    "_reshape_alias",
+    "lift_fresh",
+    "detach",
+    "alias",
+    "_assert_async",
+)
+_WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave",
+)
 
 
 class FakeCudaTensor(Tensor):
@@ -70,9 +92,16 @@ class FakeCudaTensor(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """As torch's, which would take the tensor for one of another device."""
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
+        device, dtype, *_ = torch._C._nn._parse_to(
+            *args, **{k: v for k, v in kwargs.items() if k != "copy"}
+        )
         stays = device is None or device.type == "cuda"
-        if stays and dtype in (None, self.dtype) and not kwargs.get("copy") and "memory_format" not in kwargs:
+        if (
+            stays
+            and dtype in (None, self.dtype)
+            and not kwargs.get("copy")
+            and "memory_format" not in kwargs
+        ):
             return self
         with torch._C.DisableTorchFunctionSubclass():
             return torch.ops.aten._to_copy(
@@ -113,7 +142,8 @@ class Log:
     waits: dict[str, list[str]] = field(default_factory=dict)  # the host waited for the device
     uploads: list[str] = field(default_factory=list)  # from pinned memory, which nobody waits for
     attention: list[AttentionCall] = field(default_factory=list)
-    plans: set[Any] = field(default_factory=set)  # of cuDNN, which makes one for each set of sizes and strides
+    # of cuDNN, which makes one for each set of sizes and strides
+    plans: set[Any] = field(default_factory=set)
 
     def num_launches(self, stage: str = "") -> int:
         return self.launches.get(stage, Counter()).total()
@@ -184,7 +214,8 @@ class FakeCuda:
         self.log = Log()
         self.stage = ""
         self.num_begun = 0
-        self._transfers: list[tuple[int, Tensor, Tensor]] = []  # number, place full of garbage on the host, data
+        # number, place full of garbage on the host, data
+        self._transfers: list[tuple[int, Tensor, Tensor]] = []
         self._pinned = WeakIdKeyDictionary()  # tensors of the host
         self._mode = _Mode()
         self._stack = ExitStack()
@@ -192,10 +223,13 @@ class FakeCuda:
     def __enter__(self) -> "FakeCuda":
         lifts_on_host = torch._C._only_lift_cpu_tensors()
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_on_host)
-        torch._C._set_only_lift_cpu_tensors(True)  # shows the mode the copy inside torch.tensor(..., device="cuda")
+        # shows the mode the copy inside torch.tensor(..., device="cuda")
+        torch._C._set_only_lift_cpu_tensors(True)
         torch._C._ensureCUDADeviceGuardSet()
         self._stack.enter_context(patch.multiple(torch.cuda, **_OF_CUDA))
-        self._stack.enter_context(patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True))
+        self._stack.enter_context(
+            patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        )
         self._stack.enter_context(quick_interpreter())
         self._stack.enter_context(_triton_on_device())
         FakeCuda.present = self
@@ -260,7 +294,11 @@ class FakeCuda:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self._mode:  # inference mode shows operators that are made of others
                 return func.decompose(*args, **kwargs)
-        on_host = [tensor for tensor in flat if isinstance(tensor, Tensor) and not isinstance(tensor, FakeCudaTensor)]
+        on_host = [
+            tensor
+            for tensor in flat
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeCudaTensor)
+        ]
         if name in ("_to_copy", "copy_"):
             return self._copy(name, func, args, kwargs)
         is_index = name in ("index", "index_put_", "index_put")
@@ -268,7 +306,10 @@ class FakeCuda:
         if name in (FLASH, EFFICIENT):
             call, outputs = direct_attention(name, *_unwrapped(args), **_unwrapped(kwargs))
             self._book(call)
-            return tuple(FakeCudaTensor(tensor) if isinstance(tensor, Tensor) else tensor for tensor in outputs)
+            return tuple(
+                FakeCudaTensor(tensor) if isinstance(tensor, Tensor) else tensor
+                for tensor in outputs
+            )
         if is_index and on_host:
             self.wait(f"{name} by indices of the host")
         has_bools = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in on_device[1:])
@@ -286,7 +327,9 @@ class FakeCuda:
         target = args[0] if name == "copy_" else torch.device(kwargs.get("device") or source.device)
         goes_up = not isinstance(source, FakeCudaTensor) and _is_there(target)
         goes_down = isinstance(source, FakeCudaTensor) and not _is_there(target)
-        is_async = bool(kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False))
+        is_async = bool(
+            kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
+        )
         if not (goes_up or goes_down):
             self.launch(name)
         if goes_up:
@@ -294,7 +337,8 @@ class FakeCuda:
                 self.log.uploads.append("pinned")
             else:
                 self.wait("upload of pageable memory" if is_async else "upload")
-        elif goes_down and not (is_async and name == "_to_copy"):  # only such copies go to pinned memory
+        # only such copies go to pinned memory
+        elif goes_down and not (is_async and name == "_to_copy"):
             self.wait("download")
         output = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs)))
         if goes_down and is_async and name == "_to_copy":
@@ -320,11 +364,15 @@ def _device() -> FakeCuda:
 
 
 def _is_there(target: Any) -> bool:
-    return isinstance(target, FakeCudaTensor) or (isinstance(target, torch.device) and target.type in ("cuda", "meta"))
+    return isinstance(target, FakeCudaTensor) or (
+        isinstance(target, torch.device) and target.type in ("cuda", "meta")
+    )
 
 
 def _unwrapped(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.data_on_host if isinstance(leaf, FakeCudaTensor) else leaf, tree)
+    return tree_map(
+        lambda leaf: leaf.data_on_host if isinstance(leaf, FakeCudaTensor) else leaf, tree
+    )
 
 
 def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -340,7 +388,8 @@ def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> 
             return leaf
         return by_id[id(leaf)] if id(leaf) in by_id else FakeCudaTensor(leaf)
 
-    if has_views and not inputs[0].is_inference():  # then its views are ordinary tensors too, also in inference mode
+    # then its views are ordinary tensors too, also in inference mode
+    if has_views and not inputs[0].is_inference():
         with torch.inference_mode(False):
             return tree_map(wrap, output)
     return tree_map(wrap, output)
@@ -349,13 +398,17 @@ def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> 
 def _check_devices(name: str, on_host: Sequence[Tensor], is_index: bool) -> None:
     """Raise where a GPU would: a tensor of the host may be a number, or an index."""
     indices = (torch.int64, torch.bool, torch.uint8) if is_index else ()
-    strays = [tuple(tensor.shape) for tensor in on_host if tensor.dim() and tensor.dtype not in indices]
+    strays = [
+        tuple(tensor.shape) for tensor in on_host if tensor.dim() and tensor.dtype not in indices
+    ]
     if strays:
         words = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
         raise RuntimeError(f"{words}: {name} was given tensors of the host of shapes {strays}")
 
 
-_PROPERTIES = SimpleNamespace(name="fake H200", major=9, minor=0, multi_processor_count=132, total_memory=139 << 30)
+_PROPERTIES = SimpleNamespace(
+    name="fake H200", major=9, minor=0, multi_processor_count=132, total_memory=139 << 30
+)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -364,9 +417,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 # What the library and transformers ask torch of a GPU.
 _OF_CUDA: dict[str, Any] = {
     **dict.fromkeys(
-        ("_lazy_init", "reset_peak_memory_stats", "empty_cache", "manual_seed", "manual_seed_all"), _nothing
+        ("_lazy_init", "reset_peak_memory_stats", "empty_cache", "manual_seed", "manual_seed_all"),
+        _nothing,
     ),
-    **dict.fromkeys(("current_device", "max_memory_allocated", "memory_allocated"), lambda device=None: 0),
+    **dict.fromkeys(
+        ("current_device", "max_memory_allocated", "memory_allocated"), lambda device=None: 0
+    ),
     "memory_reserved": lambda device=None: 0,
     **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), lambda device: 0),
     "is_available": lambda: True,

@@ -39,10 +39,16 @@ def only_fallbacks(*words: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculationStats, "add_fallback", add_and_keep)
         yield
-    unnamed = [reason for reason in without_caches(reasons) if not any(word in reason for word in words)]
+    unnamed = [
+        reason for reason in without_caches(reasons) if not any(word in reason for word in words)
+    ]
     assert not unnamed, f"fallbacks that no marker `fallback` of the test names: {unnamed}"
 
 
 def without_caches(reasons: Iterable[str]) -> list[str]:
     """The reasons but for those that say why a KV cache is dynamic, see `OF_CACHES`."""
-    return [reason for reason in reasons if " cache: dynamic, because " not in reason or not reason.endswith(OF_CACHES)]
+    return [
+        reason
+        for reason in reasons
+        if " cache: dynamic, because " not in reason or not reason.endswith(OF_CACHES)
+    ]

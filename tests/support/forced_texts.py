@@ -19,7 +19,9 @@ class Pieces:
 
     def __init__(self, size: int):
         letters = ascii_lowercase[: size // 2]
-        pairs = [a + letters[(at + 1 + at // 26) % len(letters)] for at, a in enumerate(2 * letters)]
+        pairs = [
+            a + letters[(at + 1 + at // 26) % len(letters)] for at, a in enumerate(2 * letters)
+        ]
         self.pieces = ["\n", *letters, *pairs][:size]
         self.ids = {piece: token_id for token_id, piece in enumerate(self.pieces)}
 
@@ -33,7 +35,9 @@ class Pieces:
         return token_ids
 
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        return "".join(self.pieces[token_id] for token_id in token_ids if token_id < len(self.pieces))
+        return "".join(
+            self.pieces[token_id] for token_id in token_ids if token_id < len(self.pieces)
+        )
 
 
 @cache

@@ -42,7 +42,9 @@ class Rounds(list[RoundCount]):
         log = self.gpu.log
         own, waits = dict(log.launches.get("", {})), log.waits.get("", [])
         num_uploads, attention, num_plans = len(log.uploads), log.attention[:], len(log.plans)
-        self.append(RoundCount(sum(own.values()), own, waits, num_uploads, attention, num_plans, report))
+        self.append(
+            RoundCount(sum(own.values()), own, waits, num_uploads, attention, num_plans, report)
+        )
         log.clear()
         if len(self) == self.most:
             raise Enough
@@ -50,7 +52,11 @@ class Rounds(list[RoundCount]):
     def steady(self) -> list[RoundCount]:
         """Rounds with a draft before which no row has left the batch; the first one, which reads the prompt, is not."""
         rounds = ((now, before.report.row_ids) for before, now in pairwise(self))
-        drafted = [now for now, row_ids in rounds if row_ids == now.report.row_ids and any(now.report.num_drafted)]
+        drafted = [
+            now
+            for now, row_ids in rounds
+            if row_ids == now.report.row_ids and any(now.report.num_drafted)
+        ]
         return drafted if any(self[0].report.num_drafted) else drafted[1:]
 
 

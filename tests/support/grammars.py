@@ -13,8 +13,9 @@ import hf_speculate
 class Brackets:
     """Two kinds of brackets that must match, at most four deep; outside of them a text may end.
 
-    Ids by their remainder of 8: 0 and 1 open, 2 and 3 close, 4 to 6 are letters, 7 may stand outside of brackets only.
-    A state of None is that after a token that was forbidden, of which nothing is said any more.
+    Ids by their remainder of 8: 0 and 1 open, 2 and 3 close, 4 to 6 are letters, 7 may stand
+    outside of brackets only. A state of None is that after a token that was forbidden, of which
+    nothing is said any more.
     """
 
     start: tuple[int, ...] = ()
@@ -136,4 +137,6 @@ class WatchedGrammar(RollbackGrammar):
         return super().fork()
 
     def _note(self) -> None:
-        self.log += [(row, list(followed)) for row, followed in zip(self.row_ids, self.followed, strict=True)]
+        self.log += [
+            (row, list(followed)) for row, followed in zip(self.row_ids, self.followed, strict=True)
+        ]

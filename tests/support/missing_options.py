@@ -48,7 +48,9 @@ class Missing(MetaPathFinder):
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         option = fullname.removeprefix(PREFIX).partition(".")[0]
         is_package = self.options is None and fullname == PREFIX.rstrip(".")
-        is_missing = fullname.startswith(PREFIX) and (self.options is None or option in self.options)
+        is_missing = fullname.startswith(PREFIX) and (
+            self.options is None or option in self.options
+        )
         if not (is_missing or is_package):
             return None
         if self.gives_placeholders:

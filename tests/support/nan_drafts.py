@@ -13,7 +13,8 @@ from hf_speculate.cache.layers import attention_layers, text_cache
 from hf_speculate.cache.ragged_layer import RaggedLayer
 
 NAN_ID = 7
-UNLIKELY = 1e4  # what a logit loses so that its token is never chosen; finite in half precision, and NaN stays NaN
+# what a logit loses so that its token is never chosen; finite in half precision, and NaN stays NaN
+UNLIKELY = 1e4
 Spoil = Callable[[PreTrainedModel], Any]  # gives the handle of a hook
 
 
@@ -45,7 +46,11 @@ def written_states_are_nan(target: PreTrainedModel) -> Any:
 
 @contextmanager
 def drafts_of_nan(
-    target: PreTrainedModel, draft: PreTrainedModel | None, spoil: Spoil, every: int = 5, likely: float = UNLIKELY
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    spoil: Spoil,
+    every: int = 5,
+    likely: float = UNLIKELY,
 ) -> Iterator[None]:
     """The draft proposes `NAN_ID` after each id that `every` divides, and the target never emits it.
 
@@ -57,7 +62,9 @@ def drafts_of_nan(
 
     def propose(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         ids, logits = _queried(kwargs)[:, -output.logits.shape[1] :], output.logits.clone()
-        logits[..., NAN_ID] = logits.logsumexp(-1) + torch.where(ids % every == 0, likely, -UNLIKELY)
+        logits[..., NAN_ID] = logits.logsumexp(-1) + torch.where(
+            ids % every == 0, likely, -UNLIKELY
+        )
         output.logits = logits
         return output
 
@@ -76,5 +83,7 @@ def without_nan(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _queried(arguments: dict[str, Any]) -> Tensor:
-    ids: Tensor = arguments["decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"]
+    ids: Tensor = arguments[
+        "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
+    ]
     return ids

@@ -2,9 +2,10 @@
 
     python -m pytest -p tests.support.on_device -n 8 tests/options tests/generation
 
-Models and tensors whose device nobody names lie on `$ON_DEVICE`, by default `cuda:0`, with the numbers that they have
-on the host. Tests that name the host themselves, start threads or compile fail for that alone: read the failures whose
-last lines are in `hf_speculate/`, and compare with the same test on a CPU.
+Models and tensors whose device nobody names lie on `$ON_DEVICE`, by default `cuda:0`, with the
+numbers that they have on the host. Tests that name the host themselves, start threads or compile
+fail for that alone: read the failures whose last lines are in `hf_speculate/`, and compare with the
+same test on a CPU.
 """
 
 import functools
@@ -26,13 +27,21 @@ from tests.support import fallbacks, tiny, tiny_encoders, tiny_families, tiny_wr
 
 DEVICE = torch.device(os.environ.get("ON_DEVICE", "cuda:0"))
 _FACTORIES = frozenset(_device_constructors())
-_RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)  # other numbers on a device
+# other numbers on a device
+_RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 _COMPARISONS = (torch.equal, torch.allclose, torch.isclose)
 _MAKERS = {
     tiny: ("make_model", "make_small_model"),
     tiny_families: ("make_family",),
     tiny_wrappers: ("make",),
-    tiny_encoders: ("make_t5", "make_bart", "make_whisper", "make_llava", "make_qwen2_vl", "make_qwen3_5_vl"),
+    tiny_encoders: (
+        "make_t5",
+        "make_bart",
+        "make_whisper",
+        "make_llava",
+        "make_qwen2_vl",
+        "make_qwen3_5_vl",
+    ),
 }
 
 
@@ -103,8 +112,14 @@ def pytest_configure(config: pytest.Config) -> None:
     PreTrainedModel.from_pretrained = classmethod(_moving(load))  # type: ignore[assignment]
     for name in ("numpy", "__array__"):
         read = getattr(Tensor, name)
-        setattr(Tensor, name, lambda self, *args, read=read, **kwargs: read(self.detach().cpu(), *args, **kwargs))
+        setattr(
+            Tensor,
+            name,
+            lambda self, *args, read=read, **kwargs: read(self.detach().cpu(), *args, **kwargs),
+        )
     compare, without_caches = torch.testing.assert_close, fallbacks.without_caches
     torch.testing.assert_close = functools.partial(compare, check_device=False)
-    fallbacks.without_caches = lambda reasons: [words for words in without_caches(reasons) if "no graphs" not in words]
+    fallbacks.without_caches = lambda reasons: [
+        words for words in without_caches(reasons) if "no graphs" not in words
+    ]
     MODE.__enter__()

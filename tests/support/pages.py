@@ -7,10 +7,14 @@ from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
-EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
+EXAMPLES = tuple(
+    path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md"))
+)
 PAGES = ("README.md", "CONTRIBUTING.md", *EXAMPLES, *DOCS)
 BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.M | re.S)
-PROGRAM = re.compile(r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )")
+PROGRAM = re.compile(
+    r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )"
+)
 COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
 # The row of a script in the examples' table: its name and its extras, "-" where there are none.
 ROW = re.compile(r"^\| `([^`]+)` \| `?([^`\s]+)`? \|", re.M)
@@ -28,7 +32,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 def commands(page: str) -> list[str]:
     """The commands of a page's blocks of sh, in order, each with the lines that it goes on in."""
-    return [command for block in blocks(page, "sh") for command in re.split(r"(?<!\\)\n", block.strip())]
+    return [
+        command for block in blocks(page, "sh") for command in re.split(r"(?<!\\)\n", block.strip())
+    ]
 
 
 def named_commands(page: str) -> list[str]:
@@ -38,7 +44,10 @@ def named_commands(page: str) -> list[str]:
 
 def extras_of_scripts() -> dict[str, set[str]]:
     """The extras of each row of the examples' table."""
-    return {name: set(extras.split(",")) - {"-"} for name, extras in ROW.findall(read("examples/README.md"))}
+    return {
+        name: set(extras.split(",")) - {"-"}
+        for name, extras in ROW.findall(read("examples/README.md"))
+    }
 
 
 def extras_named_in(text: str) -> set[str]:

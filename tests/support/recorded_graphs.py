@@ -1,7 +1,7 @@
 """Graphs for devices that have none: operators are recorded with their tensors, and run again on these.
 
-It fails where a CUDA graph would be wrong: a tensor from outside has moved, changed its shape or been freed since, or
-the host was read during the capture.
+It fails where a CUDA graph would be wrong: a tensor from outside has moved, changed its shape or
+been freed since, or the host was read during the capture.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,9 @@ class Outside:
             raise AssertionError("a tensor that a graph reads was freed")
         identity = tensor.data_ptr(), tensor.shape, tensor.stride()
         if identity != self._known:
-            raise AssertionError(f"a tensor that a graph reads was {self._known}, is now {identity}")
+            raise AssertionError(
+                f"a tensor that a graph reads was {self._known}, is now {identity}"
+            )
         return tensor
 
 
@@ -71,7 +73,9 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
         flat = tree_flatten(outputs)[0]
         self._made |= {
-            id(tensor): tensor for tensor in flat if isinstance(tensor, Tensor) and id(tensor) not in self._outside
+            id(tensor): tensor
+            for tensor in flat
+            if isinstance(tensor, Tensor) and id(tensor) not in self._outside
         }
         self.operators.append(Operator(func, args, kwargs, flat, is_view(func)))
         return outputs
@@ -135,7 +139,9 @@ def replay(operators: list[Operator]) -> None:
     """Run recorded operators again; what they give goes where it went before."""
     with torch.no_grad():
         for operator in operators:
-            args, kwargs = tree_map(lambda part: part.get() if isinstance(part, Outside) else part, operator[1:3])
+            args, kwargs = tree_map(
+                lambda part: part.get() if isinstance(part, Outside) else part, operator[1:3]
+            )
             if operator.is_view:
                 continue  # it still shows the memory that it showed
             results = tree_flatten(operator.func(*args, **kwargs))[0]

@@ -9,14 +9,19 @@ from hf_speculate.cache.layers import attention_layers
 from hf_speculate.options.recurrent.states import States, states_of
 from tests.support import tiny
 
-# Float64 rounds at 1e-16. Float32 states, or experts that are weighed in float32, round at 6e-8, and a number on the
-# border between two of them may fall to either side. Wrong states differ by 1e-2 and more.
+# Float64 rounds at 1e-16. Float32 states, or experts that are weighed in float32, round at 6e-8,
+# and a number on the border between two of them may fall to either side. Wrong states differ by
+# 1e-2 and more.
 TOLERANCE, FLOAT32_TOLERANCE = 1e-12, 1e-6
 
 
 def hooks_of(model: PreTrainedModel) -> list[object]:
     """All but those of `tests.support.tiny` itself."""
-    tables = [table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
+    tables = [
+        table
+        for module in model.modules()
+        for table in (module._forward_hooks, module._forward_pre_hooks)
+    ]
     return [hook for table in tables for hook in table.values() if hook is not tiny._clamp_mask]
 
 

@@ -40,7 +40,9 @@ def commands_in(block: str) -> Iterator[list[str]]:
     """The words of each simple command: without comments, variables set in front, and redirections."""
     for line in block.replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
-            words = list(itertools.dropwhile(lambda word: re.fullmatch(r"\w+=.*", word), shlex.split(part)))
+            words = list(
+                itertools.dropwhile(lambda word: re.fullmatch(r"\w+=.*", word), shlex.split(part))
+            )
             if words:
                 yield words
 
@@ -50,20 +52,28 @@ def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
     program, *rest = words
     name = Path(program).name or program
     if name == "make":
-        known = re.findall(r"^[A-Za-z_-]+(?=:| [?:]?=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        known = re.findall(
+            r"^[A-Za-z_-]+(?=:| [?:]?=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
+        )
         unknown = [word for word in rest if word.partition("=")[0] not in known]
         return f"the Makefile has no {unknown[0]}" if unknown else None
     if name == "hf-speculate":
         return _cli_problem(rest, is_whole)
     if re.fullmatch(LAUNCHERS, name):
         return _script_problem(rest, folder, is_whole)
-    return None if name in FREE else "a program that is not looked at; teach tests/support/shown_commands.py"
+    return (
+        None
+        if name in FREE
+        else "a program that is not looked at; teach tests/support/shown_commands.py"
+    )
 
 
 def _cli_problem(words: list[str], is_whole: bool) -> str | None:
     group: Any = get_command(app)
     options = {option for parameter in group.params for option in parameter.opts}
-    name, *arguments = [*itertools.dropwhile({*options, "--help"}.__contains__, words)] or ["--help"]
+    name, *arguments = [*itertools.dropwhile({*options, "--help"}.__contains__, words)] or [
+        "--help"
+    ]
     if name == "--help":
         return None
     if name not in group.commands:
@@ -98,6 +108,9 @@ def _options_problem(path: Path, words: list[str]) -> str | None:
         return f"no file {path.name}"
     sources = [path, *path.parent.glob("*.py"), *path.parent.glob("*/*.py")]
     known = "".join(source.read_text(encoding="utf-8") for source in sources)
-    passed = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"-h", "--help"}
+    passed = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {
+        "-h",
+        "--help",
+    }
     unknown = sorted(option for option in passed if f'"{option}"' not in known)
     return f"{path.name} takes no {', '.join(unknown)}" if unknown else None

@@ -11,12 +11,20 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.support.tiny_configs import INITIALIZER_RANGE as INITIALIZER_RANGE
 from tests.support.tiny_configs import MAX_LEN as MAX_LEN
-from tests.support.tiny_configs import PAD_TOKEN_ID, RECURRENT_FAMILIES, SLIDING_WINDOW, fill, recurrent_configs
+from tests.support.tiny_configs import (
+    PAD_TOKEN_ID,
+    RECURRENT_FAMILIES,
+    SLIDING_WINDOW,
+    fill,
+    recurrent_configs,
+)
 
-# Hooks of tests count forwards and the like, and are no user's; `tests.generation.test_hooks` makes those of users.
+# Hooks of tests count forwards and the like, and are no user's; `tests.generation.test_hooks` makes
+# those of users.
 KNOWN_PACKAGES.add("tests")
 
-# The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times float64's resolution.
+# The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times
+# float64's resolution.
 LOGIT_SCALE = 2.0
 _ALTERNATING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 _SHARED: dict[str, Any] = {  # the last two layers read the states of the first two
@@ -38,12 +46,14 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "mistral_window": (transformers.MistralConfig, {}),
-    "gemma2": (transformers.Gemma2Config, {**_SOFTCAPS, "num_hidden_layers": 4}),  # two of each sort
+    # two of each sort
+    "gemma2": (transformers.Gemma2Config, {**_SOFTCAPS, "num_hidden_layers": 4}),
     "gpt2": (transformers.GPT2Config, {}),
     "bloom": (transformers.BloomConfig, {}),
 }
 
-# Kinds for which each test of a whole call runs; `MORE_KINDS` are met in `tests/generation/test_models.py` only.
+# Kinds for which each test of a whole call runs; `MORE_KINDS` are met in
+# `tests/generation/test_models.py` only.
 TINY_FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 
 _CONFIGS |= {
@@ -62,7 +72,10 @@ _CONFIGS |= {
         {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW},
     ),
     "gpt_oss": (transformers.GptOssConfig, _ROPE),
-    "llama4": (transformers.Llama4TextConfig, {**_CHUNKED, **_ONE_EXPERT, "intermediate_size_mlp": 48}),
+    "llama4": (
+        transformers.Llama4TextConfig,
+        {**_CHUNKED, **_ONE_EXPERT, "intermediate_size_mlp": 48},
+    ),
     "mixtral": (transformers.MixtralConfig, {}),
     "mpt": (transformers.MptConfig, {}),
     "opt": (transformers.OPTConfig, {}),
@@ -89,8 +102,9 @@ def _clamp_mask(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keep an additive float64 mask finite in float32.
 
-    Eager attention adds float64's lowest number and then takes the softmax in float32, where that number is -inf: a
-    padded query, which sees nothing, would become NaN. No released checkpoint runs in float64.
+    Eager attention adds float64's lowest number and then takes the softmax in float32, where that
+    number is -inf: a padded query, which sees nothing, would become NaN. No released checkpoint
+    runs in float64.
     """
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dtype == torch.float64:
@@ -116,9 +130,9 @@ def make_model(
 ) -> PreTrainedModel:
     """A tiny random causal language model in eval mode; `overrides` are fields of the kind's config class.
 
-    The same arguments give the same weights, which are drawn in float64 and rounded; torch's global generator is left
-    as it was. Nothing ends a text unless the caller sets an EOS id. Gemma 2 and Bloom take the attention's softmax in
-    float32 whatever the dtype.
+    The same arguments give the same weights, which are drawn in float64 and rounded; torch's global
+    generator is left as it was. Nothing ends a text unless the caller sets an EOS id. Gemma 2 and
+    Bloom take the attention's softmax in float32 whatever the dtype.
     """
     if attn_implementation is None and family == "gemma2":
         attn_implementation = "eager"  # transformers 5.17 takes SDPA, which drops the softcapping
@@ -147,13 +161,23 @@ def vary_vectors(model: PreTrainedModel) -> None:
             weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * 0.1)
 
 
-def make_small_model(vocab_size: int = 8, *, sharpness: float = 1.0, **options: Any) -> PreTrainedModel:
+def make_small_model(
+    vocab_size: int = 8, *, sharpness: float = 1.0, **options: Any
+) -> PreTrainedModel:
     """A Llama of width 16, small enough to compute the joint distribution of a few tokens from every prefix.
 
-    `sharpness` multiplies the logits: 0 makes distributions uniform, 1 leaves an entropy of 1 to 1.6 nats at V = 8.
+    `sharpness` multiplies the logits: 0 makes distributions uniform, 1 leaves an entropy of 1 to
+    1.6 nats at V = 8.
     """
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = make_model("llama", vocab_size=vocab_size, **{"num_hidden_layers": 1, **sizes, **options})
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    model = make_model(
+        "llama", vocab_size=vocab_size, **{"num_hidden_layers": 1, **sizes, **options}
+    )
     model.get_output_embeddings().weight.mul_(sharpness / LOGIT_SCALE)
     return model
 
@@ -161,7 +185,8 @@ def make_small_model(vocab_size: int = 8, *, sharpness: float = 1.0, **options: 
 def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> PreTrainedModel:
     """A deep copy whose weights carry Gaussian noise: a draft that is right most of the time and not always.
 
-    `scale` is the standard deviation of the noise, relative to that of each weight; 0 copies exactly.
+    `scale` is the standard deviation of the noise, relative to that of each weight; 0 copies
+    exactly.
     """
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
@@ -175,7 +200,12 @@ def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> Pr
     return draft
 
 
-_CONTEXTS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len")
+_CONTEXTS = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "max_decoder_position_embeddings",
+    "max_seq_len",
+)
 
 
 def with_context(model: PreTrainedModel, num_tokens: int, **fields: Any) -> PreTrainedModel:
@@ -191,7 +221,8 @@ def cheaper_copy(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel
 def cut_copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
     """A copy whose text config has other `fields`, as far as it knows them, with the leading part of each weight."""
     config = copy.deepcopy(model.config)
-    for part in (config, config.get_text_config(decoder=True)):  # which is a copy in encoder-decoders
+    # which is a copy in encoder-decoders
+    for part in (config, config.get_text_config(decoder=True)):
         for name, value in fields.items():
             if hasattr(part, name):
                 setattr(part, name, value)
@@ -215,8 +246,8 @@ def ragged_prompts(
 ) -> dict[str, Tensor]:
     """Left-padded random prompts of different lengths, as keywords of `generate()`, both [B, T] int64.
 
-    With two rows or more, the shortest prompt has `min_len` and the longest `max_len` tokens. No real token is
-    `pad_token_id`.
+    With two rows or more, the shortest prompt has `min_len` and the longest `max_len` tokens. No
+    real token is `pad_token_id`.
     """
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(min_len, max_len + 1, (batch_size,), generator=generator)
@@ -227,5 +258,7 @@ def ragged_prompts(
     token_ids = torch.randint(0, vocab_size - 1, (batch_size, width), generator=generator)
     token_ids = token_ids + (token_ids >= pad_token_id)  # every id but the padding
     attention_mask = (torch.arange(width) >= width - lens[:, None]).long()  # [B, T]
-    input_ids = torch.where(attention_mask.bool(), token_ids, torch.full_like(token_ids, pad_token_id))
+    input_ids = torch.where(
+        attention_mask.bool(), token_ids, torch.full_like(token_ids, pad_token_id)
+    )
     return {"input_ids": input_ids, "attention_mask": attention_mask}

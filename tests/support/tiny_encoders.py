@@ -6,7 +6,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, WhisperForCausalLM, WhisperForConditionalGeneration
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    WhisperForCausalLM,
+    WhisperForConditionalGeneration,
+)
 
 from tests.support.tiny import LOGIT_SCALE, clamp_masks, make_config, make_model, noisy_copy
 from tests.support.tiny_configs import (
@@ -36,7 +41,11 @@ VISION = _WIDTHS | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_siz
 MERGING_VISION = _WIDTHS | {"depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
 MERGING_VISION |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
-IDS: dict[str, Any] = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VIDEO_TOKEN_ID, "tie_word_embeddings": False}
+IDS: dict[str, Any] = {
+    "image_token_id": IMAGE_TOKEN_ID,
+    "video_token_id": VIDEO_TOKEN_ID,
+    "tie_word_embeddings": False,
+}
 QWEN_IDS = IDS | {"vision_start_token_id": 62, "vision_end_token_id": 63}
 CLIP_AND_LLAMA: dict[str, Any] = {
     "vision_config": {"model_type": "clip_vision_model", **VISION, "patch_size": 4},
@@ -44,12 +53,24 @@ CLIP_AND_LLAMA: dict[str, Any] = {
     "image_token_index": IMAGE_TOKEN_ID,
     "tie_word_embeddings": False,
 }
-QWEN_ROPE = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+QWEN_ROPE = {
+    "rope_type": "default",
+    "type": "default",
+    "mrope_section": [1, 1, 2],
+    "rope_theta": 10000.0,
+}
 QWEN_TEXT = {**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE}
 _START = {"decoder_start_token_id": START_TOKEN_ID}
-_LONGER = {"encoder_layers": 3}  # than the decoder: a cache made for the config has layers that stay empty
-# What an encoder gives is much the same in every column: weaker, it leaves the text to depend on its prefix.
-_T5_GAINS = {"EncDecAttention.o.": 0.5, "SelfAttention.o.": 6.0, "relative_attention_bias": 8.0, ".wo.": 3.0}
+# than the decoder: a cache made for the config has layers that stay empty
+_LONGER = {"encoder_layers": 3}
+# What an encoder gives is much the same in every column: weaker, it leaves the text to depend on
+# its prefix.
+_T5_GAINS = {
+    "EncDecAttention.o.": 0.5,
+    "SelfAttention.o.": 6.0,
+    "relative_attention_bias": 8.0,
+    ".wo.": 3.0,
+}
 _BART_GAINS = {"encoder_attn.out_proj": 0.1}
 
 
@@ -75,7 +96,9 @@ def ready(
     clamp_masks(model)
     if model.config.is_encoder_decoder:
         settings["decoder_start_token_id"] = START_TOKEN_ID
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False, **settings)
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD_TOKEN_ID, do_sample=False, **settings
+    )
     return model
 
 
@@ -100,12 +123,26 @@ def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGeneration:
     """A Whisper of windows of `NUM_FRAMES` frames, ids from 50 on being times; `overrides` are fields of its config.
 
-    Generation settings are those of English-only checkpoints, with another id suppressed at the beginning than later.
+    Generation settings are those of English-only checkpoints, with another id suppressed at the
+    beginning than later.
     """
-    sizes = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": NUM_FRAMES // 2, "max_target_positions": 96}
+    sizes = {
+        "num_mel_bins": NUM_MEL_BINS,
+        "max_source_positions": NUM_FRAMES // 2,
+        "max_target_positions": 96,
+    }
     config = fill(transformers.WhisperConfig, **_START | _LONGER | sizes | overrides)
-    settings = {"eos_token_id": 2, "suppress_tokens": [5, 9], "begin_suppress_tokens": [7, 2], "is_multilingual": False}
-    times = {"return_timestamps": False, "no_timestamps_token_id": 49, "max_initial_timestamp_index": 5}
+    settings = {
+        "eos_token_id": 2,
+        "suppress_tokens": [5, 9],
+        "begin_suppress_tokens": [7, 2],
+        "is_multilingual": False,
+    }
+    times = {
+        "return_timestamps": False,
+        "no_timestamps_token_id": 49,
+        "max_initial_timestamp_index": 5,
+    }
     return ready(WhisperForConditionalGeneration(config), seed, **settings, **times)
 
 
@@ -131,21 +168,39 @@ def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> T
 
 def make_llava(*, seed: int = 0) -> PreTrainedModel:
     """A LLaVA over a Llama, four tokens an image."""
-    return make("LlavaForConditionalGeneration", seed, **CLIP_AND_LLAMA, image_token_id=IMAGE_TOKEN_ID)
+    return make(
+        "LlavaForConditionalGeneration", seed, **CLIP_AND_LLAMA, image_token_id=IMAGE_TOKEN_ID
+    )
 
 
 def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
     """A Qwen2-VL, whose positions have three axes and fall behind the number of tokens at every image."""
     vision = {**MERGING_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-    return make("Qwen2VLForConditionalGeneration", seed, vision_config=vision, text_config=QWEN_TEXT, **QWEN_IDS)
+    return make(
+        "Qwen2VLForConditionalGeneration",
+        seed,
+        vision_config=vision,
+        text_config=QWEN_TEXT,
+        **QWEN_IDS,
+    )
 
 
 def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
     """A Qwen3.5 as its checkpoints have it: recurrent layers, and positions as in Qwen2-VL."""
     text = make_config("qwen3_5").to_dict()
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 1.0,
+    }
     own = {"vision_config": {**MERGING_VISION, "num_position_embeddings": 16}, **QWEN_IDS}
-    return make("Qwen3_5ForConditionalGeneration", seed, text_config={**text, "rope_parameters": rope}, **own)
+    return make(
+        "Qwen3_5ForConditionalGeneration",
+        seed,
+        text_config={**text, "rope_parameters": rope},
+        **own,
+    )
 
 
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
@@ -158,7 +213,9 @@ def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
     return noisy_copy(draft, noise)
 
 
-def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
+def picture_prompts(
+    target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0
+) -> dict[str, Tensor]:
     """Left-padded prompts with one picture each, four tokens of it in the text, as keywords of `generate()`."""
     inputs = prompts_with(batch_size, IMAGE_TOKEN_ID, 4)
     if target.config.model_type == "llava":
@@ -174,7 +231,10 @@ def mixed_prompts(
 ) -> dict[str, Tensor]:
     """Left-padded prompts with so many pictures in each row, and other padding in each, as keywords of `generate()`."""
     picture = [62, *[IMAGE_TOKEN_ID] * 4, 63]
-    rows = [[3 + row, 4, *(picture * num), 8, *range(9, 12 + 2 * row)] for row, num in enumerate(pictures_of_rows)]
+    rows = [
+        [3 + row, 4, *(picture * num), 8, *range(9, 12 + 2 * row)]
+        for row, num in enumerate(pictures_of_rows)
+    ]
     rows[0] += [20, 21, 22, 23]
     width, num_pictures = max(map(len, rows)), sum(pictures_of_rows)
     input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
@@ -186,9 +246,14 @@ def mixed_prompts(
     return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}
 
 
-def prompts_with(batch_size: int, token_id: int, num_tokens: int, **inputs: Tensor) -> dict[str, Tensor]:
+def prompts_with(
+    batch_size: int, token_id: int, num_tokens: int, **inputs: Tensor
+) -> dict[str, Tensor]:
     """Left-padded prompts in which a picture takes `num_tokens` places, beside further `inputs`."""
-    rows = [[3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)] for row in range(batch_size)]
+    rows = [
+        [3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)]
+        for row in range(batch_size)
+    ]
     width = max(map(len, rows))
     input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
     return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long(), **inputs}

@@ -16,9 +16,40 @@ _SPARSE = {"encoder_sparse_step": 1, "decoder_sparse_step": 2}
 
 # What a family needs beside the fields above.
 _PLAIN_DECODERS = (
-    *("apertus", "arcee", "biogpt", "codegen", "cohere", "ctrl", "ernie4_5", "gemma", "glm", "glm4"),
-    *("gpt_bigcode", "gpt_neox", "gptj", "granite", "granitemoe", "helium", "imagegpt", "nemotron", "olmo"),
-    *("olmo2", "olmo3", "olmoe", "persimmon", "phimoe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *(
+        "apertus",
+        "arcee",
+        "biogpt",
+        "codegen",
+        "cohere",
+        "ctrl",
+        "ernie4_5",
+        "gemma",
+        "glm",
+        "glm4",
+    ),
+    *(
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "granitemoe",
+        "helium",
+        "imagegpt",
+        "nemotron",
+        "olmo",
+    ),
+    *(
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "persimmon",
+        "phimoe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    ),
     *("trocr", "xglm"),
 )
 DECODERS: dict[str, dict[str, Any]] = {
@@ -29,7 +60,17 @@ DECODERS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
 }
 _PLAIN_ENCODER_DECODERS = (
-    *("bigbird_pegasus", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "mt5", "mvp"),
+    *(
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "longt5",
+        "m2m_100",
+        "marian",
+        "mbart",
+        "mt5",
+        "mvp",
+    ),
     *("pegasus", "pegasus_x", "plbart", "umt5"),
 )
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
@@ -44,7 +85,10 @@ FAMILIES = DECODERS | ENCODER_DECODERS
 
 def make_family(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny model of one of `FAMILIES`, in float64 if it can be; `overrides` are fields of its config."""
-    config = fill(CONFIG_MAPPING[model_type], **{"bos_token_id": START_TOKEN_ID, **FAMILIES[model_type], **overrides})
+    config = fill(
+        CONFIG_MAPPING[model_type],
+        **{"bos_token_id": START_TOKEN_ID, **FAMILIES[model_type], **overrides},
+    )
     auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if model_type == "imagegpt":
         model = transformers.ImageGPTForCausalImageModeling(config)

@@ -29,30 +29,50 @@ class Reading(NamedTuple):
 
 def sizes_of_images() -> Reading:
     """LLaVA-NeXT, which lays the features of its tiles out by the image's size and cannot read a prompt without."""
-    target = make("LlavaNextForConditionalGeneration", **tiny.CLIP_AND_LLAMA, image_grid_pinpoints=[[8, 16], [16, 8]])
+    target = make(
+        "LlavaNextForConditionalGeneration",
+        **tiny.CLIP_AND_LLAMA,
+        image_grid_pinpoints=[[8, 16], [16, 8]],
+    )
     # 4 tokens of the whole image; of two tiles side by side 2 rows of 4, each with its end.
-    pixels, sizes = noise(2, 3, 3, 8, 8), torch.tensor([[8, 16], [8, 16]])  # each image whole, and its two tiles
-    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), pixel_values=pixels, image_sizes=sizes)
+    # each image whole, and its two tiles
+    pixels, sizes = noise(2, 3, 3, 8, 8), torch.tensor([[8, 16], [8, 16]])
+    inputs = prompts_with(
+        2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), pixel_values=pixels, image_sizes=sizes
+    )
     return Reading(target, inputs, None)
 
 
 def masks_of_pixels() -> Reading:
     """Idefics3, which does not look at the right half of the picture."""
-    own = {"text_config": {"model_type": "llama", **TEXT}, "scale_factor": 2, "pad_token_id": PAD_TOKEN_ID}
+    own = {
+        "text_config": {"model_type": "llama", **TEXT},
+        "scale_factor": 2,
+        "pad_token_id": PAD_TOKEN_ID,
+    }
     own |= {"vision_config": {**VISION, "patch_size": 2}, "image_token_id": IMAGE_TOKEN_ID}
     target = make("Idefics3ForConditionalGeneration", **own)
     mask = (torch.arange(8) < 4).expand(2, 1, 8, 8)
-    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 1, 3, 8, 8), pixel_attention_mask=mask)
+    inputs = prompts_with(
+        2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 1, 3, 8, 8), pixel_attention_mask=mask
+    )
     return Reading(target, inputs, torch.ones(2, 1, 8, 8).bool())
 
 
 def seconds_of_videos() -> Reading:
     """Qwen2.5-VL, whose positions in time go by the seconds between frames."""
     vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    own = {"vision_config": {**tiny.MERGING_VISION, **vision}, "text_config": tiny.QWEN_TEXT, **tiny.QWEN_IDS}
+    own = {
+        "vision_config": {**tiny.MERGING_VISION, **vision},
+        "text_config": tiny.QWEN_TEXT,
+        **tiny.QWEN_IDS,
+    }
     target = make("Qwen2_5_VLForConditionalGeneration", **own)
-    patches, grid = noise(2 * 32, 3 * 2 * 4 * 4), torch.tensor([[2, 4, 4]] * 2)  # 2 times 4 x 4, merged by four
-    inputs = prompts_with(2, tiny.VIDEO_TOKEN_ID, 8, pixel_values_videos=patches, video_grid_thw=grid)
+    # 2 times 4 x 4, merged by four
+    patches, grid = noise(2 * 32, 3 * 2 * 4 * 4), torch.tensor([[2, 4, 4]] * 2)
+    inputs = prompts_with(
+        2, tiny.VIDEO_TOKEN_ID, 8, pixel_values_videos=patches, video_grid_thw=grid
+    )
     inputs["mm_token_type_ids"] = 2 * (inputs["input_ids"] == tiny.VIDEO_TOKEN_ID).int()
     inputs["second_per_grid_ts"] = torch.tensor([1.0, 3.0])
     return Reading(target, inputs, torch.tensor([8.0, 20.0]))
@@ -63,7 +83,9 @@ def encoded_images() -> Reading:
     target = tiny.make_llava()
     inputs, others = tiny.picture_prompts(target, 2), tiny.picture_prompts(target, 2, seed=1)
     images = [each.pop("pixel_values") for each in (inputs, others)]
-    encoded, second = ({"image": target.model.get_image_features(image, return_dict=True)} for image in images)
+    encoded, second = (
+        {"image": target.model.get_image_features(image, return_dict=True)} for image in images
+    )
     return Reading(target, {**inputs, "mm_encoder_outputs": encoded}, second)
 
 
@@ -72,23 +94,41 @@ READINGS = {
     "pixel_attention_mask": masks_of_pixels,
     "second_per_grid_ts": seconds_of_videos,
 }
-if "mm_encoder_outputs" in inspect.signature(type(tiny.make_llava()).forward).parameters:  # not in older versions
+# not in older versions
+if "mm_encoder_outputs" in inspect.signature(type(tiny.make_llava()).forward).parameters:
     READINGS["mm_encoder_outputs"] = encoded_images
 
 
 def patches() -> Reading:
     """Fuyu, which reads patches of pictures as it reads embeddings."""
     text = {"model_type": "persimmon", **TEXT}
-    target = make("FuyuForCausalLM", text_config=text, hidden_size=32, patch_size=2, image_token_id=IMAGE_TOKEN_ID)
+    target = make(
+        "FuyuForCausalLM",
+        text_config=text,
+        hidden_size=32,
+        patch_size=2,
+        image_token_id=IMAGE_TOKEN_ID,
+    )
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, image_patches=noise(2, 4, 2 * 2 * 3))
     return Reading(target, inputs, inputs["image_patches"].flip(0))
 
 
 def sounds() -> Reading:
     """Qwen2-Audio: ten frames are five tokens, of which the first row hears all and the second fewer."""
-    audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": tiny.NUM_MEL_BINS, "max_source_positions": 10}
-    audio |= {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16}
-    target = make("Qwen2AudioForConditionalGeneration", audio_config=audio, text_config=_QWEN2, **_AUDIO_IDS)
+    audio = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": tiny.NUM_MEL_BINS,
+        "max_source_positions": 10,
+    }
+    audio |= {
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "d_model": 16,
+    }
+    target = make(
+        "Qwen2AudioForConditionalGeneration", audio_config=audio, text_config=_QWEN2, **_AUDIO_IDS
+    )
     inputs = prompts_with(2, _AUDIO_TOKEN_ID, 5, input_features=noise(2, tiny.NUM_MEL_BINS, 20))
     inputs["feature_attention_mask"] = torch.ones(2, 20, dtype=torch.int64)
     return Reading(target, inputs, inputs["input_features"].flip(0))
@@ -96,21 +136,40 @@ def sounds() -> Reading:
 
 def waves() -> Reading:
     """VibeVoice-ASR, which draws noise when it reads a wave."""
-    encoder = {"model_type": "vibevoice_acoustic_tokenizer_encoder", "kernel_size": 3, "num_filters": 4}
+    encoder = {
+        "model_type": "vibevoice_acoustic_tokenizer_encoder",
+        "kernel_size": 3,
+        "num_filters": 4,
+    }
     encoder |= {"downsampling_ratios": [2], "depths": [1, 1]}
     parts = zip(("acoustic", "semantic"), (16, 32), strict=True)
-    own = {f"{name}_tokenizer_encoder_config": {**encoder, "hidden_size": width} for name, width in parts}
+    own = {
+        f"{name}_tokenizer_encoder_config": {**encoder, "hidden_size": width}
+        for name, width in parts
+    }
     own |= {"text_config": _QWEN2, "audio_token_id": _AUDIO_TOKEN_ID}
-    inputs = prompts_with(2, _AUDIO_TOKEN_ID, 4, input_values=noise(2, 1, 8), padding_mask=torch.ones(2, 8).bool())
-    return Reading(make("VibeVoiceAsrForConditionalGeneration", **own), inputs, inputs["input_values"].flip(0))
+    inputs = prompts_with(
+        2, _AUDIO_TOKEN_ID, 4, input_values=noise(2, 1, 8), padding_mask=torch.ones(2, 8).bool()
+    )
+    return Reading(
+        make("VibeVoiceAsrForConditionalGeneration", **own), inputs, inputs["input_values"].flip(0)
+    )
 
 
 def crops() -> Reading:
     """Phi-4 multimodal: a crop and the whole picture, of one patch each, take five tokens."""
     vision = {**VISION, "num_hidden_layers": 2, "hidden_size": 32, "patch_size": 4, "crop_size": 8}
     audio = {"num_blocks": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 24}
-    audio |= {"depthwise_separable_out_channel": 8, "nemo_conv_channels": 8, "audio_token_id": _AUDIO_TOKEN_ID}
-    own = {**TEXT, "vision_config": {**vision, "image_token_id": IMAGE_TOKEN_ID}, "audio_config": audio}
+    audio |= {
+        "depthwise_separable_out_channel": 8,
+        "nemo_conv_channels": 8,
+        "audio_token_id": _AUDIO_TOKEN_ID,
+    }
+    own = {
+        **TEXT,
+        "vision_config": {**vision, "image_token_id": IMAGE_TOKEN_ID},
+        "audio_config": audio,
+    }
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 5, image_pixel_values=noise(2, 2, 3, 8, 8))
     inputs["image_sizes"] = torch.tensor([[8, 8]] * 2)
     inputs["image_attention_mask"] = mask = torch.ones(2, 2, 2, 2)
@@ -120,7 +179,13 @@ def crops() -> Reading:
 
 def beside_the_text() -> Reading:
     """Mllama, one of whose layers attends to the tiles of a picture and keeps their states in the cache."""
-    vision = {**VISION, "patch_size": 4, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32}
+    vision = {
+        **VISION,
+        "patch_size": 4,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "vision_output_dim": 32,
+    }
     vision |= {"max_num_tiles": 2, "intermediate_layers_indices": [0]}
     vision["supported_aspect_ratios"] = [[1, 1], [1, 2], [2, 1]]
     text = {**TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
@@ -150,7 +215,12 @@ READERS = {
 def make_exaone4_5() -> PreTrainedModel:
     """An EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
     vision = {**_MERGING_ALL, "num_key_value_heads": 1}
-    text = {"model_type": "exaone4", **TEXT, "sliding_window": SLIDING_WINDOW, "sliding_window_pattern": 2}
+    text = {
+        "model_type": "exaone4",
+        **TEXT,
+        "sliding_window": SLIDING_WINDOW,
+        "sliding_window_pattern": 2,
+    }
     ids = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": tiny.VIDEO_TOKEN_ID}
     return make("Exaone4_5_ForConditionalGeneration", vision_config=vision, text_config=text, **ids)
 
@@ -159,7 +229,12 @@ def make_hyperclovax() -> PreTrainedModel:
     """A HyperCLOVA X Vision v2, which does the same."""
     vision = {"model_type": "qwen2_5_vl_vision", **_MERGING_ALL}
     text = {"model_type": "hyperclovax", **TEXT}
-    return make("HyperCLOVAXVisionV2ForConditionalGeneration", vision_config=vision, text_config=text, **tiny.IDS)
+    return make(
+        "HyperCLOVAXVisionV2ForConditionalGeneration",
+        vision_config=vision,
+        text_config=text,
+        **tiny.IDS,
+    )
 
 
 COLUMN_COUNTERS = {"exaone4_5": make_exaone4_5}
@@ -178,11 +253,22 @@ def attention_to_all() -> Reading:
 
 def pictures_of_an_encoder() -> Reading:
     """T5Gemma 2, whose encoder reads one picture of four tokens in each text."""
-    sizes = {**TEXT, "bos_token_id": 1, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": SLIDING_WINDOW}
+    sizes = {
+        **TEXT,
+        "bos_token_id": 1,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": SLIDING_WINDOW,
+    }
     vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 2}
     encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
     encoder |= {"image_token_index": IMAGE_TOKEN_ID, "boi_token_index": 62, "eoi_token_index": 63}
-    own = {"encoder": encoder, "decoder": sizes, "image_token_index": IMAGE_TOKEN_ID, "tie_word_embeddings": False}
+    own = {
+        "encoder": encoder,
+        "decoder": sizes,
+        "image_token_index": IMAGE_TOKEN_ID,
+        "tie_word_embeddings": False,
+    }
     target = make("T5Gemma2ForConditionalGeneration", **own)
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 3, 8, 8))
     return Reading(target, inputs, inputs["pixel_values"].flip(0))

@@ -19,8 +19,13 @@ def letters_tokenizer(tokens: Sequence[str], **special_tokens: str) -> PreTraine
 def byte_level_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
     """All 256 bytes and `words`, written as GPT-2 writes them; every word is merged from the left."""
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = _merges(["".join(piece for piece, _ in to_bytes.pre_tokenize_str(word)) for word in words], vocab)
+    vocab = {
+        character: index
+        for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    merges = _merges(
+        ["".join(piece for piece, _ in to_bytes.pre_tokenize_str(word)) for word in words], vocab
+    )
     for token in special_tokens.values():
         vocab.setdefault(token, len(vocab))
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -29,16 +34,30 @@ def byte_level_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrai
     return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special_tokens)
 
 
-def metaspace_tokenizer(words: Sequence[str], letters: str, **special_tokens: str) -> PreTrainedTokenizerFast:
+def metaspace_tokenizer(
+    words: Sequence[str], letters: str, **special_tokens: str
+) -> PreTrainedTokenizerFast:
     """Letters, single bytes such as <0x0A> and `words`, written as Llama 2 writes them."""
     vocab: dict[str, int] = {}
-    for token in ("<unk>", *special_tokens.values(), *(f"<0x{byte:02X}>" for byte in range(256)), *letters, WORD_MARK):
+    for token in (
+        "<unk>",
+        *special_tokens.values(),
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *letters,
+        WORD_MARK,
+    ):
         vocab.setdefault(token, len(vocab))
     merges = _merges([word.replace(" ", WORD_MARK) for word in words], vocab)
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", unk_token="<unk>", **special_tokens)
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, padding_side="left", unk_token="<unk>", **special_tokens
+    )
 
 
 def _merges(words: Sequence[str], vocab: dict[str, int]) -> list[tuple[str, str]]:

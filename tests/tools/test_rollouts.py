@@ -32,7 +32,9 @@ def test_a_log_holds_acceptance_and_the_age_of_the_draft():
     assert logs.pop() == {"loss": 1.0}  # nothing was recorded
     draft = noisy_copy(target, 0.05, seed=1)
     for num_steps in (5, 1):
-        hf_speculate.enable(target, draft, num_assistant_tokens=3, speculation_stats=callback.record)
+        hf_speculate.enable(
+            target, draft, num_assistant_tokens=3, speculation_stats=callback.record
+        )
         train(num_steps)
     assert [log["draft/age"] for log in logs] == [1, 2, 3, 4, 5, 1]
     assert state.log_history[1:] == logs

@@ -50,11 +50,18 @@ def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
     assert verdict.token_ids.shape == (batch_size, num_drafted + 1)
     assert verdict.token_ids.dtype == torch.int64
     assert verdict.num_accepted.shape == verdict.status.shape == (batch_size,)
-    assert verdict.num_accepted.dtype == verdict.status.dtype == verdict.num_emitted.dtype == torch.int32
+    assert (
+        verdict.num_accepted.dtype
+        == verdict.status.dtype
+        == verdict.num_emitted.dtype
+        == torch.int32
+    )
     assert torch.equal(verdict.num_emitted, verdict.num_accepted + 1)
     assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= draft.lens)).all()
     assert (verdict.status == 0).all()
-    for ids, drafted, num in zip(verdict.token_ids, draft.token_ids, verdict.num_accepted.tolist(), strict=True):
+    for ids, drafted, num in zip(
+        verdict.token_ids, draft.token_ids, verdict.num_accepted.tolist(), strict=True
+    ):
         assert torch.equal(ids[:num], drafted[:num])
         assert 0 <= ids[num] < VOCAB_SIZE
         assert (ids[num + 1 :] == -1).all()
@@ -72,7 +79,9 @@ class VerifierContract:
         raise AssertionError("a subclass makes the verifier")
 
     @each_value(has_logits=[True, False], num_drafted=[1, 4], batch_size=[1, 64])
-    def test_verdict_is_accepted_ids_then_one_more_then_padding(self, has_logits, num_drafted, batch_size):
+    def test_verdict_is_accepted_ids_then_one_more_then_padding(
+        self, has_logits, num_drafted, batch_size
+    ):
         target, draft = make_round(batch_size, num_drafted, has_logits=has_logits)
         verdict = self.make().verify(target, draft, make_keys(batch_size))
         assert_whole(verdict, draft)
@@ -91,7 +100,9 @@ class VerifierContract:
         assert verdict.token_ids.diagonal().tolist() == target.argmax(-1).diagonal().tolist()
         junk = torch.where(past[..., None], torch.nan, logits)
         unread = sure._replace(token_ids=ids.masked_fill(past, -1), token_logits=junk)
-        for part, same in zip(verdict, self.make().verify(target, unread, make_keys(5)), strict=True):
+        for part, same in zip(
+            verdict, self.make().verify(target, unread, make_keys(5)), strict=True
+        ):
             assert torch.equal(part, same)
 
     def test_forbidden_token_is_never_accepted_or_emitted(self):
@@ -122,8 +133,12 @@ class VerifierContract:
         first, again = (self.make().verify(target, draft, keys) for _ in range(2))
         assert torch.equal(first.token_ids, again.token_ids)
         for part in NoiseKeys._fields:
-            verdict = self.make().verify(target, draft, keys._replace(**{part: getattr(keys, part) + 1}))
-            assert torch.equal(first.token_ids, verdict.token_ids) != (part in self.reads_keys), part
+            verdict = self.make().verify(
+                target, draft, keys._replace(**{part: getattr(keys, part) + 1})
+            )
+            assert torch.equal(first.token_ids, verdict.token_ids) != (part in self.reads_keys), (
+                part
+            )
 
 
 class TestGreedyVerifier(VerifierContract):
@@ -143,7 +158,10 @@ class TestCoupledVerifier(VerifierContract):
 
 
 class TestTypicalVerifier(VerifierContract):
-    make, reads_keys = staticmethod(partial(TypicalVerifier, correction="sample")), NoiseKeys._fields
+    make, reads_keys = (
+        staticmethod(partial(TypicalVerifier, correction="sample")),
+        NoiseKeys._fields,
+    )
 
 
 def typical(**settings) -> Verifier:
@@ -152,14 +170,22 @@ def typical(**settings) -> Verifier:
 
 def keeps(verifier: Verifier, probs: list[float]) -> bool:
     """Return True if the verifier accepts token 0 of a distribution [V]."""
-    draft = DraftOut(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), None, None)
-    return bool(verifier.verify(torch.tensor(probs).log().expand(1, 2, -1), draft, make_keys(1)).num_accepted)
+    draft = DraftOut(
+        torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), None, None
+    )
+    return bool(
+        verifier.verify(
+            torch.tensor(probs).log().expand(1, 2, -1), draft, make_keys(1)
+        ).num_accepted
+    )
 
 
 def test_typical_thresholds_follow_the_paper():
-    even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}  # four equal probabilities are exp(-H), the threshold
+    # four equal probabilities are exp(-H), the threshold
+    even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}
     assert keeps(typical(**even, entropy_epsilon=0.0), [0.25] * 4)
-    assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)  # inside the logarithm: the threshold is 1/2
+    # inside the logarithm: the threshold is 1/2
+    assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)
     assert not keeps(typical(posterior_threshold=0.5, posterior_alpha=9.0), [0.5, 0.5])
     assert keeps(typical(), [0.091, 0.909])
     assert not keeps(typical(), [0.089, 0.911])
@@ -171,8 +197,15 @@ def test_typical_thresholds_follow_the_paper():
 def test_typical_correction_is_the_argmax_or_a_draw():
     target, draft = torch.zeros(64, 1, VOCAB_SIZE), make_round(64, 0, has_logits=False)[1]
     argmax, sample = {"typical_correction": "argmax"}, {"typical_correction": "sample"}
-    for settings, do_sample, draws in [({}, False, 0), ({}, True, 1), (argmax, True, 0), (sample, False, 1)]:
-        verifier = make_verifier(SpeculationConfig(verifier="typical", **settings).resolve(do_sample))
+    for settings, do_sample, draws in [
+        ({}, False, 0),
+        ({}, True, 1),
+        (argmax, True, 0),
+        (sample, False, 1),
+    ]:
+        verifier = make_verifier(
+            SpeculationConfig(verifier="typical", **settings).resolve(do_sample)
+        )
         assert (len(verifier.verify(target, draft, make_keys(64)).token_ids.unique()) > 1) == draws
 
 
@@ -187,12 +220,16 @@ class KeepNothing:
 
     def verify(self, target_logits, draft, keys):
         self.drafts.append(draft)
-        return keep_prefix(target_logits, draft, torch.zeros_like(draft.token_ids).bool(), target_logits.argmax(-1))
+        return keep_prefix(
+            target_logits, draft, torch.zeros_like(draft.token_ids).bool(), target_logits.argmax(-1)
+        )
 
 
 def test_unknown_verifier_error_lists_registered_names(registry):
     register_verifier("mine", lambda config: KeepNothing(), lossless=False)
-    with pytest.raises(ConfigError, match=r"verifier must be one of block, coupled, greedy, mine, .* got 'magic'"):
+    with pytest.raises(
+        ConfigError, match=r"verifier must be one of block, coupled, greedy, mine, .* got 'magic'"
+    ):
         make_verifier(SpeculationConfig(verifier="magic"))
 
 
@@ -208,12 +245,22 @@ def test_taken_verifier_name_needs_replace(registry):
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
 def test_custom_verifier_chooses_the_draft_stream(registry, stream):
     """Draft with the target's noise, so an equal draft proposes the target's tokens."""
-    register_verifier("winners", lambda config: CoupledVerifier(), lossless=True, draft_stream=stream)
+    register_verifier(
+        "winners", lambda config: CoupledVerifier(), lossless=True, draft_stream=stream
+    )
     target, draft = pair("llama", ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "seed": 1, "speculation_stats": stats}
+    options = {
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": 20,
+        "seed": 1,
+        "speculation_stats": stats,
+    }
     options["num_assistant_tokens"] = 5  # the schedule would not try a draft of the target's size
-    target.generate(**ragged_prompts(4, seed=1), assistant_model=draft, verifier="winners", **options)
+    target.generate(
+        **ragged_prompts(4, seed=1), assistant_model=draft, verifier="winners", **options
+    )
     assert (stats.verified_acceptance_rate == 1.0) == (stream is Stream.RACE)
 
 
@@ -224,8 +271,15 @@ def test_custom_verifier_decides_the_output(registry, reads):
     register_verifier("nothing", make, lossless=False, reads_draft_logits=reads)
     target, draft = pair("llama", ACCEPTED_ALL)
     inputs, stats = ragged_prompts(2, seed=1), hf_speculate.SpeculationStats()
-    options = {"verifier": "nothing", "posterior_alpha": 0.7, "num_assistant_tokens": 3, "speculation_stats": stats}
-    ours = target.generate(**inputs, assistant_model=draft, do_sample=True, max_new_tokens=9, **options)
+    options = {
+        "verifier": "nothing",
+        "posterior_alpha": 0.7,
+        "num_assistant_tokens": 3,
+        "speculation_stats": stats,
+    }
+    ours = target.generate(
+        **inputs, assistant_model=draft, do_sample=True, max_new_tokens=9, **options
+    )
     assert_equal_ids(target.generate(**inputs, max_new_tokens=9), ours)
     assert stats.num_verified > stats.num_accepted == 0
     shown = [draft.token_logits for draft in verifier.drafts if draft.token_ids.shape[1] == 3]
@@ -259,13 +313,16 @@ def hostile_round(fault: str) -> tuple[torch.Tensor, DraftOut]:
 
 
 @each_value(
-    dtype=[torch.bfloat16, torch.float32, torch.float64], fault=["none", "bad ids", "nan", "masked", "infinite"]
+    dtype=[torch.bfloat16, torch.float32, torch.float64],
+    fault=["none", "bad ids", "nan", "masked", "infinite"],
 )
 def test_keep_prefix_handles_hostile_rows_like_the_kernels(fault, dtype):
     target, draft = hostile_round(fault)
     target = target.to(dtype)
     keys = make_keys(64)
-    ours, kernels = (verifier.verify(target, draft, keys) for verifier in (GreedyByHand(), GreedyVerifier()))
+    ours, kernels = (
+        verifier.verify(target, draft, keys) for verifier in (GreedyByHand(), GreedyVerifier())
+    )
     assert torch.equal(ours.num_accepted, kernels.num_accepted)
     assert torch.equal(ours.status, kernels.status)
     assert (ours.status != 0).any() == (fault != "none")
@@ -286,7 +343,9 @@ def test_keep_prefix_rejects_forbidden_and_clamps_next_ids():
 
 
 def test_verifier_of_the_guide_keeps_the_contract(registry):
-    text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(
+        encoding="utf-8"
+    )
     (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
     exec(code, {})
     target, draft = make_round(64, 3, has_logits=False)

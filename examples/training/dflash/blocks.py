@@ -42,14 +42,19 @@ class Blocks:
         self.context, self.num_blocks = context, starts.shape[1]
         starts = starts.flatten()[:, None]  # [N, 1]
         self.columns = starts + torch.arange(block_size)  # [N, b]
-        hidden = torch.cat([context.columns >= starts, starts.new_zeros(len(starts), block_size).bool()], dim=1)
+        hidden = torch.cat(
+            [context.columns >= starts, starts.new_zeros(len(starts), block_size).bool()], dim=1
+        )
         mask = context.states[0][0].new_zeros(hidden.shape)  # attention wants one of its own dtype
         self._mask = mask.masked_fill(hidden, -torch.inf)[:, None, None]  # [N, 1, 1, W+b]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """[N, heads, W+b, D] keys and values of the context and of a block's own [N, heads, b, D]."""
         both = zip(self.context.states[layer], (keys, values), strict=True)
-        read = [torch.cat([part.repeat_interleave(self.num_blocks, 0), own], dim=2) for part, own in both]
+        read = [
+            torch.cat([part.repeat_interleave(self.num_blocks, 0), own], dim=2)
+            for part, own in both
+        ]
         return read[0], read[1]
 
     def mask(self, layer: int) -> Tensor:
@@ -81,5 +86,6 @@ def block_logits(
     if not isinstance(network, DFlash2Network):
         return BlockLogits(logits, logits)
     selector = network.candidate_selector
-    joined = selector.predecessor_codebook[tokens[:, :-1]] * selector.hidden_projection(slots)  # [N, b-1, r]
+    # [N, b-1, r]
+    joined = selector.predecessor_codebook[tokens[:, :-1]] * selector.hidden_projection(slots)
     return BlockLogits(logits, logits + joined @ selector.successor_codebook.T)

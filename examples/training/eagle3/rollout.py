@@ -8,11 +8,13 @@ from hf_speculate.options.heads.eagle3 import Eagle3Network
 from hf_speculate.options.heads.layers import Rotation
 
 
-def rollout(network: Eagle3Network, table: Tensor, ids: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:
+def rollout(
+    network: Eagle3Network, table: Tensor, ids: Tensor, states: Tensor, num_steps: int
+) -> list[Tensor]:
     """The logits of each draft step after every token of a text, with the text's own tokens as drafts.
 
-    The chain of pair i begins with the pairs up to i, whose states are the target's. Step k adds the pair of token i+k
-    with what the head made of the pair before.
+    The chain of pair i begins with the pairs up to i, whose states are the target's. Step k adds
+    the pair of token i+k with what the head made of the pair before.
 
     Args:
         network: of one layer.
@@ -30,16 +32,27 @@ def rollout(network: Eagle3Network, table: Tensor, ids: Tensor, states: Tensor, 
     values: list[Tensor] = []
     for step in range(1, num_steps + 1):
         num = ids.shape[1] - step
-        states, keys, values = states[:, :num], [one[:, :, :num] for one in keys], [one[:, :, :num] for one in values]
+        states, keys, values = (
+            states[:, :num],
+            [one[:, :, :num] for one in keys],
+            [one[:, :, :num] for one in values],
+        )
         positions = torch.arange(step - 1, step - 1 + num).expand(len(ids), -1)
         rotation = network.rotary(positions, states.dtype)
-        states = _layer(network.layers[0], embedding(ids[:, step:], table), states, rotation, keys, values)
+        states = _layer(
+            network.layers[0], embedding(ids[:, step:], table), states, rotation, keys, values
+        )
         all_logits.append(network.lm_head(network.norm(states)))
     return all_logits
 
 
 def _layer(
-    layer: nn.Module, embeddings: Tensor, states: Tensor, rotation: Rotation, keys: list[Tensor], values: list[Tensor]
+    layer: nn.Module,
+    embeddings: Tensor,
+    states: Tensor,
+    rotation: Rotation,
+    keys: list[Tensor],
+    values: list[Tensor],
 ) -> Tensor:
     """[R, N, H] of the newest pair of every chain; its keys and values are appended."""
     attention, normed = layer.self_attn, layer.hidden_norm(states)
@@ -65,9 +78,12 @@ def attend_chains(queries: Tensor, keys: list[Tensor], values: list[Tensor]) -> 
         [R, g * heads, N, D].
     """
     groups, num = queries.shape[1] // keys[0].shape[1], queries.shape[2]
-    keys, values = ([one.repeat_interleave(groups, dim=1) for one in part] for part in (keys, values))
+    keys, values = (
+        [one.repeat_interleave(groups, dim=1) for one in part] for part in (keys, values)
+    )
     hidden = torch.ones(num, num, dtype=torch.bool).triu(1)
-    scores = (queries @ keys[0].transpose(2, 3)).masked_fill(hidden, -torch.inf)  # [R, g * heads, N, N]
+    # [R, g * heads, N, N]
+    scores = (queries @ keys[0].transpose(2, 3)).masked_fill(hidden, -torch.inf)
     own = [(queries * one).sum(-1, keepdim=True) for one in keys[1:]]
     weights = (torch.cat([scores, *own], dim=-1) / queries.shape[-1] ** 0.5).softmax(dim=-1)
     output = weights[..., :num] @ values[0]

@@ -12,7 +12,8 @@ from training.pair.selftext import BATCH_SIZE, ROW_LEN, continue_rows, draw_pref
 
 AUX_LAYERS = (2, 8, 13)
 NUM_ROWS_PER_FORWARD = 16
-READ_LEN = 192  # of a row's 320 tokens the last ones are trained on, of which the target wrote 128 or more
+# of a row's 320 tokens the last ones are trained on, of which the target wrote 128 or more
+READ_LEN = 192
 
 
 class Rows(NamedTuple):
@@ -23,7 +24,9 @@ class Rows(NamedTuple):
     last: Tensor  # [R, W, H] float16, states after the final norm
 
 
-def write_rows(target: LlamaForCausalLM, stream: np.ndarray, num_batches: int, seed: int, folder: Path) -> list[Rows]:
+def write_rows(
+    target: LlamaForCausalLM, stream: np.ndarray, num_batches: int, seed: int, folder: Path
+) -> list[Rows]:
     """Batches of 96 rows, which begin with real text and which the target continues; half of the rows are sampled.
 
     Args:
@@ -38,7 +41,10 @@ def write_rows(target: LlamaForCausalLM, stream: np.ndarray, num_batches: int, s
     for batch, path in enumerate(paths):
         if not path.is_file():
             torch.manual_seed(seed * 100_003 + batch)
-            prefixes, is_greedy = draw_prefixes(stream, batch, seed), torch.arange(BATCH_SIZE) % 2 == 0
+            prefixes, is_greedy = (
+                draw_prefixes(stream, batch, seed),
+                torch.arange(BATCH_SIZE) % 2 == 0,
+            )
             rows = read_rows(target, continue_rows(target, prefixes, ROW_LEN, is_greedy).ids)
             partial = path.with_suffix(".partial")
             torch.save(tuple(rows), partial)

@@ -17,8 +17,12 @@ EXAMPLES = Path(__file__).resolve().parents[2]
 def add_row_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the target, the folder of the text, the number of batches and the seed."""
     parser.add_argument("--target", type=Path, default=EXAMPLES / "pair" / "target")
-    parser.add_argument("--work-dir", type=Path, default=EXAMPLES.parent / "build" / "eagle3", help="text, training")
-    parser.add_argument("--batches", type=int, default=8, help="batches of 96 rows that the target writes")
+    parser.add_argument(
+        "--work-dir", type=Path, default=EXAMPLES.parent / "build" / "eagle3", help="text, training"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=8, help="batches of 96 rows that the target writes"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -1,9 +1,10 @@
 """Measures how often the target accepts the draft's tokens, without any decoding engine.
 
-A round's drafts are verified only behind accepted ones, so they are always conditioned on the target's own text, and
-one pass of the draft over that text tells every verdict. Greedy: a draft token stands where it is the target's.
-Sampling: given that the target's text has token y, the draft's token stood with probability min(1, q(y) / p(y));
-over all tokens that is the overlap of p with q.
+A round's drafts are verified only behind accepted ones, so they are always conditioned on the
+target's own text, and one pass of the draft over that text tells every verdict. Greedy: a draft
+token stands where it is the target's.
+Sampling: given that the target's text has token y, the draft's token stood with probability min(1,
+q(y) / p(y)); over all tokens that is the overlap of p with q.
 
 Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
 """
@@ -78,7 +79,9 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def padded_logits(model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor, num_last: int) -> torch.Tensor:
+def padded_logits(
+    model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor, num_last: int
+) -> torch.Tensor:
     """Return the logits that verify the last `num_last` tokens of `ids`, [B, W] int64; result [B, num_last, V] f32."""
     output = model(
         input_ids=ids[:, :-1],
@@ -107,7 +110,9 @@ def verdicts_of(
         prompts: P texts.
         seed: seed for sampling at temperature 1; None for greedy.
     """
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(target.device)
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(
+        target.device
+    )
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     sampling = {}
     if seed is not None:

@@ -31,7 +31,16 @@ HELD_OUT_MODULES = (
 """Paths below the standard library that no training stage reads; prompts and losses are measured on them."""
 
 EXCLUDED_PARTS = frozenset(
-    {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idle_test",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+    }
 )
 EXCLUDED_NAMES = frozenset({"__phello__.foo.py", "sre_constants.py", "this.py"})
 EXCLUDED_PREFIXES = ("_sysconfigdata", "_osx_support")

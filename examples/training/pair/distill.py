@@ -45,13 +45,17 @@ def forward_kl(draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch
     """
     draft_logprobs = draft_logits.log_softmax(-1).flatten(0, -2)
     target_logprobs = target_logits.log_softmax(-1).flatten(0, -2)
-    return torch.nn.functional.kl_div(draft_logprobs, target_logprobs, reduction="batchmean", log_target=True)
+    return torch.nn.functional.kl_div(
+        draft_logprobs, target_logprobs, reduction="batchmean", log_target=True
+    )
 
 
 class DraftTraining:
     """A resumable run of one draft's distillation."""
 
-    def __init__(self, draft: LlamaForCausalLM, target: LlamaForCausalLM, checkpoint: Path, minutes: float) -> None:
+    def __init__(
+        self, draft: LlamaForCausalLM, target: LlamaForCausalLM, checkpoint: Path, minutes: float
+    ) -> None:
         self.model = draft.to(target.device)
         self.teacher_head = target.lm_head.weight.detach().clone()  # [V, D]
         self.checkpoint = checkpoint
@@ -103,11 +107,14 @@ class DraftTraining:
     def _step(self, rows: SelfText, share: float, seed: int) -> float:
         num_batches = len(rows.ids) // BATCH_SIZE
         epoch, batch = divmod(self.num_steps, num_batches)
-        order = torch.randperm(len(rows.ids), generator=torch.Generator().manual_seed(seed * 1009 + epoch))
+        order = torch.randperm(
+            len(rows.ids), generator=torch.Generator().manual_seed(seed * 1009 + epoch)
+        )
         chosen = order[batch * BATCH_SIZE : (batch + 1) * BATCH_SIZE]
         ids = rows.ids[chosen].to(self.model.device)  # [B, W]
         with torch.no_grad():
-            target_logits = rows.hidden[chosen].to(self.model.device).float() @ self.teacher_head.T  # [B, W-1, V]
+            # [B, W-1, V]
+            target_logits = rows.hidden[chosen].to(self.model.device).float() @ self.teacher_head.T
         hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         loss = forward_kl(self.model.lm_head(hidden), target_logits)
         loss.backward()

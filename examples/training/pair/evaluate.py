@@ -17,7 +17,9 @@ from training.pair.timing import MAX_ROWS, time_pair
 from training.pair.tokens import encode_texts
 
 BATCH_SIZES = (1, 8)
-SAMPLE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):"
+SAMPLE_PROMPT = (
+    "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):"
+)
 NUM_SAMPLE_TOKENS = 96
 
 
@@ -50,7 +52,10 @@ def timing_record(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> dict[str
     record = {}
     for batch_size in BATCH_SIZES:
         timings = time_pair(target, draft, batch_size)
-        record[str(batch_size)] = timings._asdict() | {"cost": timings.cost, "factors": timings.factors}
+        record[str(batch_size)] = timings._asdict() | {
+            "cost": timings.cost,
+            "factors": timings.factors,
+        }
     return record
 
 
@@ -62,7 +67,9 @@ def held_out_stream(tokenizer: PreTrainedTokenizerFast) -> tuple[np.ndarray, flo
     return stream, len(stream) / sum(len(text) for text in texts)
 
 
-def loss_record(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict:
+def loss_record(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> dict:
     """Return both models' held-out losses in nats per token."""
     stream, tokens_per_char = held_out_stream(tokenizer)
     losses = {"target": stream_loss(target, stream), "draft": stream_loss(draft, stream)}
@@ -73,7 +80,9 @@ def write_sample(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -
     """Return a short prompt with the target's greedy continuation, up to its last whole line."""
     batch = tokenizer(SAMPLE_PROMPT, return_tensors="pt").to(target.device)
     ids = target.generate(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NUM_SAMPLE_TOKENS
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=NUM_SAMPLE_TOKENS,
     )
     return tokenizer.decode(ids[0], skip_special_tokens=True).rpartition("\n")[0].rstrip()
 

@@ -1,7 +1,7 @@
 """Optimises hidden matrices with Muon in float32.
 
-Muon replaces a matrix's momentum by the nearest semi-orthogonal matrix, found with five Newton-Schulz steps. All
-matrices of one shape are stacked, so a step is a few batched products.
+Muon replaces a matrix's momentum by the nearest semi-orthogonal matrix, found with five
+Newton-Schulz steps. All matrices of one shape are stacked, so a step is a few batched products.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 """
@@ -66,7 +66,11 @@ class PairOptimizer:
     def __init__(self, model: PreTrainedModel, matrix_lr: float, vector_lr: float) -> None:
         matrices, vectors = [], []
         for name, param in model.named_parameters():
-            (matrices if param.ndim == 2 and not any(table in name for table in TABLES) else vectors).append(param)
+            (
+                matrices
+                if param.ndim == 2 and not any(table in name for table in TABLES)
+                else vectors
+            ).append(param)
         adamw = torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.parts = [(StackedMuon(matrices, matrix_lr), matrix_lr), (adamw, vector_lr)]
 

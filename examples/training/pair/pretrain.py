@@ -58,7 +58,9 @@ def sample_windows(stream: np.ndarray, phase: Phase, step: int, seed: int) -> to
     Returns:
         Token ids, [B, W+1] int64.
     """
-    starts = np.random.default_rng((seed, step)).integers(0, len(stream) - phase.window_len - 1, phase.batch_size)
+    starts = np.random.default_rng((seed, step)).integers(
+        0, len(stream) - phase.window_len - 1, phase.batch_size
+    )
     rows = [stream[start : start + phase.window_len + 1].astype(np.int64) for start in starts]
     return torch.from_numpy(np.stack(rows))  # [B, W+1]
 
@@ -71,7 +73,9 @@ def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def stream_loss(model: LlamaForCausalLM, stream: np.ndarray, window_len: int = 512, max_windows: int = 64) -> float:
+def stream_loss(
+    model: LlamaForCausalLM, stream: np.ndarray, window_len: int = 512, max_windows: int = 64
+) -> float:
     """Return the mean loss in nats per token over consecutive windows of a held-out stream, [N] uint16."""
     num_windows = min(max_windows, (len(stream) - 1) // window_len)
     losses = []
@@ -96,7 +100,9 @@ class TargetTraining:
         self.budget = Budget(minutes, self.progress.spent_s)
 
     def _fresh_model(self, phase: int) -> LlamaForCausalLM:
-        return build_model(replace(TARGET_SHAPE, num_layers=PHASES[phase].num_layers), self.seed).to(self.device)
+        return build_model(
+            replace(TARGET_SHAPE, num_layers=PHASES[phase].num_layers), self.seed
+        ).to(self.device)
 
     def _restore(self) -> None:
         saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
@@ -119,12 +125,16 @@ class TargetTraining:
     def _phase_at(self, share: float) -> int:
         """Return the phase at `share`; a run that goes on with a larger budget never gets shallower."""
         depth = len(self.model.model.layers)
-        return next(i for i, phase in enumerate(PHASES) if share < phase.until and phase.num_layers >= depth)
+        return next(
+            i for i, phase in enumerate(PHASES) if share < phase.until and phase.num_layers >= depth
+        )
 
     def _enter_phase(self, phase: int) -> None:
         depth = PHASES[phase].num_layers
         if depth != len(self.model.model.layers):
-            self.model = grow(self.model.cpu(), replace(TARGET_SHAPE, num_layers=depth), self.seed).to(self.device)
+            self.model = grow(
+                self.model.cpu(), replace(TARGET_SHAPE, num_layers=depth), self.seed
+            ).to(self.device)
             self.optimizer = PairOptimizer(self.model, MATRIX_LR, VECTOR_LR)
         self.progress = self.progress._replace(phase=phase)
 
@@ -137,7 +147,13 @@ class TargetTraining:
         Returns:
             The trained model in evaluation mode, float32.
         """
-        bar = tqdm(total=100, initial=round(100 * self.budget.tick()), desc="target", unit="%", mininterval=10)
+        bar = tqdm(
+            total=100,
+            initial=round(100 * self.budget.tick()),
+            desc="target",
+            unit="%",
+            mininterval=10,
+        )
         saved_at_s = self.budget.spent_s
         while (share := self.budget.tick()) < 1.0:
             if (phase := self._phase_at(share)) != self.progress.phase:

@@ -18,7 +18,14 @@ MAX_EDIT_LEN = 110
 MAX_PER_MODULE = 2
 MIN_BODY_LEN = 5
 NUM_TABLE_ROWS = 5
-RENAMES = {"x": "value", "s": "text", "a": "items", "width": "max_width", "text": "source", "item": "entry"}
+RENAMES = {
+    "x": "value",
+    "s": "text",
+    "a": "items",
+    "width": "max_width",
+    "text": "source",
+    "item": "entry",
+}
 
 
 class Function(NamedTuple):
@@ -40,7 +47,9 @@ def list_functions(module: str, text: str) -> list[Function]:
         if not isinstance(node, ast.FunctionDef):
             continue
         arguments = [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")]
-        first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+        first_line = (
+            min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+        )
         functions.append(
             Function(
                 module=module,
@@ -70,7 +79,11 @@ def docstring_prompt(function: Function, lines: list[str]) -> str:
         return ""
     start = max(0, function.first_line - 8)
     opening = re.match(r'\s*[rR]?("""|\'\'\')', lines[function.body_line])
-    return "\n".join([*lines[start : function.body_line], opening.group()]).strip("\n") if opening else ""
+    return (
+        "\n".join([*lines[start : function.body_line], opening.group()]).strip("\n")
+        if opening
+        else ""
+    )
 
 
 def edit_prompt(function: Function, lines: list[str]) -> str:
@@ -80,7 +93,10 @@ def edit_prompt(function: Function, lines: list[str]) -> str:
     if not function.argument or function.has_docstring or len(source) < head_len + 3:
         return ""
     renamed = RENAMES.get(function.argument, f"new_{function.argument}")
-    again = [re.sub(rf"\b{re.escape(function.argument)}\b", renamed, line) for line in source[: head_len + 1]]
+    again = [
+        re.sub(rf"\b{re.escape(function.argument)}\b", renamed, line)
+        for line in source[: head_len + 1]
+    ]
     indent = source[0][: len(source[0]) - len(source[0].lstrip())]
     note = f"{indent}# The same with {function.argument} renamed to {renamed}."
     return "\n".join([*source, "", note, *again])
@@ -88,12 +104,17 @@ def edit_prompt(function: Function, lines: list[str]) -> str:
 
 def table_prompt(module: str, functions: list[Function], offset: int) -> str:
     """Return the first rows of a table of a module's functions."""
-    public = sorted({function.name for function in functions if not function.name.startswith("_")})[offset:]
+    public = sorted({function.name for function in functions if not function.name.startswith("_")})[
+        offset:
+    ]
     if len(public) < NUM_TABLE_ROWS + 3:
         return ""
     package = module.removesuffix(".py").replace("/", ".")
     if offset:
-        rows = [f"    ('{package}', '{name}', {index})," for index, name in enumerate(public[:NUM_TABLE_ROWS])]
+        rows = [
+            f"    ('{package}', '{name}', {index}),"
+            for index, name in enumerate(public[:NUM_TABLE_ROWS])
+        ]
         return "\n".join(["_registry = [", *rows])
     rows = [f"    '{name}': '{package}.{name}'," for name in public[:NUM_TABLE_ROWS]]
     return "\n".join(["_qualified_names = {", *rows])
@@ -102,7 +123,11 @@ def table_prompt(module: str, functions: list[Function], offset: int) -> str:
 def candidates(category: str, module: str, text: str) -> Iterator[str]:
     """Yield one category's prompts from one module; empty strings where a function does not fit."""
     lines, functions = text.split("\n"), list_functions(module, text)
-    builders = {"code completion": completion_prompt, "docstring": docstring_prompt, "edit": edit_prompt}
+    builders = {
+        "code completion": completion_prompt,
+        "docstring": docstring_prompt,
+        "edit": edit_prompt,
+    }
     if category == "repetitive table":
         yield from (table_prompt(module, functions, offset) for offset in (0, 1))
         return
@@ -136,4 +161,6 @@ def write_prompts(path: Path, prompts: list[dict]) -> None:
 
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts' first turns."""
-    return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    return [
+        json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8-sig").splitlines()
+    ]

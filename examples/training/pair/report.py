@@ -81,9 +81,13 @@ def shapes_text(results: dict) -> str:
     """Return the section on shapes and training."""
     run, chosen = results["target_training"], results["choice"]["draft"]
     drafts = results["draft_training"]
-    target_note = f"{run['num_tokens'] / 1e6:.1f} M tokens in {run['minutes']:.0f} min on {run['device']}"
+    target_note = (
+        f"{run['num_tokens'] / 1e6:.1f} M tokens in {run['minutes']:.0f} min on {run['device']}"
+    )
     draft_run = drafts["candidates"][chosen]
-    draft_note = f"{draft_run['num_tokens'] / 1e6:.1f} M positions in {draft_run['minutes']:.0f} min"
+    draft_note = (
+        f"{draft_run['num_tokens'] / 1e6:.1f} M positions in {draft_run['minutes']:.0f} min"
+    )
     params = results["pair"]["num_params"]
     header = ["model", "layers", "width", "ffn", "heads / kv heads", "parameters", "training"]
     rows = [
@@ -91,9 +95,11 @@ def shapes_text(results: dict) -> str:
         shape_row("draft", DRAFT_SHAPES[chosen], params["draft"], draft_note),
     ]
     note = paragraph(
-        f"The target begins with {run['first_layers']} layers and grows to {TARGET_SHAPE.num_layers} by copies that at "
+        f"The target begins with {run['first_layers']} layers and grows to "
+        f"{TARGET_SHAPE.num_layers} by copies that at "
         "first add nothing. The draft is distilled with forward KL on "
-        f"{drafts['num_self_tokens'] / 1e6:.2f} M tokens: pieces of the training text that the target continued, half "
+        f"{drafts['num_self_tokens'] / 1e6:.2f} M tokens: pieces of the training text that the "
+        "target continued, half "
         "of them greedily and half by sampling."
     )
     return "\n## Shapes\n\n" + table(header, rows) + note.rstrip("\n") + "\n"
@@ -119,14 +125,21 @@ def acceptance_text(results: dict) -> str:
             counts = f"{walk['num_accepted']} / {walk['num_verified']}"
             overlap = "" if record["overlap"] is None else f"{record['overlap']:.3f}"
             rows.append([dtype, mode, f"{record['verified_acceptance_rate']:.3f}", counts, overlap])
-            walks.append([dtype, mode, *(f"{each['tokens_per_round']:.2f}" for each in record["walks"])])
+            walks.append(
+                [dtype, mode, *(f"{each['tokens_per_round']:.2f}" for each in record["walks"])]
+            )
     num_prompts = results["pair"]["num_prompts"]
     text = "\n## Acceptance\n" + paragraph(
-        f"{num_prompts} held-out prompts (`examples/prompts.jsonl`), 128 new tokens each, rounds of {A_DRAFT_TOKENS} "
-        "draft tokens. The verified acceptance rate a is accepted over verified: of the tokens after the accepted "
-        "ones, only the first is verified. The overlap is the mean of sum(min(p,q)) along the same text."
+        f"{num_prompts} held-out prompts (`examples/prompts.jsonl`), 128 new tokens each, rounds "
+        f"of {A_DRAFT_TOKENS} "
+        "draft tokens. The verified acceptance rate a is accepted over verified: of the tokens "
+        "after the accepted "
+        "ones, only the first is verified. The overlap is the mean of sum(min(p,q)) along the same "
+        "text."
     )
-    text += table(["dtype", "decoding", "verified acceptance rate", "accepted / verified", "overlap"], rows)
+    text += table(
+        ["dtype", "decoding", "verified acceptance rate", "accepted / verified", "overlap"], rows
+    )
     text += "\nMean acceptance length on the same texts:\n\n"
     return text + table(["dtype", "decoding", *(f"K={num}" for num in range(1, 9))], walks)
 
@@ -138,13 +151,24 @@ def timings_text(results: dict) -> str:
     for batch_size, by_dtype in pair["timings"].items():
         for dtype, record in by_dtype.items():
             factors = [f"{factor:.2f}" for factor in record["factors"][1:]]
-            rows.append([batch_size, dtype, f"{record['target_ms'][0]:.2f}", f"{record['cost']:.3f}", *factors])
+            rows.append(
+                [
+                    batch_size,
+                    dtype,
+                    f"{record['target_ms'][0]:.2f}",
+                    f"{record['cost']:.3f}",
+                    *factors,
+                ]
+            )
     machine = pair["machine"]
     header = ["B", "dtype", "T(1) ms", "c", *(f"v({rows_})" for rows_ in range(2, 10))]
     note = paragraph(
-        f"Median of {pair['num_repeats']} forwards over a cache of {pair['context_len']} tokens; {machine['device']}, "
-        f"{machine['num_threads']} threads, torch {machine['torch']}, transformers {machine['transformers']}. c is a "
-        "draft's step over a target's step; v(Q) is a target's forward of Q rows over one of a single row."
+        f"Median of {pair['num_repeats']} forwards over a cache of {pair['context_len']} tokens; "
+        f"{machine['device']}, "
+        f"{machine['num_threads']} threads, torch {machine['torch']}, transformers "
+        f"{machine['transformers']}. c is a "
+        "draft's step over a target's step; v(Q) is a target's forward of Q rows over one of a "
+        "single row."
     )
     return "\n## Forward times\n" + note + table(header, rows)
 
@@ -154,8 +178,14 @@ def bounds_text(results: dict) -> str:
     rows = []
     for batch_size, record in results["pair"]["bounds"].items():
         reached = "yes" if record["bound"] >= record["goal"] else "no"
-        facts = [record["dtype"], str(record["num_draft_tokens"]), f"{record['verified_acceptance_rate']:.3f}"]
-        rows.append([batch_size, *facts, f"{record['bound']:.2f}", f"{record['goal']:.2f}", reached])
+        facts = [
+            record["dtype"],
+            str(record["num_draft_tokens"]),
+            f"{record['verified_acceptance_rate']:.3f}",
+        ]
+        rows.append(
+            [batch_size, *facts, f"{record['bound']:.2f}", f"{record['goal']:.2f}", reached]
+        )
     candidates = []
     for name, by_batch in results["choice"]["candidates"].items():
         values = [
@@ -164,27 +194,34 @@ def bounds_text(results: dict) -> str:
         ]
         candidates.append([name, *values])
     text = "\n## The pair's bound\n" + paragraph(
-        "The largest speed-up that a loop without any work of its own could reach, with the greedy verified "
-        "acceptance rate a and in the dtype in which plain decoding is faster, is the maximum over K of"
+        "The largest speed-up that a loop without any work of its own could reach, with the greedy "
+        "verified "
+        "acceptance rate a and in the dtype in which plain decoding is faster, is the maximum over "
+        "K of"
     )
     text += "    (1 - a^(K+1)) / ((1 - a) (K c + v(K+1)))\n\n"
     text += table(["B", "dtype", "K", "verified acceptance rate", "bound", "goal", "reached"], rows)
     text += "\nCandidates for the draft, as measured when it was chosen (verified acceptance rate / bound):\n\n"
     return text + table(
-        ["draft", *(f"B = {size}" for size in sorted(results["choice"]["candidates"][name]))], candidates
+        ["draft", *(f"B = {size}" for size in sorted(results["choice"]["candidates"][name]))],
+        candidates,
     )
 
 
 def sample_text(results: dict) -> str:
     """Return the section that shows what the target writes."""
     sample = results["pair"]["sample"]
-    note = paragraph("A greedy continuation in float32; the prompt is everything up to the second `def` line.")
+    note = paragraph(
+        "A greedy continuation in float32; the prompt is everything up to the second `def` line."
+    )
     return "\n## What the target writes\n" + note + f"```python\n{sample}\n```\n"
 
 
 def render(results: dict) -> str:
     """Return the README's text; `results` is the record in `measurements.json`."""
     pair = results["pair"]
-    head = HEAD.format(megabytes=pair["num_bytes"] / 1e6, python=results["target_training"]["python"])
+    head = HEAD.format(
+        megabytes=pair["num_bytes"] / 1e6, python=results["target_training"]["python"]
+    )
     sections = (shapes_text, losses_text, acceptance_text, timings_text, bounds_text, sample_text)
     return head + "".join(section(results) for section in sections)

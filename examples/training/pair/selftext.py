@@ -20,11 +20,14 @@ class SelfText(NamedTuple):
     """Rows of real prefix and own continuation, with what the target thought of every position."""
 
     ids: torch.Tensor  # [R, W] int64
-    hidden: torch.Tensor  # [R, W-1, D] float16; the target's last hidden states, whose logits verify ids[:, 1:]
+    # [R, W-1, D] float16; the target's last hidden states, whose logits verify ids[:, 1:]
+    hidden: torch.Tensor
 
 
 @torch.inference_mode()
-def continue_rows(target: LlamaForCausalLM, prefix_ids: torch.Tensor, row_len: int, greedy: torch.Tensor) -> SelfText:
+def continue_rows(
+    target: LlamaForCausalLM, prefix_ids: torch.Tensor, row_len: int, greedy: torch.Tensor
+) -> SelfText:
     """Continue every row to `row_len` tokens.
 
     Args:
@@ -39,7 +42,9 @@ def continue_rows(target: LlamaForCausalLM, prefix_ids: torch.Tensor, row_len: i
     cache = DynamicCache(config=target.config)
     step_ids, ids, hidden = prefix_ids, [prefix_ids], []
     for _ in range(row_len - prefix_ids.shape[1]):
-        state = target.model(input_ids=step_ids, **{CACHE_NAME: cache}, use_cache=True).last_hidden_state
+        state = target.model(
+            input_ids=step_ids, **{CACHE_NAME: cache}, use_cache=True
+        ).last_hidden_state
         hidden.append(state.to(torch.float16).cpu())  # [B, P or 1, D]
         logits = target.lm_head(state[:, -1]).float()  # [B, V]
         sampled = torch.multinomial(logits.softmax(-1), 1)  # [B, 1]
@@ -51,11 +56,17 @@ def continue_rows(target: LlamaForCausalLM, prefix_ids: torch.Tensor, row_len: i
 def draw_prefixes(stream: np.ndarray, batch: int, seed: int) -> torch.Tensor:
     """Draw the real prefixes of one batch from a stream, [N] uint16; returns [B, P] int64."""
     prefix_len = PREFIX_LENS[batch % len(PREFIX_LENS)]
-    starts = np.random.default_rng((seed, 1, batch)).integers(0, len(stream) - prefix_len, BATCH_SIZE)
-    return torch.from_numpy(np.stack([stream[start : start + prefix_len].astype(np.int64) for start in starts]))
+    starts = np.random.default_rng((seed, 1, batch)).integers(
+        0, len(stream) - prefix_len, BATCH_SIZE
+    )
+    return torch.from_numpy(
+        np.stack([stream[start : start + prefix_len].astype(np.int64) for start in starts])
+    )
 
 
-def write_self_text(target: LlamaForCausalLM, stream: np.ndarray, folder: Path, minutes: float, seed: int) -> None:
+def write_self_text(
+    target: LlamaForCausalLM, stream: np.ndarray, folder: Path, minutes: float, seed: int
+) -> None:
     """Write batches of self-text into `folder` until the budget is spent; batches already there are kept.
 
     Args:
@@ -83,4 +94,6 @@ def write_self_text(target: LlamaForCausalLM, stream: np.ndarray, folder: Path, 
 def load_self_text(folder: Path) -> SelfText:
     """Load every batch of `folder`."""
     batches = [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))]
-    return SelfText(torch.cat([ids for ids, _ in batches]), torch.cat([hidden for _, hidden in batches]))
+    return SelfText(
+        torch.cat([ids for ids, _ in batches]), torch.cat([hidden for _, hidden in batches])
+    )

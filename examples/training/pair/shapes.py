@@ -73,8 +73,8 @@ def build_model(shape: Shape, seed: int) -> LlamaForCausalLM:
 def grow(model: LlamaForCausalLM, shape: Shape, seed: int) -> LlamaForCausalLM:
     """Return a deeper model that computes the same function.
 
-    Every old layer is followed by copies of itself whose output projections are zero, so a copy adds nothing
-    until it is trained.
+    Every old layer is followed by copies of itself whose output projections are zero, so a copy
+    adds nothing until it is trained.
 
     Args:
         model: the trained shallow model.

@@ -21,7 +21,8 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
         bos_token_id=EOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID, pad_token_id=PAD_TOKEN_ID
     )
     copy.save_pretrained(folder)
-    _update(folder / "config.json", dtype="float32")  # CPUs decode faster with it, and near-ties are rare
+    # CPUs decode faster with it, and near-ties are rare
+    _update(folder / "config.json", dtype="float32")
     save_tokenizer(tokenizer, folder)
 
 
@@ -38,7 +39,9 @@ def _update(path: Path, **values: str) -> None:
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LlamaForCausalLM:
+def load_model(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> LlamaForCausalLM:
     """Load a saved model in evaluation mode."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval()

@@ -39,7 +39,9 @@ def warm_cache(model: LlamaForCausalLM, batch_size: int) -> DynamicCache:
     return cache
 
 
-def forward_ms(model: LlamaForCausalLM, cache: DynamicCache, batch_size: int, num_rows: int) -> float:
+def forward_ms(
+    model: LlamaForCausalLM, cache: DynamicCache, batch_size: int, num_rows: int
+) -> float:
     """Time one forward of `num_rows` tokens per sequence and crop the cache back, untimed."""
     ids = torch.randint(2, model.config.vocab_size, (batch_size, num_rows), device=model.device)
     if model.device.type == "cuda":
@@ -61,7 +63,9 @@ def time_pair(target: LlamaForCausalLM, draft: LlamaForCausalLM, batch_size: int
     draft_ms: list[float] = []
     for repeat in range(NUM_REPEATS + 2):
         draft_once = forward_ms(draft, draft_cache, batch_size, 1)
-        target_once = [forward_ms(target, target_cache, batch_size, rows) for rows in range(1, MAX_ROWS + 1)]
+        target_once = [
+            forward_ms(target, target_cache, batch_size, rows) for rows in range(1, MAX_ROWS + 1)
+        ]
         if repeat < 2:
             continue
         draft_ms.append(draft_once)

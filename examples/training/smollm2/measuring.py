@@ -39,7 +39,10 @@ class Run(NamedTuple):
 def methods(head: DraftHead, num_draft_tokens: int) -> list[Method]:
     """What is measured; transformers decodes one row only with drafts."""
     alone, both = (
-        {"drafter": functools.partial(HeadDrafter, head, **settings), "num_assistant_tokens": num_draft_tokens}
+        {
+            "drafter": functools.partial(HeadDrafter, head, **settings),
+            "num_assistant_tokens": num_draft_tokens,
+        }
         for settings in ({**HEAD_SETTINGS, "copies": False}, HEAD_SETTINGS)
     )
     return [
@@ -51,11 +54,15 @@ def methods(head: DraftHead, num_draft_tokens: int) -> list[Method]:
     ]
 
 
-def run(target: PreTrainedModel, method: Method, inputs: dict[str, Tensor], max_new_tokens: int) -> Run:
+def run(
+    target: PreTrainedModel, method: Method, inputs: dict[str, Tensor], max_new_tokens: int
+) -> Run:
     """Decode one batch greedily."""
     stats = hf_speculate.SpeculationStats() if method.is_ours else None
     ours = {"speculation_stats": stats} if method.is_ours else {}
-    generate = functools.partial(hf_speculate.generate, target) if method.is_ours else target.generate
+    generate = (
+        functools.partial(hf_speculate.generate, target) if method.is_ours else target.generate
+    )
     begin = time.perf_counter()
     output = generate(**inputs, **GREEDY, max_new_tokens=max_new_tokens, **method.options, **ours)
     seconds = time.perf_counter() - begin
@@ -79,7 +86,12 @@ def measure(
     A batch's ratio is to plain decoding of the same batch; both include the prompt's forward.
     """
     tokenizer.padding_side = tokenizer.truncation_side = "left"
-    how = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": MAX_PROMPT_TOKENS}
+    how = {
+        "return_tensors": "pt",
+        "padding": True,
+        "truncation": True,
+        "max_length": MAX_PROMPT_TOKENS,
+    }
     records = []
     for batch_size in BATCH_SIZES:
         every = methods(head, num_draft_tokens)
@@ -87,7 +99,10 @@ def measure(
             every = [method for method in every if method.is_ours or not method.options]
         runs: dict[str, list[Run]] = {method.name: [] for method in every}
         for start in range(0, len(questions), batch_size):
-            prompts = [chat_prompt(tokenizer, question) for question in questions[start : start + batch_size]]
+            prompts = [
+                chat_prompt(tokenizer, question)
+                for question in questions[start : start + batch_size]
+            ]
             encoded = tokenizer(prompts, add_special_tokens=False, **how)
             inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
             if not start:
@@ -95,7 +110,10 @@ def measure(
                     run(target, method, inputs, 8)  # warms up
             for method in every if start // batch_size % 2 == 0 else reversed(every):
                 runs[method.name].append(run(target, method, inputs, max_new_tokens))
-            print(f"{batch_size} rows, {start + len(prompts)} of {len(questions)} questions", flush=True)
+            print(
+                f"{batch_size} rows, {start + len(prompts)} of {len(questions)} questions",
+                flush=True,
+            )
         records += [record(name, batch_size, done, runs["plain"]) for name, done in runs.items()]
     return records
 
@@ -103,7 +121,10 @@ def measure(
 def record(name: str, batch_size: int, runs: list[Run], plain: list[Run]) -> dict[str, Any]:
     """What a method's runs come to."""
     speeds = [each.num_tokens / each.seconds for each in runs]
-    ratios = sorted(speed / (other.num_tokens / other.seconds) for speed, other in zip(speeds, plain, strict=True))
+    ratios = sorted(
+        speed / (other.num_tokens / other.seconds)
+        for speed, other in zip(speeds, plain, strict=True)
+    )
     same = [
         mine.tolist() == theirs.tolist()
         for each, other in zip(runs, plain, strict=True)
@@ -121,8 +142,12 @@ def record(name: str, batch_size: int, runs: list[Run], plain: list[Run]) -> dic
     }
     stats = [each.stats for each in runs if each.stats is not None]
     if stats:
-        num_rounds, num_emitted = (sum(getattr(one, key) for one in stats) for key in ("num_rounds", "num_emitted"))
-        num_accepted, num_drafted = (sum(getattr(one, key) for one in stats) for key in ("num_accepted", "num_drafted"))
+        num_rounds, num_emitted = (
+            sum(getattr(one, key) for one in stats) for key in ("num_rounds", "num_emitted")
+        )
+        num_accepted, num_drafted = (
+            sum(getattr(one, key) for one in stats) for key in ("num_accepted", "num_drafted")
+        )
         result["tokens_per_round"] = num_emitted / max(num_rounds, 1)
         result["accepted_per_drafted"] = num_accepted / max(num_drafted, 1)
         lens = sum((Counter(one.rounds_by_draft_len) for one in stats), Counter())

@@ -98,10 +98,22 @@ def _word_problem(draw: random.Random) -> str:
     first, second, third = draw.randint(6, 60), draw.randint(2, 30), draw.randint(2, 9)
     return draw.choice(
         [
-            f"{name} has {first} {item} and gives {min(second, first)} of them to {other}. How many are left?",
-            f"{name} buys {third} boxes of {item} with {second} in each. How many {item} is that in total?",
-            f"A box of {item} costs {third} dollars. How much do {second} boxes cost? Show your work.",
-            f"{name} has {first} {item}. {other} has {third} times as many. How many do they have together?",
+            (
+                f"{name} has {first} {item} and gives {min(second, first)} of them to {other}. How "
+                "many are left?"
+            ),
+            (
+                f"{name} buys {third} boxes of {item} with {second} in each. How many {item} is that "
+                "in total?"
+            ),
+            (
+                f"A box of {item} costs {third} dollars. How much do {second} boxes cost? Show your "
+                "work."
+            ),
+            (
+                f"{name} has {first} {item}. {other} has {third} times as many. How many do they have "
+                "together?"
+            ),
             f"What is {first} plus {second}?",
             f"What is {first} times {third}? Explain each step.",
             f"If a train travels {first} miles in {third} hours, what is its average speed?",
@@ -118,12 +130,15 @@ def _translation(draw: random.Random) -> str:
             f"{name} will give a talk on {topic} next week.",
         ]
     )
-    return draw.choice([f"Translate into {language}: {sentence}", f"How do I say this in {language}? {sentence}"])
+    return draw.choice(
+        [f"Translate into {language}: {sentence}", f"How do I say this in {language}? {sentence}"]
+    )
 
 
 def _extraction(draw: random.Random) -> str:
     rows = [
-        f"{name}, {draw.randint(18, 80)} years old, likes {draw.choice(_TOPICS)} and owns {draw.randint(2, 40)} {item}."
+        f"{name}, {draw.randint(18, 80)} years old, likes {draw.choice(_TOPICS)} and owns "
+        f"{draw.randint(2, 40)} {item}."
         for name, item in zip(draw.sample(_NAMES, 4), draw.sample(_ITEMS, 4), strict=True)
     ]
     question = draw.choice(

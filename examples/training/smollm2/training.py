@@ -1,7 +1,8 @@
 """Fits a head to what the target wrote, with the target's distributions as its goal.
 
-The head is trained as it drafts: in step 1 all states are the target's; in step s the state of every pair is the head's
-own output of step s - 1 at the pair before, and attention sees the target's states only up to s - 1 pairs back.
+The head is trained as it drafts: in step 1 all states are the target's; in step s the state of
+every pair is the head's own output of step s - 1 at the pair before, and attention sees the
+target's states only up to s - 1 pairs back.
 
 Source: Li et al., "EAGLE-3" (arXiv:2503.01840), section 3.2.
 """
@@ -79,7 +80,10 @@ def linear_prediction(head: DraftHead, folder: Path) -> Tensor:
     gram, moments = torch.zeros(2 * width + 1, 2 * width + 1), torch.zeros(2 * width + 1, width)
     for rows in read_batches(folder):
         is_wanted = wanted_pairs(rows)
-        embedded, states = head.embeddings[rows.ids[:, 1:].long()] * EMBEDDING_SCALE, rows.hidden.float() / head.scale
+        embedded, states = (
+            head.embeddings[rows.ids[:, 1:].long()] * EMBEDDING_SCALE,
+            rows.hidden.float() / head.scale,
+        )
         pairs = [embedded, states[:, :-1], torch.ones(*is_wanted.shape, 1)]
         x, y = torch.cat(pairs, dim=-1)[is_wanted], states[:, 1:][is_wanted]
         gram += x.T @ x
@@ -95,8 +99,8 @@ def wanted_pairs(rows: Conversations) -> Tensor:
 def attend(heads: list[Heads], num_groups: int) -> Tensor:
     """Mixed values [B, H, N, D] of the last step's queries.
 
-    A query at pair i sees the first step's keys of pairs 0 to i - s + 1, then those of the later steps, one pair each:
-    step r's at i - s + r.
+    A query at pair i sees the first step's keys of pairs 0 to i - s + 1, then those of the later
+    steps, one pair each: step r's at i - s + r.
 
     Args:
         heads: of every step so far, s of them.
@@ -105,12 +109,14 @@ def attend(heads: list[Heads], num_groups: int) -> Tensor:
     query, num_steps, num_pairs = heads[-1].query, len(heads), heads[-1].query.shape[2]
     scale = query.shape[-1] ** -0.5
     keys, values = (
-        [getattr(one, name).repeat_interleave(num_groups, dim=1) for one in heads] for name in ("key", "value")
+        [getattr(one, name).repeat_interleave(num_groups, dim=1) for one in heads]
+        for name in ("key", "value")
     )
     if num_steps == 1:
         return nn.functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
     sees = torch.ones(num_pairs, num_pairs, dtype=torch.bool).tril(1 - num_steps)
-    scores = (query @ keys[0].transpose(-1, -2) * scale).masked_fill(~sees, -torch.inf)  # [B, H, N, N]
+    # [B, H, N, N]
+    scores = (query @ keys[0].transpose(-1, -2) * scale).masked_fill(~sees, -torch.inf)
     shifted = [
         (_shifted(keys[step], num_steps - 1 - step), _shifted(values[step], num_steps - 1 - step))
         for step in range(1, num_steps)
@@ -131,14 +137,16 @@ def _shifted(x: Tensor, places: int) -> Tensor:
 def head_loss(head: DraftHead, rows: Conversations, num_steps: int) -> Loss:
     """KL divergence of the target's distribution and the head's, and the distance of its output from the next state.
 
-    The first is over the draft vocabulary. The second keeps the output a state that the next step can go on from.
+    The first is over the draft vocabulary. The second keeps the output a state that the next step
+    can go on from.
 
     Args:
         head: in training.
         rows: of the target's text.
         num_steps: drafted tokens after each pair, at least 1.
     """
-    ids, next_states = rows.ids.long()[:, 1:], rows.hidden[:, 1:].float() / head.scale  # [B, N]; [B, N, D]
+    # [B, N]; [B, N, D]
+    ids, next_states = rows.ids.long()[:, 1:], rows.hidden[:, 1:].float() / head.scale
     is_wanted = wanted_pairs(rows)
     turns = head.turns(torch.arange(ids.shape[1])[None])
     hidden = torch.cat([rows.aux[:, :-1].float(), rows.hidden[:, :-1].float()], dim=-1)
@@ -177,12 +185,17 @@ class HeadTraining:
     def __init__(self, head: DraftHead, folder: Path, checkpoint: Path, minutes: float, seed: int):
         self.head, self.checkpoint, self.seed = head, checkpoint, seed
         self.files = list(read_batches(folder))
-        self.optimizer = torch.optim.AdamW(head.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            head.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.num_steps, spent_s = 0, 0.0
-        self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.num_ranks = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         if checkpoint.is_file():
             saved = torch.load(checkpoint, weights_only=True)
-            # The draft vocabulary may have changed with more text; nothing that is trained depends on it.
+            # The draft vocabulary may have changed with more text; nothing that is trained depends
+            # on it.
             head.load_state_dict(saved["head"] | {"target_ids": head.target_ids})
             self.optimizer.load_state_dict(saved["optimizer"])
             self.num_steps, spent_s = saved["num_steps"], saved["spent_s"]
@@ -195,7 +208,9 @@ class HeadTraining:
             num_steps = 1 if share < ONE_STEP_SHARE else len(STEP_WEIGHTS)
             loss = self._step(num_steps, share)
             new = torch.tensor(loss.accuracy)
-            averages = new if averages is None or len(averages) != len(new) else averages.lerp(new, 0.05)
+            averages = (
+                new if averages is None or len(averages) != len(new) else averages.lerp(new, 0.05)
+            )
             if self.num_steps % 10 == 0 and not self.rank:
                 shown = " ".join(f"{value:.3f}" for value in averages.tolist())
                 print(f"{share:.1%}, step {self.num_steps}: accuracy {shown}", flush=True)
@@ -231,10 +246,19 @@ class HeadTraining:
 
     def _rows(self) -> Conversations:
         """The next rows in the epoch's order."""
-        places = [(file, row) for file, batch in enumerate(self.files) for row in range(len(batch.ids))]
-        epoch, number = divmod(self.num_steps * self.num_ranks + self.rank, len(places) // BATCH_SIZE)
-        order = torch.randperm(len(places), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch))
-        chosen = [places[index] for index in order[number * BATCH_SIZE : (number + 1) * BATCH_SIZE].tolist()]
+        places = [
+            (file, row) for file, batch in enumerate(self.files) for row in range(len(batch.ids))
+        ]
+        epoch, number = divmod(
+            self.num_steps * self.num_ranks + self.rank, len(places) // BATCH_SIZE
+        )
+        order = torch.randperm(
+            len(places), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch)
+        )
+        chosen = [
+            places[index]
+            for index in order[number * BATCH_SIZE : (number + 1) * BATCH_SIZE].tolist()
+        ]
         picked = [[part[row] for part in self.files[file]] for file, row in chosen]
         return Conversations(*(torch.stack(parts) for parts in zip(*picked, strict=True)))
 

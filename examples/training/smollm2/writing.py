@@ -1,7 +1,7 @@
 """Lets the target write conversations, and keeps the states that a head learns from.
 
-Every row is one conversation of fixed length: user turns are fed token by token, and the target answers in between.
-So a batch needs no padding, and no row waits for another one.
+Every row is one conversation of fixed length: user turns are fed token by token, and the target
+answers in between. So a batch needs no padding, and no row waits for another one.
 """
 
 import random
@@ -18,7 +18,8 @@ from training.smollm2.seed_prompts import next_turn, question
 
 BATCH_SIZE = 64
 ROW_LEN = 512
-MAX_ANSWER_LEN = 160  # a longer answer is cut off and followed by the next user turn: it would repeat itself
+# a longer answer is cut off and followed by the next user turn: it would repeat itself
+MAX_ANSWER_LEN = 160
 TEMPERATURE = 0.7  # of the sampled half of the rows
 
 
@@ -41,7 +42,9 @@ class Turns:
         self.num_answered = 0
         first = [{"role": "user", "content": question(self.draw)}]
         self.forced = deque(
-            self._encode(tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=True))
+            self._encode(
+                tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
+            )
         )
 
     def next_id(self, chosen: int) -> tuple[int, bool]:
@@ -63,14 +66,24 @@ class Turns:
 class Stepper:
     """One token a row at a time through a Llama model, over buffers that hold all of the keys and values.
 
-    transformers' own loop copies the whole cache at every step, which takes half of the time at this batch size.
+    transformers' own loop copies the whole cache at every step, which takes half of the time at
+    this batch size.
     """
 
-    def __init__(self, model: LlamaForCausalLM, batch_size: int, row_len: int, aux_layers: list[int]):
+    def __init__(
+        self, model: LlamaForCausalLM, batch_size: int, row_len: int, aux_layers: list[int]
+    ):
         self.model, self.aux_layers, self.length = model, aux_layers, 0
         config = model.config
         self.head_dim, self.num_kv_heads = config.head_dim, config.num_key_value_heads
-        shape = (config.num_hidden_layers, 2, batch_size, config.num_key_value_heads, row_len, config.head_dim)
+        shape = (
+            config.num_hidden_layers,
+            2,
+            batch_size,
+            config.num_key_value_heads,
+            row_len,
+            config.head_dim,
+        )
         self.states = torch.zeros(shape, dtype=model.dtype)
         positions = torch.arange(row_len)[None]
         self.cos, self.sin = model.model.rotary_emb(self.states, positions)  # [1, W, D]
@@ -90,7 +103,8 @@ class Stepper:
         place, keys, values = self.length, *self.states[index]
         cos, sin = self.cos[:, place], self.sin[:, place]  # [1, D]
         query, key, value = (
-            getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, self.head_dim)) for name in "qkv"
+            getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, self.head_dim))
+            for name in "qkv"
         )  # [B, H, D]
         query, key = (part * cos + rotate_half(part) * sin for part in (query, key))
         keys[:, :, place], values[:, :, place] = key, value
@@ -116,7 +130,15 @@ def write_conversations(
     for _ in range(ROW_LEN):
         aux, hidden = stepper.step(ids)
         logits = target.lm_head(hidden).float()  # [B, V]
-        columns.append((ids.int(), is_written, aux.to(torch.bfloat16), hidden.to(torch.float16), logits.logsumexp(-1)))
+        columns.append(
+            (
+                ids.int(),
+                is_written,
+                aux.to(torch.bfloat16),
+                hidden.to(torch.float16),
+                logits.logsumexp(-1),
+            )
+        )
         chosen = logits.argmax(-1)
         probs = (logits[BATCH_SIZE // 2 :] / TEMPERATURE).softmax(-1)
         chosen[BATCH_SIZE // 2 :] = torch.multinomial(probs, 1, generator=generator)[:, 0]

@@ -20,7 +20,9 @@ def _per_row(name: str, value: int | Tensor, num_rows: int, device: torch.device
     if not isinstance(value, Tensor):
         return row_seeds(value, 1, device=device)  # value modulo 2**64
     if value.shape not in ((1,), (num_rows,)):
-        raise ShapeError(f"{name} must be an int, [1] or [B] = [{num_rows}], got {list(value.shape)}")
+        raise ShapeError(
+            f"{name} must be an int, [1] or [B] = [{num_rows}], got {list(value.shape)}"
+        )
     check_dtype(name, value, ID_DTYPES)
     return value.to(device, torch.int64).contiguous()
 
@@ -51,22 +53,23 @@ def chain_speculative_sampling(
 
     Args:
         draft_probs: [B, K, V] probabilities, any float dtype; each row is divided by its sum.
-        draft_token_ids: [B, K] int32 or int64, sampled from `draft_probs`. An id outside [0, V) is rejected.
+        draft_token_ids: [B, K] int32 or int64, sampled from `draft_probs`. An id outside [0, V) is
+            rejected.
         target_probs: [B, K+1, V] probabilities, any float dtype; each row is divided by its sum.
         maybe_output_accepted_token_num: [B] int32 or int64 counter, incremented in place.
         maybe_output_emitted_draft_token_num: [B] int32 or int64 counter, incremented in place.
         deterministic: ignored; results are always deterministic.
         generator: draws the seed if `seed` is None; None means torch's global generator.
-        seed: an integer or [1], from which `row_seeds` derives the row seeds, or the row seeds [B]. Tensors are int32
-            or int64 and stay on their device.
-        offset: an integer, [1] or [B], number of calls so far with this seed; None means 0. Equal seeds and offsets
-            give equal random numbers.
+        seed: an integer or [1], from which `row_seeds` derives the row seeds, or the row seeds [B].
+            Tensors are int32 or int64 and stay on their device.
+        offset: an integer, [1] or [B], number of calls so far with this seed; None means 0. Equal
+            seeds and offsets give equal random numbers.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        Token ids [B, K+1] int32: the accepted prefix, the correction or bonus token, then -1. The number of drafted
-        tokens that pass their own acceptance test, also after a rejected one. The number of accepted tokens. The two
-        counts are the given counters, or [B] int32.
+        Token ids [B, K+1] int32: the accepted prefix, the correction or bonus token, then -1. The
+        number of drafted tokens that pass their own acceptance test, also after a rejected one. The
+        number of accepted tokens. The two counts are the given counters, or [B] int32.
 
     Raises:
         ConfigError: unknown backend.
@@ -82,16 +85,26 @@ def chain_speculative_sampling(
     check_shape("draft_probs", draft_probs, "B, K, V", (num_rows, num_positions - 1, vocab_size))
     check_dtype("draft_probs", draft_probs, FLOAT_DTYPES)
     _check_counter("maybe_output_accepted_token_num", maybe_output_accepted_token_num, num_rows)
-    _check_counter("maybe_output_emitted_draft_token_num", maybe_output_emitted_draft_token_num, num_rows)
+    _check_counter(
+        "maybe_output_emitted_draft_token_num", maybe_output_emitted_draft_token_num, num_rows
+    )
     device = target_probs.device
     implementation = operations(backend, device)
-    seeds = draw_seed(generator, device) if seed is None else _per_row("seed", seed, num_rows, device)
+    seeds = (
+        draw_seed(generator, device) if seed is None else _per_row("seed", seed, num_rows, device)
+    )
     seeds = seeds if seeds.shape[0] == num_rows else row_seeds(seeds, num_rows)
-    rounds = _per_row("offset", 0 if offset is None else offset, num_rows, device).expand(num_rows).contiguous()
+    rounds = (
+        _per_row("offset", 0 if offset is None else offset, num_rows, device)
+        .expand(num_rows)
+        .contiguous()
+    )
     keys = NoiseKeys(seeds, rounds, torch.zeros_like(seeds))
     target_logits = target_probs.to(torch.float32).log()
     proposal = Proposal(draft_probs.to(torch.float32).log(), None)
-    verdict, passed = implementation.reject_and_test(Round(target_logits, draft_token_ids, None), proposal, keys)
+    verdict, passed = implementation.reject_and_test(
+        Round(target_logits, draft_token_ids, None), proposal, keys
+    )
     accepted = passed.sum(-1, dtype=torch.int32)
     emitted = verdict.num_accepted
     if maybe_output_accepted_token_num is not None:

@@ -12,7 +12,9 @@ def mask_undefined_draws(verdict: Verdict, logits: Tensor) -> Tensor:
     tops = logits[torch.arange(logits.shape[0], device=logits.device), at].amax(-1)  # [B]
     here = at.unsqueeze(-1)
     drawn = verdict.token_ids.gather(1, here)
-    return verdict.token_ids.scatter(1, here, torch.where(tops.abs().unsqueeze(-1) < torch.inf, drawn, -1))
+    return verdict.token_ids.scatter(
+        1, here, torch.where(tops.abs().unsqueeze(-1) < torch.inf, drawn, -1)
+    )
 
 
 def draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -23,7 +23,9 @@ def _first_rejection(verdict: Verdict, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def greedy_match(target_dists: Tensor, candidate_tokens: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def greedy_match(
+    target_dists: Tensor, candidate_tokens: Tensor, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Greedy verification: compare candidates with the target's most probable tokens; ties go to the lowest index.
 
     Args:
@@ -32,8 +34,8 @@ def greedy_match(target_dists: Tensor, candidate_tokens: Tensor, *, backend: str
         backend: "auto", "torch" or "triton".
 
     Returns:
-        `rejected_idx`, the first position that differs (K if none does), and the target's most probable token
-        there; both 0-dim int64.
+        `rejected_idx`, the first position that differs (K if none does), and the target's most
+        probable token there; both 0-dim int64.
 
     Raises:
         ConfigError: unknown backend.
@@ -42,7 +44,9 @@ def greedy_match(target_dists: Tensor, candidate_tokens: Tensor, *, backend: str
     """
     _check_candidates(target_dists, candidate_tokens)
     batch = target_dists.unsqueeze(0)
-    return _first_rejection(verify_greedy(batch, candidate_tokens.unsqueeze(0), backend=backend), batch)
+    return _first_rejection(
+        verify_greedy(batch, candidate_tokens.unsqueeze(0), backend=backend), batch
+    )
 
 
 @torch.no_grad()
@@ -64,8 +68,8 @@ def speculative_sampling(
         backend: "auto", "torch" or "triton".
 
     Returns:
-        `rejected_idx`, the first rejected position (K if all are accepted), and the correction or bonus token that
-        was sampled there; both 0-dim int64.
+        `rejected_idx`, the first rejected position (K if all are accepted), and the correction or
+        bonus token that was sampled there; both 0-dim int64.
 
     Raises:
         ConfigError: unknown backend.

@@ -23,7 +23,8 @@ class TypicalAcceptanceSampler:
     Args:
         posterior_threshold: in (0, 1), a probability.
         posterior_alpha: > 0.
-        strict_mode: also check devices and that every id is in [0, V), which synchronises with the device.
+        strict_mode: also check devices and that every id is in [0, V), which synchronises with the
+            device.
         disable_bonus_tokens: emit -1 instead of the bonus token.
         backend: "auto", "torch" or "triton".
 
@@ -43,7 +44,9 @@ class TypicalAcceptanceSampler:
         self._make_rule()
 
     def _make_rule(self) -> TypicalRule:
-        return TypicalRule(self.posterior_threshold, self.posterior_alpha, ENTROPY_EPSILON, samples=False)
+        return TypicalRule(
+            self.posterior_threshold, self.posterior_alpha, ENTROPY_EPSILON, samples=False
+        )
 
     @torch.no_grad()
     def __call__(
@@ -56,14 +59,17 @@ class TypicalAcceptanceSampler:
         """Accept drafted tokens while p(x) > min(threshold, alpha * exp(-entropy of p)).
 
         Args:
-            target_with_bonus_probs: [B, K+1, V] probabilities, any float dtype; each row is divided by its sum.
-            bonus_token_ids: [B] or [B, 1] int32 or int64, emitted if all drafted tokens are accepted.
+            target_with_bonus_probs: [B, K+1, V] probabilities, any float dtype; each row is divided
+                by its sum.
+            bonus_token_ids: [B] or [B, 1] int32 or int64, emitted if all drafted tokens are
+                accepted.
             draft_probs: [B, K, V] or None; not read.
             draft_token_ids: [B, K] int32 or int64. An id outside [0, V) is rejected.
 
         Returns:
-            [B, K+1] int64: the accepted prefix, the target's most probable token at the first rejection (ties go to
-            the lowest index; -1 if the target row is not a valid distribution), then -1.
+            [B, K+1] int64: the accepted prefix, the target's most probable token at the first
+            rejection (ties go to the lowest index; -1 if the target row is not a valid
+            distribution), then -1.
 
         Raises:
             ConfigError: unknown backend, or in strict mode an id outside [0, V).
@@ -75,12 +81,18 @@ class TypicalAcceptanceSampler:
             _check_strictly(target_with_bonus_probs, bonus_token_ids, draft_probs, draft_token_ids)
         implementation = operations(self.backend, target_with_bonus_probs.device)
         logits = target_with_bonus_probs.to(torch.float32).log()
-        verdict = implementation.typical(Round(logits, draft_token_ids, None), Warp(), self._make_rule(), None)
+        verdict = implementation.typical(
+            Round(logits, draft_token_ids, None), Warp(), self._make_rule(), None
+        )
         at = verdict.num_accepted.to(torch.int64).unsqueeze(-1)  # [B, 1]
-        # The argmax is taken over the probabilities, because the logarithm can round two of them to the same number.
-        rows = target_with_bonus_probs.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))  # [B, 1, V]
+        # The argmax is taken over the probabilities, because the logarithm can round two of them to
+        # the same number.
+        # [B, 1, V]
+        rows = target_with_bonus_probs.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         best = implementation.greedy(Round(rows, draft_token_ids[:, :0], None)).token_ids  # [B, 1]
-        ids = mask_undefined_draws(verdict._replace(token_ids=verdict.token_ids.scatter(1, at, best)), logits)
+        ids = mask_undefined_draws(
+            verdict._replace(token_ids=verdict.token_ids.scatter(1, at, best)), logits
+        )
         bonus = bonus_token_ids.view(-1, 1).to(torch.int64)
         if self.disable_bonus_tokens:
             bonus = torch.full_like(bonus, -1)
@@ -99,23 +111,38 @@ def _check(target_probs: Tensor, bonus_token_ids: Tensor, draft_token_ids: Tenso
 
 
 def _check_strictly(
-    target_probs: Tensor, bonus_token_ids: Tensor, draft_probs: Tensor | None, draft_token_ids: Tensor
+    target_probs: Tensor,
+    bonus_token_ids: Tensor,
+    draft_probs: Tensor | None,
+    draft_token_ids: Tensor,
 ) -> None:
     """Raise unless all tensors are on one device, `draft_probs` matches the target and all ids are in [0, V)."""
     num_rows, num_positions, vocab_size = target_probs.shape
     if draft_probs is not None:
-        check_shape("draft_probs", draft_probs, "B, K, V", (num_rows, num_positions - 1, vocab_size))
+        check_shape(
+            "draft_probs", draft_probs, "B, K, V", (num_rows, num_positions - 1, vocab_size)
+        )
         check_dtype("draft_probs", draft_probs, FLOAT_DTYPES)
-    named = {"bonus_token_ids": bonus_token_ids, "draft_probs": draft_probs, "draft_token_ids": draft_token_ids}
+    named = {
+        "bonus_token_ids": bonus_token_ids,
+        "draft_probs": draft_probs,
+        "draft_token_ids": draft_token_ids,
+    }
     for name, tensor in named.items():
         if tensor is not None and tensor.device != target_probs.device:
             raise ShapeError(
-                f"{name} must be on {target_probs.device} like target_with_bonus_probs, got {tensor.device}; move it"
+                f"{name} must be on {target_probs.device} like target_with_bonus_probs, got "
+                f"{tensor.device}; move it"
             )
     for name in ("bonus_token_ids", "draft_token_ids"):
         ids = named[name]
-        if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        if (
+            ids is not None
+            and ids.numel()
+            and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size
+        ):
             raise ConfigError(
-                f"{name} must be in [0, V) = [0, {vocab_size}), got {int(ids.min())}..{int(ids.max())}; "
+                f"{name} must be in [0, V) = [0, {vocab_size}), got "
+                f"{int(ids.min())}..{int(ids.max())}; "
                 "with strict_mode=False such drafted ids are rejected"
             )

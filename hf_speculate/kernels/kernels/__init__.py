@@ -1,13 +1,23 @@
 """Triton kernels of every operation; importing this package requires Triton.
 
-A call has two launches: `stats` reads every row once, `decide` tests the drafted tokens and samples the final token.
-Block verification and entropies with an epsilon read the rows a second time in between. `cut` has three launches, and
-so has `cut_and_draw`.
+A call has two launches: `stats` reads every row once, `decide` tests the drafted tokens and samples
+the final token. Block verification and entropies with an epsilon read the rows a second time in
+between. `cut` has three launches, and so has `cut_and_draw`.
 """
 
 from .attention_launch import attend, key_spans
 from .launch import has_atomics
-from .operations import block, coupled, cut, cut_and_draw, greedy, reject, reject_and_test, sample, typical
+from .operations import (
+    block,
+    coupled,
+    cut,
+    cut_and_draw,
+    greedy,
+    reject,
+    reject_and_test,
+    sample,
+    typical,
+)
 
 __all__ = [
     "attend",

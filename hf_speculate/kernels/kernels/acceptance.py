@@ -14,9 +14,11 @@ TYPICAL = tl.constexpr(3)
 BLOCK = tl.constexpr(4)
 COUPLED = tl.constexpr(5)
 
-# Positions tested in one step. All kernels merge rows in this shape, which makes their results equal bit for bit.
+# Positions tested in one step. All kernels merge rows in this shape, which makes their results
+# equal bit for bit.
 POSITIONS_AT_ONCE = tl.constexpr(8)
-# Replaces a log ratio of +inf. A sum of 128 such ratios does not overflow, and other ratios cannot undo it.
+# Replaces a log ratio of +inf. A sum of 128 such ratios does not overflow, and other ratios cannot
+# undo it.
 MAX_LOG_RATIO = tl.constexpr(1e30)
 
 
@@ -24,7 +26,9 @@ MAX_LOG_RATIO = tl.constexpr(1e30)
 def load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size):
     """Drafted ids [P] int32, and whether they are within the length and in [0, V); other ids are 0."""
     counts = positions < length
-    ids = tl.load(ids_ptr + sequence.to(tl.int64) * num_draft_tokens + positions, mask=counts, other=-1).to(tl.int64)
+    ids = tl.load(
+        ids_ptr + sequence.to(tl.int64) * num_draft_tokens + positions, mask=counts, other=-1
+    ).to(tl.int64)
     is_good = counts & (ids >= 0) & (ids < vocab_size)
     return tl.where(is_good, ids, 0).to(tl.int32), is_good
 
@@ -32,14 +36,20 @@ def load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
 @triton.jit
 def load_tokens(logits_ptr, stride_b, stride_i, stride_v, sequence, positions, ids, mask):
     """Logits [P] float32 of one token per position."""
-    at = sequence.to(tl.int64) * stride_b + positions.to(tl.int64) * stride_i + ids.to(tl.int64) * stride_v
+    at = (
+        sequence.to(tl.int64) * stride_b
+        + positions.to(tl.int64) * stride_i
+        + ids.to(tl.int64) * stride_v
+    )
     return tl.load(logits_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def merge_logsumexps(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks):
     """Log-sum-exps [P] of rows `first_row` + `lanes` [P]."""
-    tops, _, sums = merge_rows(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, True)
+    tops, _, sums = merge_rows(
+        floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, True
+    )
     return logsumexps(tops, sums)
 
 
@@ -64,9 +74,12 @@ def combine_ratios(sum_before, cap_before, sum_after, cap_after):
 @triton.jit
 def passes_rejection(log_u, target_logprobs, draft_logprobs, draft_lse):
     """Whether u < target / draft, [P] bool."""
-    # A +inf in a draft row gives its other tokens the log-probability -inf, which would accept all of them.
+    # A +inf in a draft row gives its other tokens the log-probability -inf, which would accept all
+    # of them.
     is_possible = (target_logprobs > float("-inf")) & is_finite(draft_lse)
-    return is_possible & ((target_logprobs >= draft_logprobs) | (log_u < target_logprobs - draft_logprobs))
+    return is_possible & (
+        (target_logprobs >= draft_logprobs) | (log_u < target_logprobs - draft_logprobs)
+    )
 
 
 @triton.jit
@@ -100,8 +113,14 @@ def block_end(ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, pos
         is_inner = positions + 1 < length
         ids, _ = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
         u = uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids)
-        log_ratios = tl.load(ratios_ptr + sequence.to(tl.int64) * num_draft_tokens + positions, mask=counts, other=0.0)
-        masses = merge_plain_sums(masses_ptr, sequence * (num_draft_tokens - 1), positions, is_inner, num_chunks)
+        log_ratios = tl.load(
+            ratios_ptr + sequence.to(tl.int64) * num_draft_tokens + positions,
+            mask=counts,
+            other=0.0,
+        )
+        masses = merge_plain_sums(
+            masses_ptr, sequence * (num_draft_tokens - 1), positions, is_inner, num_chunks
+        )
         passed = tl.where(
             is_inner, u * (masses + one_minus_exp(log_ratios)) < masses, u < tl.exp(log_ratios)
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """Kernels of attention for few queries: keys are split over programs, and a second launch adds up their parts.
 
-One program reads a share of the keys of one KV head for a tile of its query rows: the query tokens of all query heads
-in the group, so that keys and values are read once. It keeps three things for each row, the largest score `top`, the
-sum of `exp(score - top)` and the values weighted by it. The second launch merges them over the shares.
+One program reads a share of the keys of one KV head for a tile of its query rows: the query tokens
+of all query heads in the group, so that keys and values are read once. It keeps three things for
+each row, the largest score `top`, the sum of `exp(score - top)` and the values weighted by it. The
+second launch merges them over the shares.
 """
 
 from functools import partial
@@ -20,14 +21,19 @@ _RUN_TIME = [
     "query_stride_b", "query_stride_h", "query_stride_q", "mask_stride_b", "mask_stride_q", "spans_stride_b",
     "scaling", "softcap", "lowest", "num_heads", "num_groups", "num_query", "num_keys", "num_rows", "num_parts",
 ]  # fmt: skip
-# Keys, values and their strides are not listed: loads of 16 bytes need to know that all are multiples of 16.
+# Keys, values and their strides are not listed: loads of 16 bytes need to know that all are
+# multiples of 16.
 _SMALL = ["query_ptr", "mask_ptr", "spans_ptr", "sinks_ptr"]
 
-_entry_point = partial(triton.jit, do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_SMALL)
+_entry_point = partial(
+    triton.jit, do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_SMALL
+)
 
 
 @_entry_point
-def key_spans_kernel(mask_ptr, spans_ptr, mask_stride_b, mask_stride_q, num_query, num_keys, lowest):
+def key_spans_kernel(
+    mask_ptr, spans_ptr, mask_stride_b, mask_stride_q, num_query, num_keys, lowest
+):
     """Write what each row of a mask shows, int32 [B, Q, 2]; see `key_spans`. Grid: (B, Q)."""
     sequence, token = tl.program_id(0), tl.program_id(1)
     row_ptr = mask_ptr + sequence.to(tl.int64) * mask_stride_b + token.to(tl.int64) * mask_stride_q
@@ -65,14 +71,23 @@ def attend_kernel(
     end = tl.load(spans + 1, mask=is_row, other=0)
     # The share of this program in the columns that any of its rows sees.
     sees = end > first
-    lowest, stop = tl.min(tl.where(sees, first, NOWHERE), axis=0), tl.max(tl.where(sees, end, 0), axis=0)
+    lowest, stop = (
+        tl.min(tl.where(sees, first, NOWHERE), axis=0),
+        tl.max(tl.where(sees, end, 0), axis=0),
+    )
     num_blocks = tl.cdiv(tl.maximum(stop - lowest, 0), COLUMNS)
     share = tl.cdiv(num_blocks, num_parts) * COLUMNS
     begin = tl.minimum(lowest + part * share, stop)
     stop = tl.minimum(begin + share, stop)
 
-    query_at = sequence * query_stride_b + query_heads * query_stride_h + tokens.to(tl.int64) * query_stride_q
-    query = tl.load(query_ptr + query_at[:, None] + entries[None, :], is_row[:, None] & is_entry[None, :], 0.0)
+    query_at = (
+        sequence * query_stride_b
+        + query_heads * query_stride_h
+        + tokens.to(tl.int64) * query_stride_q
+    )
+    query = tl.load(
+        query_ptr + query_at[:, None] + entries[None, :], is_row[:, None] & is_entry[None, :], 0.0
+    )
     keys = key_ptr + sequence * key_stride_b + head * key_stride_h
     values = value_ptr + sequence * value_stride_b + head * value_stride_h
     offsets = tl.arange(0, COLUMNS)[:, None]
@@ -84,28 +99,37 @@ def attend_kernel(
     weighted = tl.zeros([ROWS, PADDED_WIDTH], tl.float32)
     for start in range(begin, stop, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        # Columns outside of the share are not read: what no row sees may be NaN, which a weight of 0 would keep.
+        # Columns outside of the share are not read: what no row sees may be NaN, which a weight of
+        # 0 would keep.
         is_read = (columns < stop)[:, None] & is_entry[None, :]
         key = tl.load(keys + tl.cast(start, tl.int64) * key_stride_t + key_offsets, is_read, 0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         if softcap is not None:
             scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
-        is_seen = (columns[None, :] >= first[:, None]) & (columns[None, :] < tl.minimum(end, stop)[:, None])
+        is_seen = (columns[None, :] >= first[:, None]) & (
+            columns[None, :] < tl.minimum(end, stop)[:, None]
+        )
         scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        value = tl.load(values + tl.cast(start, tl.int64) * value_stride_t + value_offsets, is_read, 0.0)
-        weighted = tl.dot(weights.to(value.dtype), value, weighted * shrink[:, None], input_precision="ieee")
+        value = tl.load(
+            values + tl.cast(start, tl.int64) * value_stride_t + value_offsets, is_read, 0.0
+        )
+        weighted = tl.dot(
+            weights.to(value.dtype), value, weighted * shrink[:, None], input_precision="ieee"
+        )
         top = new_top
 
     row = tl.program_id(0).to(tl.int64) * num_groups * num_query + rows
     at = part.to(tl.int64) * num_rows + row
     tl.store(stats_ptr + at, top, mask=is_row)
     tl.store(stats_ptr + tl.num_programs(2).to(tl.int64) * num_rows + at, total, mask=is_row)
-    is_stored = (rows < tl.where(stop > begin, num_groups * num_query, 0))[:, None] & is_entry[None, :]
+    is_stored = (rows < tl.where(stop > begin, num_groups * num_query, 0))[:, None] & is_entry[
+        None, :
+    ]
     tl.store(parts_ptr + at[:, None] * WIDTH + entries[None, :], weighted, mask=is_stored)
 
 
@@ -122,7 +146,9 @@ def merge_kernel(
     top = tl.full([], float("-inf"), tl.float32)
     for start in range(0, num_parts, PARTS_AT_ONCE):
         parts = start + tl.arange(0, PARTS_AT_ONCE)
-        tops = tl.load(stats_ptr + parts.to(tl.int64) * num_rows + row, parts < num_parts, float("-inf"))
+        tops = tl.load(
+            stats_ptr + parts.to(tl.int64) * num_rows + row, parts < num_parts, float("-inf")
+        )
         top = tl.maximum(top, tl.max(tops, axis=0))
     sink = tl.full([], float("-inf"), tl.float32)
     if sinks_ptr is not None:
@@ -144,4 +170,8 @@ def merge_kernel(
         weighted += tl.sum(part * shrinks[:, None], axis=0)
     output = tl.where(total == 0.0, 0.0, weighted / total)
     out_row = (sequence * num_query + token) * num_heads * num_groups + query_head
-    tl.store(out_ptr + out_row * WIDTH + entries, output.to(out_ptr.dtype.element_ty), mask=entries < WIDTH)
+    tl.store(
+        out_ptr + out_row * WIDTH + entries,
+        output.to(out_ptr.dtype.element_ty),
+        mask=entries < WIDTH,
+    )

@@ -12,8 +12,8 @@ from .attention import attend_kernel, key_spans_kernel, merge_kernel
 
 MIN_PRODUCT = 16  # rows, columns and entries that a matrix product takes at least
 ROWS = (MIN_PRODUCT, 32, 64)  # tiles of query rows
-# Programs on one multiprocessor, and where the number of these is not known. Estimates, not measured yet: two tiles of
-# keys and values fit into its shared memory.
+# Programs on one multiprocessor, and where the number of these is not known. Estimates, not
+# measured yet: two tiles of keys and values fit into its shared memory.
 PROGRAMS_PER_PROCESSOR, NUM_PROCESSORS = 2, 128
 MAX_PARTS = 64  # shares of the keys: more would cost the merge more than they save
 
@@ -69,11 +69,15 @@ def attend(inputs: Attention, num_parts: int | None = None) -> Tensor:
     tile = tile_of(num_groups * num_query, width, query.dtype)
     num_row_tiles = -(-num_groups * num_query // tile.num_rows)
     if num_parts is None:
-        num_parts = num_parts_of(batch_size * num_heads * num_row_tiles, num_keys, tile.num_columns, device)
+        num_parts = num_parts_of(
+            batch_size * num_heads * num_row_tiles, num_keys, tile.num_columns, device
+        )
     num_rows = batch_size * num_query_heads * num_query
     parts = torch.empty(num_parts, num_rows, width, dtype=torch.float32, device=device)
     stats = torch.empty(2, num_parts, num_rows, dtype=torch.float32, device=device)
-    out = torch.empty(batch_size, num_query, num_query_heads, width, dtype=query.dtype, device=device)
+    out = torch.empty(
+        batch_size, num_query, num_query_heads, width, dtype=query.dtype, device=device
+    )
     if not num_rows:
         return out
     arguments: dict[str, Any] = {
@@ -95,10 +99,18 @@ def attend(inputs: Attention, num_parts: int | None = None) -> Tensor:
 
 
 def _strides(name: str, tensor: Tensor, dims: str) -> dict[str, int]:
-    return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=False)}
+    return {
+        f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=False)
+    }
 
 
-def launched(device: torch.device, kernel: Any, grid: tuple[int, ...], by_name: dict[str, Any], **options: int) -> None:
+def launched(
+    device: torch.device,
+    kernel: Any,
+    grid: tuple[int, ...],
+    by_name: dict[str, Any],
+    **options: int,
+) -> None:
     """Launch a kernel with the arguments that it names."""
     arguments = [by_name[name] for name in _arg_names(kernel)]
     if device.type != "cuda" or device.index == torch.cuda.current_device():

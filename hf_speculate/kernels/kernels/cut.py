@@ -1,7 +1,8 @@
 """Kernels of `warp_logits`: temperature, top-k, top-p and min-p, cut at a bin of a histogram of each row.
 
-A row has one program per chunk in each of three launches; the last one may draw a token too. In one launch, a single
-program would read all of a row: it took 0.46 ms for V = 151,936 on an H100, 12 microseconds per chunk.
+A row has one program per chunk in each of three launches; the last one may draw a token too. In one
+launch, a single program would read all of a row: it took 0.46 ms for V = 151,936 on an H100, 12
+microseconds per chunk.
 """
 
 import triton
@@ -89,11 +90,20 @@ def cut_tops_kernel(
     """Write the largest entry of each chunk, and set the counts and arrivals to 0. Grid: (B, chunks)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     x, _ = warped_chunk(
-        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size, ROWS, CHUNK
+        target_ptr,
+        target_stride_b,
+        target_stride_v,
+        temperature,
+        temperatures_ptr,
+        vocab_size,
+        ROWS,
+        CHUNK,
     )
     tl.store(floats_ptr + row.to(tl.int64) * num_chunks + chunk, chunk_max(x))
     if chunk == 0:
-        tl.store(counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        tl.store(
+            counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32)
+        )
         if arrivals_ptr is not None:
             tl.store(arrivals_ptr + row, 0)
 
@@ -107,10 +117,22 @@ def cut_counts_kernel(
     row = tl.program_id(0)
     top, _ = row_top(floats_ptr, row, num_chunks)
     x, _ = warped_chunk(
-        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size, ROWS, CHUNK
+        target_ptr,
+        target_stride_b,
+        target_stride_v,
+        temperature,
+        temperatures_ptr,
+        vocab_size,
+        ROWS,
+        CHUNK,
     )
     counts = tl.histogram(bins_of(x, top), BINS)
-    tl.atomic_add(counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+    tl.atomic_add(
+        counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS),
+        counts,
+        mask=counts > 0,
+        sem="relaxed",
+    )
 
 
 @triton.jit
@@ -121,9 +143,18 @@ def cut_chunk(
     """`warped_chunk` with -inf where logits are cut, from the maxima of chunks and the counts of bins."""
     row = tl.program_id(0)
     top, is_valid = row_top(floats_ptr, row, num_chunks)
-    last = last_kept_bin(tl.load(counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS)), top_k, top_p)
+    last = last_kept_bin(
+        tl.load(counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS)), top_k, top_p
+    )
     x, token_ids = warped_chunk(
-        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size, ROWS, CHUNK
+        target_ptr,
+        target_stride_b,
+        target_stride_v,
+        temperature,
+        temperatures_ptr,
+        vocab_size,
+        ROWS,
+        CHUNK,
     )
     is_kept = (bins_of(x, top) <= last) & (top - x <= most_below)
     return tl.where(is_kept, x, tl.where(is_valid > 0, float("-inf"), x)), token_ids
@@ -139,7 +170,11 @@ def cut_kernel(
         target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
         top_k, top_p, most_below, vocab_size, num_chunks, ROWS, CHUNK,
     )  # fmt: skip
-    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)
+    tl.store(
+        out_ptr + tl.program_id(0).to(tl.int64) * vocab_size + token_ids,
+        x,
+        mask=token_ids < vocab_size,
+    )
 
 
 @entry_point
@@ -151,8 +186,9 @@ def cut_draw_kernel(
 ):  # fmt: skip
     """Write what `cut_kernel` writes, and the id and the log-sum-exp that `sample` gives for it. Grid: (B, chunks).
 
-    The keys' positions count from `draw` on. The first plane of `floats_ptr` holds the maxima of `cut_tops_kernel`, the
-    next three what `row_stats_kernel` writes for a race. The last program of a row to finish merges the chunks.
+    The keys' positions count from `draw` on. The first plane of `floats_ptr` holds the maxima of
+    `cut_tops_kernel`, the next three what `row_stats_kernel` writes for a race. The last program of
+    a row to finish merges the chunks.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     x, token_ids = cut_chunk(
@@ -163,14 +199,22 @@ def cut_draw_kernel(
     seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, row)
     state = noise_states(seed, round_, position + draw, STREAM)
     stats_ptr, at = floats_ptr + plane, row.to(tl.int64) * num_chunks + chunk
-    store_chunk(x, token_ids, at, state, stats_ptr, ints_ptr, plane, vocab_size, False, True, False, True)
+    store_chunk(
+        x, token_ids, at, state, stats_ptr, ints_ptr, plane, vocab_size, False, True, False, True
+    )
     tl.debug_barrier()  # all threads have stored their results before the counter is incremented
     num_before = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
     if num_before == num_chunks - 1:
         tl.debug_barrier()
         lanes = tl.arange(0, POSITIONS_AT_ONCE)
         mask = lanes == 0
-        tops, _, sums = merge_rows(stats_ptr, ints_ptr, plane, row, lanes, mask, num_chunks, True, ".cg")
+        tops, _, sums = merge_rows(
+            stats_ptr, ints_ptr, plane, row, lanes, mask, num_chunks, True, ".cg"
+        )
         ids = merge_races(stats_ptr, ints_ptr, plane, row, lanes, mask, num_chunks, tops, ".cg")
         tl.store(out_ids_ptr + row + lanes, ids.to(tl.int64), mask=mask)
-        tl.store(out_lse_ptr + row.to(tl.int64) * out_lse_stride_b + lanes, logsumexps(tops, sums), mask=mask)
+        tl.store(
+            out_lse_ptr + row.to(tl.int64) * out_lse_stride_b + lanes,
+            logsumexps(tops, sums),
+            mask=mask,
+        )

@@ -49,7 +49,17 @@ def lane_of(values, is_lane):
 
 
 @triton.jit
-def write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id, status):
+def write_verdict(
+    ids_ptr,
+    out_ids_ptr,
+    out_num_ptr,
+    out_status_ptr,
+    sequence,
+    num_draft_tokens,
+    end,
+    final_id,
+    status,
+):
     """Write the ids (accepted, final, then -1), the number of accepted tokens and the status."""
     for first in range(0, num_draft_tokens + 1, POSITIONS_AT_ONCE):
         positions = first + tl.arange(0, POSITIONS_AT_ONCE)
@@ -77,7 +87,17 @@ def finish(
     bits, winner = unpack_race(best, vocab_size)
     status |= tl.where((uses_residual != 0) & (bits < 0), EMPTY_RESIDUAL, 0)
     final_id = tl.where(argmax_id >= 0, argmax_id, winner)
-    write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id, status)
+    write_verdict(
+        ids_ptr,
+        out_ids_ptr,
+        out_num_ptr,
+        out_status_ptr,
+        sequence,
+        num_draft_tokens,
+        end,
+        final_id,
+        status,
+    )
 
 
 @triton.jit
@@ -90,8 +110,8 @@ def walk_chain(
 ):  # fmt: skip
     """Position of the first drafted token that RULE (BLOCK: GREEDY) rejects, or `length`, and what its row gives.
 
-    These are the log-sum-exp (GREEDY: the maximum) of the target, that of the draft, the id of the maximum (COUPLED: of
-    the winner), and the drafted id, -1 if it is not in the vocabulary.
+    These are the log-sum-exp (GREEDY: the maximum) of the target, that of the draft, the id of the
+    maximum (COUPLED: of the winner), and the drafted id, -1 if it is not in the vocabulary.
     """
     end = length
     target_lse = 0.0
@@ -115,18 +135,24 @@ def walk_chain(
         if RULE == GREEDY or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
             passed = is_argmax
         elif RULE == COUPLED:
-            winners = merge_races(floats_ptr, ints_ptr, plane, row, positions, is_row, num_chunks, tops)
+            winners = merge_races(
+                floats_ptr, ints_ptr, plane, row, positions, is_row, num_chunks, tops
+            )
             passed = (winners == ids) & is_finite(lses)
             final_ids = tl.where(takes_argmax, top_ids, winners)
         else:
             x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
                             is_good)  # fmt: skip
-            target_logprobs = warp(x, temperature, load_cutoffs(cutoffs_ptr, row + positions, counts)) - lses
+            target_logprobs = (
+                warp(x, temperature, load_cutoffs(cutoffs_ptr, row + positions, counts)) - lses
+            )
             if RULE == TYPICAL:
                 passed = passes_typical(floats_ptr, plane, entropy_sums_ptr, row, positions, counts, num_chunks, tops,
                                         sums, target_logprobs, threshold, alpha)  # fmt: skip
             else:
-                log_u = tl.log(uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids))
+                log_u = tl.log(
+                    uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids)
+                )
                 passed = log_u < target_logprobs
                 if RULE == REJECTION:
                     draft_lses = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions,
@@ -162,7 +188,11 @@ def row_at(
     lses = merge_logsumexps(floats_ptr, ints_ptr, plane, row, positions, is_lane, num_chunks)
     draft_lses = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, is_lane & is_good,
                                   num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
-    return lane_of(lses, is_lane), lane_of(draft_lses, is_lane), lane_of(tl.where(is_good, ids, -1), is_lane)
+    return (
+        lane_of(lses, is_lane),
+        lane_of(draft_lses, is_lane),
+        lane_of(tl.where(is_good, ids, -1), is_lane),
+    )
 
 
 @entry_point
@@ -180,15 +210,16 @@ def decide_kernel(
 ):  # fmt: skip
     """Verify one sequence.
 
-    Grid: (B, programs per row). With RACES, every program tests the chain by itself and races its pieces of the row of
-    the final token. If FUSED, the last program to finish merges the races and writes the verdict; otherwise
-    `finish_kernel` does, from `plans_ptr` [B, 4].
+    Grid: (B, programs per row). With RACES, every program tests the chain by itself and races its
+    pieces of the row of the final token. If FUSED, the last program to finish merges the races and
+    writes the verdict; otherwise `finish_kernel` does, from `plans_ptr` [B, 4].
     """
     sequence = tl.program_id(0)
     program = tl.program_id(1)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
     this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
-    takes_argmax = tl.full([], 0, tl.int1)  # the compiler then drops the ids of the maxima, which nobody stored
+    # the compiler then drops the ids of the maxima, which nobody stored
+    takes_argmax = tl.full([], 0, tl.int1)
     if temperatures_ptr is not None:
         takes_argmax = this_temperature == 0.0
     seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence)
@@ -222,12 +253,16 @@ def decide_kernel(
         if RULE == REJECTION or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
             status |= tl.where(is_rejected & ~takes_argmax, row_status(draft_lse), 0)
             uses_residual = uses_residual & is_finite(draft_lse)
-            draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ROWS)
+            draft_row_ptr = draft_ptr + row_offset(
+                sequence, end, draft_stride_b, draft_stride_i, ROWS
+            )
         if RULE == TYPICAL:
             uses_residual = uses_residual & (end < 0)
         first_piece = program * pieces_per_program
         num_pieces = (vocab_size + PIECE - 1) // PIECE
-        last_piece = tl.where(takes_argmax, first_piece, tl.minimum(first_piece + pieces_per_program, num_pieces))
+        last_piece = tl.where(
+            takes_argmax, first_piece, tl.minimum(first_piece + pieces_per_program, num_pieces)
+        )
         best = race_row(
             target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ROWS), target_stride_v,
             draft_row_ptr, draft_stride_v, this_temperature, load_cutoff(cutoffs_ptr, row),
@@ -239,7 +274,8 @@ def decide_kernel(
         tl.store(races_ptr + sequence.to(tl.int64) * num_programs + program, best)
         argmax_id = tl.where(takes_argmax, final_id, -1)
         if FUSED:
-            tl.debug_barrier()  # all threads have stored their results before the counter is incremented
+            # all threads have stored their results before the counter is incremented
+            tl.debug_barrier()
             num_before = tl.atomic_add(arrivals_ptr + sequence, 1, sem="acq_rel")
             if num_before == num_programs - 1:
                 tl.debug_barrier()

@@ -20,7 +20,9 @@ def draw_kernel(
     lanes = tl.arange(0, POSITIONS_AT_ONCE)
     rows = first_row + lanes
     mask = rows < num_rows
-    tops, top_ids, sums = merge_rows(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, True)
+    tops, top_ids, sums = merge_rows(
+        floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, True
+    )
     ids = merge_races(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, tops)
     lses = logsumexps(tops, sums)
     if TOP_IDS:  # temperature 0 for all, or for some

@@ -10,10 +10,13 @@ _RUN_TIME = [
     "num_programs", "vocab_size", "num_chunks", "chunks_per_program", "pieces_per_program", "top_k", "top_p",
     "most_below", "draw", "out_stride_b", "out_lse_stride_b",
 ]  # fmt: skip
-# Loaded one entry at a time. Logits are not listed, because their alignment decides the width of their loads.
+# Loaded one entry at a time. Logits are not listed, because their alignment decides the width of
+# their loads.
 _SMALL = [
     "ids_ptr", "lens_ptr", "temperatures_ptr", "cutoffs_ptr", "seeds_ptr", "rounds_ptr", "positions_ptr",
     "draft_lse_ptr", "out_ids_ptr", "out_lse_ptr",
 ]  # fmt: skip
 
-entry_point = partial(triton.jit, do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_SMALL)
+entry_point = partial(
+    triton.jit, do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_SMALL
+)

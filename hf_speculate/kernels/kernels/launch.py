@@ -13,20 +13,23 @@ from .rows import ALIGNED, SHIFTED, STRIDED
 
 # Entries per chunk of a row; fixed, because it determines the rounding of sums.
 CHUNK = 4096
-# Pieces of a chunk that a race reads at once: eight entries per thread, which are 16 bytes of a bf16 row.
+# Pieces of a chunk that a race reads at once: eight entries per thread, which are 16 bytes of a
+# bf16 row.
 PIECES_PER_CHUNK = 4
-# Programs of a race over all sequences. An estimate, not measured yet: four on each of 132 multiprocessors, which hold
-# five. Every program tests the chain before it races, so that more programs of a large batch cost more than they hide.
+# Programs of a race over all sequences. An estimate, not measured yet: four on each of 132
+# multiprocessors, which hold five. Every program tests the chain before it races, so that more
+# programs of a large batch cost more than they hide.
 RACE_PROGRAMS = 528
-# The same for all kernels, so that all merge rows in the same order. Four warps hold a chunk without spilling, and
-# spend fewer instructions on reductions than eight.
+# The same for all kernels, so that all merge rows in the same order. Four warps hold a chunk
+# without spilling, and spend fewer instructions on reductions than eight.
 NUM_WARPS = 4
 
 
 def chunks_per_program(num_rows: int) -> int:
     """Number of chunks that one program reads: few rows need many programs, many rows need few.
 
-    An estimate, not measured yet: V = 151,936 gives 38 chunks per row, and a large GPU holds a few hundred programs.
+    An estimate, not measured yet: V = 151,936 gives 38 chunks per row, and a large GPU holds a few
+    hundred programs.
     """
     if num_rows <= 24:
         return 1
@@ -51,7 +54,8 @@ class Layout(NamedTuple):
     num_programs: int  # programs of the first launch, for a row
     num_race_programs: int  # programs of the last launch, for a sequence
     arguments: dict[str, int]
-    has_even_rows: bool  # V and all strides between rows are multiples of 16 entries, as wide loads require
+    # V and all strides between rows are multiples of 16 entries, as wide loads require
+    has_even_rows: bool
 
 
 @lru_cache(maxsize=64)
@@ -92,8 +96,13 @@ def _rows(layout: Layout, logits: list[Tensor]) -> int:
     if layout.has_even_rows and all(tensor.data_ptr() % 16 == 0 for tensor in logits):
         return int(ALIGNED)
     for tensor in logits:
-        # SHIFTED reads from the aligned address below a row's start, which must not be below that of the storage.
-        if tensor.stride(-1) != 1 or tensor.element_size() > 4 or tensor.untyped_storage().data_ptr() % 16 != 0:
+        # SHIFTED reads from the aligned address below a row's start, which must not be below that
+        # of the storage.
+        if (
+            tensor.stride(-1) != 1
+            or tensor.element_size() > 4
+            or tensor.untyped_storage().data_ptr() % 16 != 0
+        ):
             return int(STRIDED)
     return int(SHIFTED)
 
@@ -126,11 +135,17 @@ class Launch:
         self.device = target.device
         draft, logsumexp = (None, None) if self.proposal is None else self.proposal
         self.reads_draft_stats = draft is not None and logsumexp is None
-        num_rows = self.batch_size * (num_positions + (self.num_draft_tokens if self.reads_draft_stats else 0))
+        num_rows = self.batch_size * (
+            num_positions + (self.num_draft_tokens if self.reads_draft_stats else 0)
+        )
         draft_strides = (0, 0, 1) if draft is None else draft.stride()
-        self.layout = _layout(shape, target.stride(), draft_strides, num_rows, CHUNK, chunks_per_program(num_rows))
+        self.layout = _layout(
+            shape, target.stride(), draft_strides, num_rows, CHUNK, chunks_per_program(num_rows)
+        )
         self.floats = self.scratch(self.num_float_planes, num_rows, self.layout.num_chunks)
-        self.ints = self.scratch(self.num_int_planes, num_rows, self.layout.num_chunks, dtype=torch.int32)
+        self.ints = self.scratch(
+            self.num_int_planes, num_rows, self.layout.num_chunks, dtype=torch.int32
+        )
         temperature, row_cutoffs = self.warp
         is_tensor = isinstance(temperature, Tensor)
         seeds, rounds, positions = (None, None, None) if self.keys is None else self.keys
@@ -140,10 +155,17 @@ class Launch:
             "draft_ptr": draft,
             "ids_ptr": ids.contiguous(),
             "lens_ptr": None if lens is None else lens.contiguous(),
-            # A temperature of 1.0 is compiled out; 1.0 is a placeholder if the temperature is a tensor.
-            "temperature": 1.0 if is_tensor else (None if temperature == 1.0 else float(temperature)),
-            "temperatures_ptr": temperature.contiguous() if isinstance(temperature, Tensor) else None,
-            "cutoffs_ptr": None if row_cutoffs is None else row_cutoffs.to(torch.float32).contiguous(),
+            # A temperature of 1.0 is compiled out; 1.0 is a placeholder if the temperature is a
+            # tensor.
+            "temperature": 1.0
+            if is_tensor
+            else (None if temperature == 1.0 else float(temperature)),
+            "temperatures_ptr": temperature.contiguous()
+            if isinstance(temperature, Tensor)
+            else None,
+            "cutoffs_ptr": None
+            if row_cutoffs is None
+            else row_cutoffs.to(torch.float32).contiguous(),
             "seeds_ptr": None if seeds is None else seeds.contiguous(),
             "rounds_ptr": None if rounds is None else rounds.contiguous(),
             "positions_ptr": None if positions is None else positions.contiguous(),

@@ -20,7 +20,13 @@ from .stats import row_stats_kernel
 
 
 def _stats(
-    launch: Launch, *, sums: bool, spreads: bool = False, races: bool = False, stream: int = 0, **extra: Any
+    launch: Launch,
+    *,
+    sums: bool,
+    spreads: bool = False,
+    races: bool = False,
+    stream: int = 0,
+    **extra: Any,
 ) -> Tensor:
     """First launch; returns the counters [B] of finished programs, set to 0."""
     arrivals = launch.scratch(launch.batch_size, dtype=torch.int32)
@@ -52,13 +58,24 @@ def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **extra
     num_programs = launch.layout.num_race_programs if races else 1
     is_fused = has_atomics(device)
     outputs: dict[str, Any] = {
-        "races_ptr": launch.scratch(launch.batch_size, num_programs, dtype=torch.int64) if races else None,
-        "plans_ptr": launch.scratch(launch.batch_size, 4, dtype=torch.int32) if races and not is_fused else None,
+        "races_ptr": launch.scratch(launch.batch_size, num_programs, dtype=torch.int64)
+        if races
+        else None,
+        "plans_ptr": launch.scratch(launch.batch_size, 4, dtype=torch.int32)
+        if races and not is_fused
+        else None,
         "out_ids_ptr": out.token_ids,
         "out_num_ptr": out.num_accepted,
         "out_status_ptr": out.status,
     }
-    optional = ("draft_lse_ptr", "entropy_sums_ptr", "ratios_ptr", "block_lens_ptr", "masses_ptr", "passed_ptr")
+    optional = (
+        "draft_lse_ptr",
+        "entropy_sums_ptr",
+        "ratios_ptr",
+        "block_lens_ptr",
+        "masses_ptr",
+        "passed_ptr",
+    )
     arguments = {
         **dict.fromkeys(optional),
         "threshold": 0.0,
@@ -67,7 +84,14 @@ def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **extra
         **outputs,
         **extra,
     }
-    launch.run(decide_kernel, (launch.batch_size, num_programs), RULE=rule, RACES=races, FUSED=is_fused, **arguments)
+    launch.run(
+        decide_kernel,
+        (launch.batch_size, num_programs),
+        RULE=rule,
+        RACES=races,
+        FUSED=is_fused,
+        **arguments,
+    )
     if races and not is_fused:
         launch.run(finish_kernel, (launch.batch_size,), num_programs=num_programs, **outputs)
     return out
@@ -78,7 +102,9 @@ def greedy(round_: Round) -> Verdict:
     if round_.target_logits.shape[0] == 0:
         return reference.greedy(round_)
     launch = Launch(round_, Warp(), None, None, num_float_planes=1, num_int_planes=1)
-    return _decide(launch, int(acceptance.GREEDY), _stats(launch, sums=False, TOP_IDS=True), races=False)
+    return _decide(
+        launch, int(acceptance.GREEDY), _stats(launch, sums=False, TOP_IDS=True), races=False
+    )
 
 
 def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
@@ -104,7 +130,12 @@ def _reject(
     arrivals = _stats(launch, sums=True)
     rule = acceptance.POINT_MASS if proposal is None else acceptance.REJECTION
     return _decide(
-        launch, int(rule), arrivals, races=True, draft_lse_ptr=_saved_logsumexp(proposal), passed_ptr=passed_out
+        launch,
+        int(rule),
+        arrivals,
+        races=True,
+        draft_lse_ptr=_saved_logsumexp(proposal),
+        passed_ptr=passed_out,
     )
 
 
@@ -121,7 +152,9 @@ def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
     if round_.target_logits.shape[0] == 0:
         return reference.typical(round_, warp, rule, keys)
     is_exact = rule.entropy_epsilon == 0.0
-    launch = Launch(round_, warp, keys, None, num_float_planes=3 if is_exact else 2, num_int_planes=1)
+    launch = Launch(
+        round_, warp, keys, None, num_float_planes=3 if is_exact else 2, num_int_planes=1
+    )
     extra: dict[str, Any] = {} if rule.samples else {"TOP_IDS": True}
     arrivals = _stats(launch, sums=True, spreads=is_exact, **extra)
     entropy_sums = None
@@ -160,7 +193,9 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     num_pairs = batch_size * (num_draft_tokens - 1)
     chain["masses_ptr"] = launch.scratch(num_pairs, launch.layout.num_chunks)
     launch.run(block_masses_kernel, (num_pairs, launch.layout.num_programs), **chain)
-    return _decide(launch, int(acceptance.BLOCK), arrivals, races=True, draft_lse_ptr=saved, **chain)
+    return _decide(
+        launch, int(acceptance.BLOCK), arrivals, races=True, draft_lse_ptr=saved, **chain
+    )
 
 
 def coupled(round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
@@ -180,11 +215,22 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
     if num_rows == 0:
         return reference.sample(logits, warp, keys, stream)
     no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
-    launch = Launch(Round(logits.unsqueeze(1), no_ids, None), warp, keys, None, num_float_planes=3, num_int_planes=2)
+    launch = Launch(
+        Round(logits.unsqueeze(1), no_ids, None),
+        warp,
+        keys,
+        None,
+        num_float_planes=3,
+        num_int_planes=2,
+    )
     _stats(launch, sums=True, races=True, stream=stream_offset(stream))
-    out = Sampled(torch.empty(num_rows, dtype=torch.int64, device=logits.device), launch.scratch(num_rows))
+    out = Sampled(
+        torch.empty(num_rows, dtype=torch.int64, device=logits.device), launch.scratch(num_rows)
+    )
     grid = (-(-num_rows // int(acceptance.POSITIONS_AT_ONCE)),)
-    launch.run(draw_kernel, grid, num_rows=num_rows, out_ids_ptr=out.token_ids, out_lse_ptr=out.logsumexp)
+    launch.run(
+        draw_kernel, grid, num_rows=num_rows, out_ids_ptr=out.token_ids, out_lse_ptr=out.logsumexp
+    )
     return out
 
 
@@ -193,19 +239,35 @@ def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
     num_rows = logits.shape[0]
     if num_rows == 0:
         return reference.cut(logits, temperature, rule)
-    launch, counts = _begin_cut(logits, temperature, None, None, num_float_planes=1, num_int_planes=0)
+    launch, counts = _begin_cut(
+        logits, temperature, None, None, num_float_planes=1, num_int_planes=0
+    )
     out = launch.scratch(*logits.shape)
-    launch.run(cut_kernel, (num_rows, launch.layout.num_chunks), counts_ptr=counts, out_ptr=out, **rule._asdict())
+    launch.run(
+        cut_kernel,
+        (num_rows, launch.layout.num_chunks),
+        counts_ptr=counts,
+        out_ptr=out,
+        **rule._asdict(),
+    )
     return out
 
 
 def cut_and_draw(
-    logits: Tensor, temperature: float, rule: Cut, keys: NoiseKeys, stream: Stream, draw: int, out: WarpedDraw
+    logits: Tensor,
+    temperature: float,
+    rule: Cut,
+    keys: NoiseKeys,
+    stream: Stream,
+    draw: int,
+    out: WarpedDraw,
 ) -> None:
     """Draw number `draw` of a round from what `cut` leaves of logits [B, V]; needs `has_atomics`."""
     num_rows = logits.shape[0]
     arrivals = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    launch, counts = _begin_cut(logits, temperature, keys, arrivals, num_float_planes=4, num_int_planes=2)
+    launch, counts = _begin_cut(
+        logits, temperature, keys, arrivals, num_float_planes=4, num_int_planes=2
+    )
     launch.run(
         cut_draw_kernel,
         (num_rows, launch.layout.num_chunks),
@@ -223,13 +285,22 @@ def cut_and_draw(
 
 
 def _begin_cut(
-    logits: Tensor, temperature: float, keys: NoiseKeys | None, arrivals: Tensor | None, **planes: int
+    logits: Tensor,
+    temperature: float,
+    keys: NoiseKeys | None,
+    arrivals: Tensor | None,
+    **planes: int,
 ) -> tuple[Launch, Tensor]:
     """The first two launches of `cut`, which also set `arrivals` [B] to 0; the counts of bins, int32 [B, NUM_BINS]."""
     num_rows = logits.shape[0]
     no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
-    launch = Launch(Round(logits.unsqueeze(1), no_ids, None), Warp(temperature), keys, None, **planes)
-    grid, counts = (num_rows, launch.layout.num_chunks), launch.scratch(num_rows, NUM_BINS, dtype=torch.int32)
+    launch = Launch(
+        Round(logits.unsqueeze(1), no_ids, None), Warp(temperature), keys, None, **planes
+    )
+    grid, counts = (
+        (num_rows, launch.layout.num_chunks),
+        launch.scratch(num_rows, NUM_BINS, dtype=torch.int32),
+    )
     launch.run(cut_tops_kernel, grid, counts_ptr=counts, arrivals_ptr=arrivals)
     launch.run(cut_counts_kernel, grid, counts_ptr=counts)
     return launch, counts

@@ -19,7 +19,8 @@ def signed_weights(
 ):  # fmt: skip
     """Weights of `token_ids` in the race: the residual, or the target's probability if not `uses_residual`.
 
-    Entries without a residual take part with their negated probability: one of them wins if the residual is empty.
+    Entries without a residual take part with their negated probability: one of them wins if the
+    residual is empty.
     """
     x = load_chunk(target_row_ptr, target_stride_v, first_id, token_ids, vocab_size, ROWS)
     weights = exp(warp(x, temperature, cutoff) - target_lse)
@@ -41,9 +42,10 @@ def race_row(
 ):  # fmt: skip
     """Exponential race over some pieces of one row, packed by `pack_race`.
 
-    A key is a weight over an exponential number, which takes a logarithm and a division. Every lane therefore computes
-    upper bounds of the keys, and keeps the entry with the largest bound and the second largest bound. The keys of the
-    kept entries decide, unless another bound exceeds them; then all keys are computed.
+    A key is a weight over an exponential number, which takes a logarithm and a division. Every lane
+    therefore computes upper bounds of the keys, and keeps the entry with the largest bound and the
+    second largest bound. The keys of the kept entries decide, unless another bound exceeds them;
+    then all keys are computed.
     """
     lanes = tl.arange(0, PIECE)
     excluded_id = tl.where(uses_residual, last_id, -1)
@@ -98,7 +100,9 @@ def race_all(
         is_better = bits > best_bits
         best_pieces = tl.where(is_better, piece, best_pieces)
         best_bits = tl.where(is_better, bits, best_bits)
-    return tl.max(pack_race(best_bits.to(tl.float32, bitcast=True), best_pieces * PIECE + lanes), axis=0)
+    return tl.max(
+        pack_race(best_bits.to(tl.float32, bitcast=True), best_pieces * PIECE + lanes), axis=0
+    )
 
 
 @triton.jit

@@ -1,13 +1,14 @@
 """Row helpers of the kernels: load a chunk of logits, compute its statistics, merge the chunks of a row.
 
-A row is read in chunks of CHUNK entries. The statistics of a chunk do not depend on the program that reads it, and
-chunks are merged in order, so no result depends on the grid.
+A row is read in chunks of CHUNK entries. The statistics of a chunk do not depend on the program
+that reads it, and chunks are merged in order, so no result depends on the grid.
 """
 
 import triton
 import triton.language as tl
 
-CHUNKS_AT_ONCE = tl.constexpr(64)  # chunks merged in one step; one step is enough for V up to 262,144
+# chunks merged in one step; one step is enough for V up to 262,144
+CHUNKS_AT_ONCE = tl.constexpr(64)
 NO_ID = tl.constexpr(2**31 - 1)
 # How the entries of a row lie in memory; a kernel is compiled for one of these.
 STRIDED = tl.constexpr(0)
@@ -35,7 +36,8 @@ def row_offset(sequence, position, stride_b, stride_i, ROWS: tl.constexpr):
 def load_chunk(row_ptr, stride_v, first_id, token_ids, vocab_size, ROWS: tl.constexpr):
     """Logits of `token_ids` [CHUNK] in float32, -inf past the vocabulary; if SHIFTED, they count from `first_id` on."""
     if ROWS == ALIGNED:
-        is_inside = token_ids < (vocab_size // 16) * 16  # equals vocab_size; tells the compiler that 16 divides it
+        # equals vocab_size; tells the compiler that 16 divides it
+        is_inside = token_ids < (vocab_size // 16) * 16
         return tl.load(row_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
     elif ROWS == SHIFTED:
         return load_shifted(row_ptr, first_id, vocab_size, token_ids.shape[0])
@@ -48,9 +50,9 @@ def load_chunk(row_ptr, stride_v, first_id, token_ids, vocab_size, ROWS: tl.cons
 def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
     """Logits of CHUNK token ids from `first_id` on in float32, -inf past the vocabulary, read by vectors of 16 bytes.
 
-    The row starts `shift` bytes after an aligned address. A vector of the row therefore ends one aligned vector, `low`,
-    and begins the next, `high`. These may hold entries from before the row. Past its last whole vector the row is read
-    by entries, because its storage may end there.
+    The row starts `shift` bytes after an aligned address. A vector of the row therefore ends one
+    aligned vector, `low`, and begins the next, `high`. These may hold entries from before the row.
+    Past its last whole vector the row is read by entries, because its storage may end there.
     """
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     BYTES: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -58,22 +60,35 @@ def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
     shift = (row_ptr.to(tl.int64) & 15).to(tl.int32)
     start_ptr = tl.multiple_of(row_ptr - shift // BYTES, 16)
     end = vocab_size + shift // BYTES
-    num_whole = end * BYTES // 16 - first_id * BYTES // 16  # vectors of this chunk and of later ones
+    # vectors of this chunk and of later ones
+    num_whole = end * BYTES // 16 - first_id * BYTES // 16
     vectors = tl.arange(0, CHUNK * BYTES // 16)[:, None]
     words = tl.arange(0, 2)[None, :]
-    at = start_ptr.to(tl.pointer_type(tl.uint64), bitcast=True) + first_id * BYTES // 8 + (vectors * 2 + words)
+    at = (
+        start_ptr.to(tl.pointer_type(tl.uint64), bitcast=True)
+        + first_id * BYTES // 8
+        + (vectors * 2 + words)
+    )
     if num_whole > CHUNK * BYTES // 16:
         low = tl.load(at)  # [CHUNK * BYTES / 16, 2]
         high = tl.load(at + 2)
     else:
         lanes = tl.arange(0, 8 // BYTES)[None, :]
         tail = end * BYTES // 16 * 16 // BYTES + tl.arange(0, 2)[:, None] * (8 // BYTES) + lanes
-        tail = tl.load(start_ptr + tail, mask=tail < end, other=float("-inf")).to(BITS, bitcast=True)
+        tail = tl.load(start_ptr + tail, mask=tail < end, other=float("-inf")).to(
+            BITS, bitcast=True
+        )
         tail = tl.sum(tail.to(tl.uint64) << (lanes * 8 * BYTES), axis=1)[None, :]  # [1, 2]
         fill = tl.full([], float("-inf"), dtype).to(BITS, bitcast=True).to(tl.uint64)
         fill = fill * (0x0001000100010001 if BYTES == 2 else 0x0000000100000001)
-        low = tl.load(at, mask=vectors < num_whole, other=tl.where(vectors == num_whole, tail, fill))
-        high = tl.load(at + 2, mask=vectors + 1 < num_whole, other=tl.where(vectors + 1 == num_whole, tail, fill))
+        low = tl.load(
+            at, mask=vectors < num_whole, other=tl.where(vectors == num_whole, tail, fill)
+        )
+        high = tl.load(
+            at + 2,
+            mask=vectors + 1 < num_whole,
+            other=tl.where(vectors + 1 == num_whole, tail, fill),
+        )
     a, b = tl.split(low)
     c, d = tl.split(high)
     is_far = (shift & 8) != 0
@@ -159,8 +174,8 @@ def chunk_masses(x, top):
 def pack_race(keys, token_ids):
     """Keys of a race with their token ids, as int64: larger for a larger key, then for a lower id.
 
-    The bits of floats that are not negative are in order as integers. A negated key is below all others, and among
-    negated keys the order is that of the keys before.
+    The bits of floats that are not negative are in order as integers. A negated key is below all
+    others, and among negated keys the order is that of the keys before.
     """
     return (keys.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (token_ids ^ NO_ID).to(tl.int64)
 
@@ -168,7 +183,9 @@ def pack_race(keys, token_ids):
 @triton.jit
 def unpack_race(packed, vocab_size):
     """The bits of the key, and the token id, which is in range whatever the keys were."""
-    return (packed >> 32).to(tl.int32), tl.minimum((packed.to(tl.int32) & NO_ID) ^ NO_ID, vocab_size - 1)
+    return (packed >> 32).to(tl.int32), tl.minimum(
+        (packed.to(tl.int32) & NO_ID) ^ NO_ID, vocab_size - 1
+    )
 
 
 @triton.jit
@@ -184,8 +201,8 @@ def merge_rows(
 ):  # fmt: skip
     """Maximum, its lowest token id and, with SUMS, the sum of exp(x - maximum), each [P], of rows `first_row` + lanes.
 
-    The chunk sums are relative to the chunk maxima. If a chunk has a NaN, so has the sum, or without SUMS the maximum.
-    CACHE ".cg" reads what other programs of the same launch have written.
+    The chunk sums are relative to the chunk maxima. If a chunk has a NaN, so has the sum, or
+    without SUMS the maximum. CACHE ".cg" reads what other programs of the same launch have written.
     """
     start = first_row.to(tl.int64) * num_chunks
     top = tl.where(mask, float("-inf"), 0.0)
@@ -196,9 +213,14 @@ def merge_rows(
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
         at = lanes[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"), cache_modifier=CACHE)  # [P, C]
+        # [P, C]
+        tops = tl.load(
+            floats_ptr + start + at, mask=inside, other=float("-inf"), cache_modifier=CACHE
+        )
         if SUMS:
-            sums = tl.load(floats_ptr + plane + start + at, mask=inside, other=0.0, cache_modifier=CACHE)
+            sums = tl.load(
+                floats_ptr + plane + start + at, mask=inside, other=0.0, cache_modifier=CACHE
+            )
         else:
             has_nan = has_nan | (tl.max((tops != tops).to(tl.int32), axis=1) > 0)
             tops = tl.where(tops != tops, float("-inf"), tops)
@@ -242,7 +264,8 @@ def merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, top):
         tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"))  # [P, C]
         sums = tl.load(floats_ptr + plane + start + at, mask=inside, other=0.0)
         spreads = tl.load(floats_ptr + 2 * plane + start + at, mask=inside, other=0.0)
-        shifts = tl.maximum(tops - base[:, None], -200.0)  # exp(-200) is 0 in float32; 0 * -inf would be NaN
+        # exp(-200) is 0 in float32; 0 * -inf would be NaN
+        shifts = tl.maximum(tops - base[:, None], -200.0)
         total += tl.sum((spreads + shifts * sums) * exp(shifts), axis=1)
     return total
 
@@ -260,14 +283,21 @@ def merge_races(
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
         at = lanes[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"), cache_modifier=CACHE)  # [P, C]
-        keys = tl.load(floats_ptr + 2 * plane + start + at, mask=inside, other=-1.0, cache_modifier=CACHE)
+        # [P, C]
+        tops = tl.load(
+            floats_ptr + start + at, mask=inside, other=float("-inf"), cache_modifier=CACHE
+        )
+        keys = tl.load(
+            floats_ptr + 2 * plane + start + at, mask=inside, other=-1.0, cache_modifier=CACHE
+        )
         keys = keys * exp(tops - base[:, None])
         here = tl.max(keys, axis=1)
         chunk = tl.min(tl.where(keys == here[:, None], chunks[None, :], NO_ID), axis=1)
         at = lanes * num_chunks + chunk
         is_there = mask & (chunk < num_chunks)
-        chunk_id = tl.load(ints_ptr + plane + start + at, mask=is_there, other=0, cache_modifier=CACHE)
+        chunk_id = tl.load(
+            ints_ptr + plane + start + at, mask=is_there, other=0, cache_modifier=CACHE
+        )
         best_id = tl.where(here > best, chunk_id, best_id)
         best = tl.maximum(best, here)
     return best_id

@@ -12,7 +12,16 @@ from .acceptance import (
     merge_logsumexps,
 )
 from .entry import entry_point
-from .rows import exp, is_finite, load_chunk, load_cutoff, load_cutoffs, load_temperature, row_offset, warp
+from .rows import (
+    exp,
+    is_finite,
+    load_chunk,
+    load_cutoff,
+    load_cutoffs,
+    load_temperature,
+    row_offset,
+    warp,
+)
 from .stats import chain_len
 
 
@@ -26,8 +35,9 @@ def block_ratios_kernel(
 ):  # fmt: skip
     """Write the log ratios of block verification, which depend only on the drafted tokens.
 
-    Grid: (B,). Planes of `ratios_ptr`, each [B, K]: log rho after this token; log-sum-exp of the target row;
-    log-sum-exp of the draft row. `block_lens_ptr` [B]: drafted tokens before the first bad id or invalid row.
+    Grid: (B,). Planes of `ratios_ptr`, each [B, K]: log rho after this token; log-sum-exp of the
+    target row; log-sum-exp of the draft row. `block_lens_ptr` [B]: drafted tokens before the first
+    bad id or invalid row.
     """
     sequence = tl.program_id(0)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
@@ -40,21 +50,36 @@ def block_ratios_kernel(
         counts = positions < length
         ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
         row = sequence * (num_draft_tokens + 1)
-        target_lse = merge_logsumexps(floats_ptr, ints_ptr, plane, row, positions, counts, num_chunks)
+        target_lse = merge_logsumexps(
+            floats_ptr, ints_ptr, plane, row, positions, counts, num_chunks
+        )
         draft_lse = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, counts,
                                      num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
         x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
                         is_good)  # fmt: skip
         x = warp(x, this_temperature, load_cutoffs(cutoffs_ptr, row + positions, counts))
-        d = load_tokens(draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence, positions, ids, is_good)
+        d = load_tokens(
+            draft_ptr,
+            draft_stride_b,
+            draft_stride_i,
+            draft_stride_v,
+            sequence,
+            positions,
+            ids,
+            is_good,
+        )
         is_good = is_good & is_finite(target_lse) & is_finite(draft_lse)
         gains = tl.minimum((x - target_lse) - (d - draft_lse), MAX_LOG_RATIO)
         gains = tl.where(x == float("-inf"), -MAX_LOG_RATIO, gains)
         gains = tl.where(is_good, gains, 0.0)
         sums, caps = tl.associative_scan((gains, tl.zeros_like(gains)), 0, combine_ratios)
         log_ratios = tl.minimum(log_ratio + sums, caps)
-        log_ratio = tl.sum(tl.where(positions == first + POSITIONS_AT_ONCE - 1, log_ratios, 0.0), axis=0)
-        block_len = tl.minimum(block_len, tl.min(tl.where(counts & ~is_good, positions, length), axis=0))
+        log_ratio = tl.sum(
+            tl.where(positions == first + POSITIONS_AT_ONCE - 1, log_ratios, 0.0), axis=0
+        )
+        block_len = tl.minimum(
+            block_len, tl.min(tl.where(counts & ~is_good, positions, length), axis=0)
+        )
         at = sequence.to(tl.int64) * num_draft_tokens + positions
         tl.store(ratios_ptr + at, log_ratios, mask=counts)
         tl.store(ratios_ptr + out_plane + at, target_lse, mask=counts)
@@ -86,7 +111,9 @@ def block_masses_kernel(
     ratio = tl.exp(tl.load(ratios_ptr + here - 1))
     target_lse = tl.load(ratios_ptr + plane + here)
     draft_lse = tl.load(ratios_ptr + 2 * plane + here)
-    target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ROWS)
+    target_row_ptr = target_ptr + row_offset(
+        sequence, position, target_stride_b, target_stride_i, ROWS
+    )
     draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ROWS)
     cutoff = load_cutoff(cutoffs_ptr, sequence * (num_draft_tokens + 1) + position)
     first_chunk = tl.program_id(1) * chunks_per_program

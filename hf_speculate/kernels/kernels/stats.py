@@ -36,7 +36,11 @@ def load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence):
         zero = tl.zeros([], tl.int64)
         return zero, zero, zero
     else:
-        return tl.load(seeds_ptr + sequence), tl.load(rounds_ptr + sequence), tl.load(positions_ptr + sequence)
+        return (
+            tl.load(seeds_ptr + sequence),
+            tl.load(rounds_ptr + sequence),
+            tl.load(positions_ptr + sequence),
+        )
 
 
 @triton.jit
@@ -47,8 +51,8 @@ def store_chunk(
     """Write the statistics of a chunk [CHUNK].
 
     Planes of `floats_ptr`: maximum; with SUMS the sum of exp(x - maximum); with SPREADS the sum of
-    (x - maximum) exp(x - maximum), or with RACES the largest key of the race. Planes of `ints_ptr`: with TOP_IDS
-    the token id of the maximum; with RACES the token id of the largest key.
+    (x - maximum) exp(x - maximum), or with RACES the largest key of the race. Planes of `ints_ptr`:
+    with TOP_IDS the token id of the maximum; with RACES the token id of the largest key.
     """
     if SUMS:
         top = tl.max(x, axis=0)
@@ -83,7 +87,8 @@ def row_stats_kernel(
 ):  # fmt: skip
     """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows if `draft_ptr` is not None.
 
-    Grid: (rows, programs per row). Rows past the length of a sequence are skipped. `arrivals_ptr` [B] is set to 0.
+    Grid: (rows, programs per row). Rows past the length of a sequence are skipped. `arrivals_ptr`
+    [B] is set to 0.
     """
     row = tl.program_id(0)
     num_positions = num_draft_tokens + 1
@@ -112,12 +117,33 @@ def row_stats_kernel(
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
         at = row.to(tl.int64) * num_chunks + chunk
         if is_target:
-            target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ROWS)
-            x = load_chunk(target_row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
+            target_row_ptr = target_ptr + row_offset(
+                sequence, position, target_stride_b, target_stride_i, ROWS
+            )
+            x = load_chunk(
+                target_row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS
+            )
             x = warp(x, this_temperature, load_cutoff(cutoffs_ptr, row))
             store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, TOP_IDS, SUMS, SPREADS,
                         RACES)  # fmt: skip
         elif draft_ptr is not None:
-            draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ROWS)
-            x = load_chunk(draft_row_ptr, draft_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
-            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, False, SUMS, False, False)
+            draft_row_ptr = draft_ptr + row_offset(
+                sequence, position, draft_stride_b, draft_stride_i, ROWS
+            )
+            x = load_chunk(
+                draft_row_ptr, draft_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS
+            )
+            store_chunk(
+                x,
+                token_ids,
+                at,
+                state,
+                floats_ptr,
+                ints_ptr,
+                plane,
+                vocab_size,
+                False,
+                SUMS,
+                False,
+                False,
+            )

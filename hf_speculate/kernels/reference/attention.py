@@ -25,16 +25,21 @@ def attend(inputs: Attention) -> Tensor:
     groups, width = query.shape[1] // key.shape[1], query.shape[3]
     first, end = spans.unbind(-1)  # [B or 1, Q]
     columns = torch.arange(key.shape[2], device=key.device)
-    is_seen = ((columns >= first[..., None]) & (columns < end[..., None]))[:, None]  # [B or 1, 1, Q, T]
+    # [B or 1, 1, Q, T]
+    is_seen = ((columns >= first[..., None]) & (columns < end[..., None]))[:, None]
     is_read = is_seen.any(dim=2)[..., None]  # [B or 1, 1, T, 1]
     keys, values = (
-        states.to(dtype).masked_fill(~is_read, 0.0).repeat_interleave(groups, dim=1) for states in (key, value)
+        states.to(dtype).masked_fill(~is_read, 0.0).repeat_interleave(groups, dim=1)
+        for states in (key, value)
     )  # [B, g*H, T, D]
-    scores = query.to(dtype) @ keys.mT * (1.0 / math.sqrt(width) if scaling is None else scaling)  # [B, g*H, Q, T]
+    # [B, g*H, Q, T]
+    scores = query.to(dtype) @ keys.mT * (1.0 / math.sqrt(width) if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~is_seen, -torch.inf)
-    top = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax(-1, keepdim=True)
+    top = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax(
+        -1, keepdim=True
+    )
     if sinks is not None:
         top = top.maximum(sinks.to(dtype)[:, None, None])
     top = top.masked_fill(top == -torch.inf, 0.0)

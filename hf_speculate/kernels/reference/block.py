@@ -6,9 +6,10 @@ With target distributions p, draft distributions q, drafted tokens x_1 .. x_K an
     mass_i = sum over x of max(rho_i * p(x) - q(x), 0), with p and q of the position after x_1 .. x_i
     h_i    = mass_i / (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
 
-Position i passes if its uniform random number u_i < h_i. The longest prefix whose last position passes is accepted.
-With s the cumulative sum of the log ratios, log rho_i = s_i - max(0, s_1, .., s_i), so the recursion needs no loop. The
-draft is cut before its first id outside [0, V) or row that is not a valid distribution.
+Position i passes if its uniform random number u_i < h_i. The longest prefix whose last position
+passes is accepted. With s the cumulative sum of the log ratios, log rho_i = s_i - max(0, s_1, ..,
+s_i), so the recursion needs no loop. The draft is cut before its first id outside [0, V) or row
+that is not a valid distribution.
 """
 
 import torch
@@ -33,7 +34,8 @@ from .rejection import (
 )
 from .rows import chunks, padded_like, row_sum
 
-# Replaces a log ratio of +inf. A float64 sum of 128 such ratios keeps twelve digits, and other ratios cannot undo it.
+# Replaces a log ratio of +inf. A float64 sum of 128 such ratios keeps twelve digits, and other
+# ratios cannot undo it.
 MAX_LOG_RATIO = 1e4
 
 
@@ -67,23 +69,29 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
         return greedy(round_)
     chain = make_chain(round_)
     masses = row_masses(round_.target_logits, warp)
-    target = Target(round_.target_logits, warp, masses.logsumexp, kept_pieces(round_.target_logits, warp)[0])
+    target = Target(
+        round_.target_logits, warp, masses.logsumexp, kept_pieces(round_.target_logits, warp)[0]
+    )
     draft = make_draft(proposal)
     is_valid = (target.logsumexp[:, :-1].abs() < torch.inf) & (draft.logsumexp.abs() < torch.inf)
-    lens = (chain.acceptable & is_valid).cumprod(-1, dtype=torch.int64).sum(-1, keepdim=True)  # [B, 1]
+    # [B, 1]
+    lens = (chain.acceptable & is_valid).cumprod(-1, dtype=torch.int64).sum(-1, keepdim=True)
     log_ratios = _log_ratios(target_logprobs(target, chain), draft_logprobs(draft, chain))
     ratios = log_ratios.exp().to(torch.float32)  # [B, K]
     residual_masses = _residual_masses(masses, draft, ratios[:, :-1])
     u = acceptance_uniforms(chain, keys)
     passed = u < ratios
     one_minus_rho = log_ratios[:, :-1].expm1().neg_().to(torch.float32)
-    inner = u[:, :-1] * (residual_masses + one_minus_rho) < residual_masses  # u < h without a division
+    # u < h without a division
+    inner = u[:, :-1] * (residual_masses + one_minus_rho) < residual_masses
     counts = torch.arange(1, num_draft_tokens + 1, device=chain.token_ids.device)
     passed[:, :-1] = torch.where(counts[:-1] < lens, inner, passed[:, :-1])
     passed |= log_ratios >= 0
     num_accepted = (counts * (passed & (counts <= lens))).amax(-1)  # [B]
     end = end_at(chain, num_accepted)
-    kept_ratios = torch.where(num_accepted > 0, ratios.gather(1, (num_accepted - 1).clamp_(min=0)[:, None])[:, 0], 1.0)
+    kept_ratios = torch.where(
+        num_accepted > 0, ratios.gather(1, (num_accepted - 1).clamp_(min=0)[:, None])[:, 0], 1.0
+    )
     final = final_distribution(target, draft, chain, end, kept_ratios)
     final_ids = race(final.weights, final.pieces, keys, Stream.CORRECTION, num_accepted)
     return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, final.status))

@@ -24,7 +24,8 @@ class Chain(NamedTuple):
 class End(NamedTuple):
     """The first rejected position of every row."""
 
-    num_accepted: Tensor  # [B] int64, also the index of the target row of the correction or bonus token
+    # [B] int64, also the index of the target row of the correction or bonus token
+    num_accepted: Tensor
     last: Tensor  # [B] int64, num_accepted clamped to K-1
     rejected: Tensor  # [B] bool, whether a drafted token in [0, V) was rejected
     bad_id: Tensor  # [B] bool, whether a drafted token outside [0, V) was rejected
@@ -32,7 +33,11 @@ class End(NamedTuple):
 
 def make_chain(round_: Round) -> Chain:
     """Clamp drafted ids to [0, V) and lengths to 0..K."""
-    draft_token_ids, draft_lens, vocab_size = round_.draft_token_ids, round_.draft_lens, round_.target_logits.shape[-1]
+    draft_token_ids, draft_lens, vocab_size = (
+        round_.draft_token_ids,
+        round_.draft_lens,
+        round_.target_logits.shape[-1],
+    )
     num_draft_tokens = draft_token_ids.shape[1]
     ids = draft_token_ids.to(torch.int64)
     safe_ids = ids.clamp(0, vocab_size - 1)

@@ -9,7 +9,9 @@ from .rows import scale
 
 def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
     """See `warp_logits`."""
-    kept = scale(logits, temperature, torch.empty(logits.shape, dtype=torch.float32, device=logits.device))
+    kept = scale(
+        logits, temperature, torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    )
     top = kept.amax(-1, keepdim=True)  # [B, 1], NaN where an entry is
     distance = top - kept
     bins = (distance * BINS_PER_NAT).nan_to_num_(0.0).clamp_(0.0, NUM_BINS - 1.0).to(torch.int64)

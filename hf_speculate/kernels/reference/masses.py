@@ -20,7 +20,8 @@ class Masses(NamedTuple):
 
     masses: Tensor  # [..., V] float32, exp(x - max)
     sums: Tensor  # [...] float32, of the masses
-    logsumexp: Tensor  # [...] float32; NaN, +inf or -inf for a row with a NaN, with a +inf or of only -inf
+    # [...] float32; NaN, +inf or -inf for a row with a NaN, with a +inf or of only -inf
+    logsumexp: Tensor
 
 
 class Sums(NamedTuple):
@@ -51,9 +52,13 @@ def piece_masses(pieces: Pieces, raw: Tensor, warp: Warp, bases: Tensor) -> Tens
     temperature = warp.temperature
     if isinstance(temperature, Tensor):
         leading = pieces.shape[:-1]
-        temperature = pieces.expand(temperature.view((-1,) + (1,) * (len(leading) - 1)).expand(leading))
+        temperature = pieces.expand(
+            temperature.view((-1,) + (1,) * (len(leading) - 1)).expand(leading)
+        )
     scaled = _scaled(raw, temperature, rows)
-    cutoffs = None if warp.row_cutoffs is None else pieces.expand(warp.row_cutoffs.to(torch.float32))
+    cutoffs = (
+        None if warp.row_cutoffs is None else pieces.expand(warp.row_cutoffs.to(torch.float32))
+    )
     dropped = _to_exponents(rows, scaled, cutoffs, pieces.expand(bases))
     masses = rows.exp2_()[..., : raw.shape[-1]]
     return masses if dropped is None else masses.addcmul_(masses, dropped, value=-1)
@@ -62,7 +67,11 @@ def piece_masses(pieces: Pieces, raw: Tensor, warp: Warp, bases: Tensor) -> Tens
 def _kept_masses(logits: Tensor, warp: Warp) -> KeptMasses | None:
     """Masses of the kept pieces; None if full rows are faster."""
     pieces, tops = kept_pieces(logits, warp)
-    return None if tops is None else KeptMasses(pieces, piece_masses(pieces, pieces.gather(logits), warp, tops), tops)
+    return (
+        None
+        if tops is None
+        else KeptMasses(pieces, piece_masses(pieces, pieces.gather(logits), warp, tops), tops)
+    )
 
 
 def write_masses(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
@@ -83,19 +92,28 @@ def _write_exponents(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, 
 
 def _scaled(logits: Tensor, temperature: float | Tensor, rows: Tensor) -> Tensor:
     """Logits over temperature: the logits themselves if nothing changes, otherwise the front of `rows`."""
-    is_plain = not isinstance(temperature, Tensor) and temperature == 1.0 and logits.dtype == torch.float32
-    if is_plain and not torch.compiler.is_compiling():  # a compiler takes no `out` that is part of another tensor
+    is_plain = (
+        not isinstance(temperature, Tensor) and temperature == 1.0 and logits.dtype == torch.float32
+    )
+    # a compiler takes no `out` that is part of another tensor
+    if is_plain and not torch.compiler.is_compiling():
         return logits
     return scale(logits, temperature, rows[..., : logits.shape[-1]])
 
 
-def _to_exponents(rows: Tensor, scaled: Tensor, cutoffs: Tensor | None, bases: Tensor) -> Tensor | None:
+def _to_exponents(
+    rows: Tensor, scaled: Tensor, cutoffs: Tensor | None, bases: Tensor
+) -> Tensor | None:
     """Write log2(exp(x - base)) of `scaled` [..., V] to the front of `rows` [..., W]; returns a mask (1.0 = masked).
 
-    The mask is float, because a multiplication takes a tenth of the time of a bool mask with masked_fill on a CPU
-    (V = 151,936).
+    The mask is float, because a multiplication takes a tenth of the time of a bool mask with
+    masked_fill on a CPU (V = 151,936).
     """
-    dropped = None if cutoffs is None else torch.lt(scaled, cutoffs.unsqueeze(-1), out=torch.empty_like(scaled))
+    dropped = (
+        None
+        if cutoffs is None
+        else torch.lt(scaled, cutoffs.unsqueeze(-1), out=torch.empty_like(scaled))
+    )
     if torch.compiler.is_compiling():
         scaled.sub_(bases.unsqueeze(-1))  # the front itself, see `_scaled`
     else:
@@ -137,13 +155,19 @@ def _sum_of_kept(kept: KeptMasses) -> Tensor:
 def row_masses(logits: Tensor, warp: Warp = PLAIN) -> Masses:
     """Masses of rows of logits [B, ..., V], any float dtype, in new memory.
 
-    exp2 takes half the time of exp on a CPU (V = 151,936, AVX2), but computes the remainder of a vector with another
-    routine. Rows padded to tiles have no remainder if the threads split them evenly, so the bits of an entry do not
-    depend on its position. With an odd number of threads, such as 3, the last bit differs in one of 50,000 entries.
+    exp2 takes half the time of exp on a CPU (V = 151,936, AVX2), but computes the remainder of a
+    vector with another routine. Rows padded to tiles have no remainder if the threads split them
+    evenly, so the bits of an entry do not depend on its position. With an odd number of threads,
+    such as 3, the last bit differs in one of 50,000 entries.
     """
     rows = padded_like(logits)
-    parts = [_write_masses_sparsely(rows[chunk], logits[chunk], warp_of(warp, chunk)) for chunk in chunks(logits)]
-    tops, sums = parts[0] if len(parts) == 1 else (torch.cat(column) for column in zip(*parts, strict=True))
+    parts = [
+        _write_masses_sparsely(rows[chunk], logits[chunk], warp_of(warp, chunk))
+        for chunk in chunks(logits)
+    ]
+    tops, sums = (
+        parts[0] if len(parts) == 1 else (torch.cat(column) for column in zip(*parts, strict=True))
+    )
     return Masses(rows[..., : logits.shape[-1]], sums, logsumexp_of(tops, sums))
 
 

@@ -17,7 +17,8 @@ LOWEST = torch.finfo(torch.float32).min
 class Pieces(NamedTuple):
     """P pieces of S entries each from rows [..., V], or all rows in full."""
 
-    indices: tuple[Tensor, ...] | None  # [P] int64 each: indices of the row, index of the piece; None for full rows
+    # [P] int64 each: indices of the row, index of the piece; None for full rows
+    indices: tuple[Tensor, ...] | None
     shape: tuple[int, ...]  # [..., N], N pieces per row
     size: int  # S
 
@@ -109,10 +110,16 @@ def kept_pieces(logits: Tensor, warp: Warp) -> tuple[Pieces, Tensor | None]:
         The pieces, and the largest kept logit of every row, [B, ...] float32; None for full rows.
     """
     split = _split(logits)
-    if split is None or split.numel() == 0 or (warp.row_cutoffs is None and _is_likely_dense(split)):
+    if (
+        split is None
+        or split.numel() == 0
+        or (warp.row_cutoffs is None and _is_likely_dense(split))
+    ):
         return full_rows(logits), None
     peaks = split.amax(-1)  # the temperature does not change the order
-    peaks = scale(peaks, warp.temperature, torch.empty(peaks.shape, dtype=torch.float32, device=peaks.device))
+    peaks = scale(
+        peaks, warp.temperature, torch.empty(peaks.shape, dtype=torch.float32, device=peaks.device)
+    )
     cutoffs = None if warp.row_cutoffs is None else warp.row_cutoffs.to(torch.float32)
     is_dropped = peaks < (LOWEST if cutoffs is None else cutoffs.unsqueeze(-1))
     pieces = _select_kept(is_dropped.logical_not_())

@@ -9,15 +9,17 @@ from .pieces import Pieces, nonzero_pieces
 from .rows import chunks, first_argmax
 
 
-def race(weights: Tensor, pieces: Pieces, keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
+def race(
+    weights: Tensor, pieces: Pieces, keys: NoiseKeys, stream: Stream, position_offsets: Tensor
+) -> Tensor:
     """Sample one index per row with probability proportional to its weight. Overwrites `weights`.
 
-    The noise depends on the token id, so the sample does not depend on the choice of pieces, as long as they contain
-    all positive weights.
+    The noise depends on the token id, so the sample does not depend on the choice of pieces, as
+    long as they contain all positive weights.
 
     Args:
-        weights: [P, S] float32, unnormalised probabilities of the pieces. A row with a NaN, or without a positive
-            weight, gives some index in range.
+        weights: [P, S] float32, unnormalised probabilities of the pieces. A row with a NaN, or
+            without a positive weight, gives some index in range.
         pieces: positions of the weights in rows [B, ..., V].
         keys: [B] int64 each.
         stream: random number stream.
@@ -27,7 +29,9 @@ def race(weights: Tensor, pieces: Pieces, keys: NoiseKeys, stream: Stream, posit
         [B, ...] int64.
     """
     state = states(keys, stream, position_offsets).expand(pieces.shape[:-1])
-    scores = weights.div_(exponentials_of(pieces.expand(state).unsqueeze(-1), pieces.token_ids(weights.device)))
+    scores = weights.div_(
+        exponentials_of(pieces.expand(state).unsqueeze(-1), pieces.token_ids(weights.device))
+    )
     if pieces.indices is None:
         return first_argmax(scores).view(pieces.shape[:-1])
     best = pieces.scatter(scores.amax(-1)).argmax(-1, keepdim=True)
@@ -42,5 +46,7 @@ def race_rows(weights: Tensor, keys: NoiseKeys, stream: Stream, position_offsets
     for chunk in chunks(weights):
         pieces = nonzero_pieces(weights[chunk])
         chunk_keys = NoiseKeys(*(key[chunk] for key in keys))
-        parts.append(race(pieces.gather(weights[chunk]), pieces, chunk_keys, stream, offsets[chunk]))
+        parts.append(
+            race(pieces.gather(weights[chunk]), pieces, chunk_keys, stream, offsets[chunk])
+        )
     return parts[0] if len(parts) == 1 else torch.cat(parts)

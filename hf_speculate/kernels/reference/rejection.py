@@ -73,9 +73,12 @@ def _accept(target_of_token: Tensor, draft: Draft | None, chain: Chain, keys: No
     if draft is None:
         return log_u < target_of_token
     draft_of_token = draft_logprobs(draft, chain)
-    # A +inf in a draft row gives its other tokens the log-probability -inf, which would accept all of them.
+    # A +inf in a draft row gives its other tokens the log-probability -inf, which would accept all
+    # of them.
     possible = (target_of_token > -torch.inf) & (draft.logsumexp.abs() < torch.inf)
-    return possible & ((target_of_token >= draft_of_token) | (log_u < target_of_token - draft_of_token))
+    return possible & (
+        (target_of_token >= draft_of_token) | (log_u < target_of_token - draft_of_token)
+    )
 
 
 def final_distribution(
@@ -93,22 +96,31 @@ def final_distribution(
     here = end.num_accepted
     pieces = target.pieces.select(here)
     logsumexp = target.logsumexp.gather(1, here.unsqueeze(-1)).squeeze(-1)
-    probs = piece_masses(pieces, pieces.gather_at(target.logits, here), warp_at(target.warp, here), logsumexp)  # [P, S]
+    # [P, S]
+    probs = piece_masses(
+        pieces, pieces.gather_at(target.logits, here), warp_at(target.warp, here), logsumexp
+    )
     if chain.token_ids.shape[1] == 0:
         return FinalDistribution(probs, pieces, row_status(logsumexp))
     residual_rows = end.rejected
     last = end.last.unsqueeze(-1)
     if draft is None:
         status = row_status(logsumexp)
-        last_ids = pieces.expand(chain.token_ids.gather(1, last).squeeze(-1)).to(torch.int32).unsqueeze(-1)
-        residual = torch.ne(pieces.token_ids(probs.device), last_ids, out=torch.empty_like(probs)).mul_(probs)
+        last_ids = (
+            pieces.expand(chain.token_ids.gather(1, last).squeeze(-1)).to(torch.int32).unsqueeze(-1)
+        )
+        residual = torch.ne(
+            pieces.token_ids(probs.device), last_ids, out=torch.empty_like(probs)
+        ).mul_(probs)
     else:
         draft_logsumexp = draft.logsumexp.gather(1, last).squeeze(-1)
         status, draft_status = row_status(torch.stack((logsumexp, draft_logsumexp))).unbind()
         draft_status = draft_status * residual_rows
         residual_rows = residual_rows & (draft_status == 0)
         status = status | draft_status
-        draft_probs = piece_masses(pieces, pieces.gather_at(draft.logits, end.last), PLAIN, draft_logsumexp)
+        draft_probs = piece_masses(
+            pieces, pieces.gather_at(draft.logits, end.last), PLAIN, draft_logsumexp
+        )
         scaled = probs if ratios is None else probs * pieces.expand(ratios).unsqueeze(-1)
         residual = torch.sub(scaled, draft_probs, out=draft_probs).clamp_(min=0.0)
     empty = residual_rows & (pieces.row_max(residual) <= 0)
@@ -120,7 +132,8 @@ def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
     """See `verify_rejection`."""
     if warp.is_greedy:
         return greedy(round_)
-    if round_.target_logits.shape[1] == 1:  # K = 0: most of the other operators would run on empty tensors
+    # K = 0: most of the other operators would run on empty tensors
+    if round_.target_logits.shape[1] == 1:
         verdict = _sample_without_draft(round_.target_logits[:, 0], warp, keys)
     else:
         verdict, _ = _reject(make_chain(round_), round_, warp, proposal, keys)
@@ -136,7 +149,9 @@ def _sample_without_draft(logits: Tensor, warp: Warp, keys: NoiseKeys) -> Verdic
         probs = piece_masses(pieces, pieces.gather(logits), warp, logsumexp)  # [P, S]
         final_ids = race(probs, pieces, keys, Stream.CORRECTION, torch.zeros_like(keys.positions))
     return Verdict(
-        final_ids.clone().unsqueeze(-1), torch.zeros_like(keys.seeds, dtype=torch.int32), row_status(logsumexp)
+        final_ids.clone().unsqueeze(-1),
+        torch.zeros_like(keys.seeds, dtype=torch.int32),
+        row_status(logsumexp),
     )
 
 
@@ -151,9 +166,11 @@ def _reject(
     chain: Chain, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
 ) -> tuple[Verdict, Tensor]:
     """The verdict, and the acceptance test of every position by itself, [B, K] bool."""
-    with torch.inference_mode():  # an eighth less time for many small operations; results are made outside of it
+    # an eighth less time for many small operations; results are made outside of it
+    with torch.inference_mode():
         draft = None if proposal is None else make_draft(proposal)
-        # Only log-sum-exps are kept. Computing the final row again is cheaper than writing the probabilities of all.
+        # Only log-sum-exps are kept. Computing the final row again is cheaper than writing the
+        # probabilities of all.
         target = Target(round_.target_logits, warp, *row_sums(round_.target_logits, warp))
         accepted = _accept(target_logprobs(target, chain), draft, chain, keys)
         end = find_end(chain, accepted)

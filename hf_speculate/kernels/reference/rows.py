@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .._inputs import Warp
 from ..types import Status
 
-# Wider rows are padded to a multiple of this. torch splits a sum between threads from eight tiles on.
+# Wider rows are padded to a multiple of this. torch splits a sum between threads from eight tiles
+# on.
 TILE_SIZE = 4096
 # Narrower rows are padded to a multiple of two vectors of the widest CPU.
 VECTOR_SIZE = 32
@@ -52,12 +53,16 @@ def logits_at(logits: Tensor, warp: Warp, token_ids: Tensor) -> Tensor:
     """Logits [B, K] float32 of `token_ids` [B, K] after temperature and cutoffs, from raw logits [B, K, V]."""
     raw = logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     if isinstance(warp.temperature, Tensor) or warp.temperature != 1.0:
-        scaled = scale(raw, warp.temperature, torch.empty(raw.shape, dtype=torch.float32, device=raw.device))
+        scaled = scale(
+            raw, warp.temperature, torch.empty(raw.shape, dtype=torch.float32, device=raw.device)
+        )
     else:
         scaled = raw.to(torch.float32)
     if warp.row_cutoffs is None:
         return scaled
-    return scaled.masked_fill_(scaled < warp.row_cutoffs[:, : scaled.shape[1]].to(torch.float32), -torch.inf)
+    return scaled.masked_fill_(
+        scaled < warp.row_cutoffs[:, : scaled.shape[1]].to(torch.float32), -torch.inf
+    )
 
 
 def first_argmax(logits: Tensor) -> Tensor:
@@ -65,7 +70,8 @@ def first_argmax(logits: Tensor) -> Tensor:
     entries = logits.detach().to(torch.float32)
     if not is_on_host(entries):
         return entries.argmax(-1)
-    # A fifth of the time of torch.argmax or less (V = 4,096 and 151,936), with ties broken in the same way.
+    # A fifth of the time of torch.argmax or less (V = 4,096 and 151,936), with ties broken in the
+    # same way.
     return torch.from_numpy(entries.numpy().argmax(-1))
 
 
@@ -84,7 +90,8 @@ def first_max(logits: Tensor) -> FirstMax:
 def row_sum(terms: Tensor) -> Tensor:
     """Sum of rows [..., W] float32 from `padded_like`, in an order that depends only on W.
 
-    `sum(-1)` splits a single row between threads; the sums inside torch's softmax lose two digits at V = 50,257.
+    `sum(-1)` splits a single row between threads; the sums inside torch's softmax lose two digits
+    at V = 50,257.
     """
     if terms.shape[-1] <= TILE_SIZE:
         return terms.sum(-1)
@@ -104,7 +111,8 @@ def padded_like(logits: Tensor) -> Tensor:
 def chunks(logits: Tensor) -> list[slice]:
     """Slices of batch rows of `logits` [B, ..., V] that fit into the CPU caches; all rows at once on other devices."""
     if torch.compiler.is_compiling() or logits.device.type != "cpu":
-        return [slice(None)]  # a slice with bounds would specialise a compiled graph to its batch size
+        # a slice with bounds would specialise a compiled graph to its batch size
+        return [slice(None)]
     num_rows = logits.shape[0]
     limit = CHUNK_NUMEL * torch.get_num_threads()
     if logits.numel() <= limit:
@@ -144,5 +152,7 @@ def pick_rows(tensor: Tensor, positions: Tensor) -> Tensor:
     rows = torch.arange(tensor.shape[0], device=tensor.device)
     if tensor.stride(0) == tensor.shape[1] * tensor.stride(1):
         # index_select is five times as fast as advanced indexing.
-        return tensor.flatten(0, 1).index_select(0, torch.add(positions, rows, alpha=tensor.shape[1]))
+        return tensor.flatten(0, 1).index_select(
+            0, torch.add(positions, rows, alpha=tensor.shape[1])
+        )
     return tensor[rows, positions]

@@ -27,12 +27,17 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
         best = first_max(logits)
         return Sampled(best.indices, best.values)
     masses, _, logsumexp = row_masses(logits, warp)
-    token_ids = race_rows(masses, keys, stream, torch.zeros(1, dtype=torch.int64, device=logits.device))
+    token_ids = race_rows(
+        masses, keys, stream, torch.zeros(1, dtype=torch.int64, device=logits.device)
+    )
     if not isinstance(warp.temperature, Tensor):
         return Sampled(token_ids, logsumexp)
     best = first_max(logits)
     argmax_rows = warp.temperature == 0
-    return Sampled(torch.where(argmax_rows, best.indices, token_ids), torch.where(argmax_rows, best.values, logsumexp))
+    return Sampled(
+        torch.where(argmax_rows, best.indices, token_ids),
+        torch.where(argmax_rows, best.values, logsumexp),
+    )
 
 
 def draw(logits: Tensor, noise: Tensor) -> Drawn:
@@ -44,5 +49,7 @@ def draw(logits: Tensor, noise: Tensor) -> Drawn:
 
 def logsumexps(drawn: Sequence[Drawn]) -> Tensor:
     """Log-sum-exps of N draws, [B, N] float32."""
-    tops, sums = (torch.stack([getattr(step, name) for step in drawn], dim=1) for name in ("tops", "sums"))
+    tops, sums = (
+        torch.stack([getattr(step, name) for step in drawn], dim=1) for name in ("tops", "sums")
+    )
     return logsumexp_of(tops, sums)

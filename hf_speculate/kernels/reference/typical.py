@@ -11,7 +11,8 @@ from .masses import LOG2_E, masses_and_exponents, row_masses
 from .races import race_rows
 from .rows import chunks, first_max, pick_rows, row_status, row_sum, scale, warp_at, warp_of
 
-# exp2(-300) is 0 in float32, and the product of 0 and a finite exponent is 0, whereas 0 * -inf is NaN.
+# exp2(-300) is 0 in float32, and the product of 0 and a finite exponent is 0, whereas 0 * -inf is
+# NaN.
 MIN_EXPONENT = -300.0
 
 
@@ -39,14 +40,24 @@ def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
     temperature, cutoffs = warp
     inner = warp if cutoffs is None else Warp(temperature, cutoffs[:, :-1])
     logits = round_.target_logits[:, :-1]
-    parts = [_accept(logits[chunk], warp_of(inner, chunk), chain.token_ids[chunk], rule) for chunk in chunks(logits)]
+    parts = [
+        _accept(logits[chunk], warp_of(inner, chunk), chain.token_ids[chunk], rule)
+        for chunk in chunks(logits)
+    ]
     end = find_end(chain, torch.cat(parts))
     final_logits = pick_rows(round_.target_logits, end.num_accepted)  # [B, V]
-    values, final_ids = first_max(scale(final_logits, temperature, torch.empty_like(final_logits, dtype=torch.float32)))
+    values, final_ids = first_max(
+        scale(final_logits, temperature, torch.empty_like(final_logits, dtype=torch.float32))
+    )
     warp = warp_at(warp, end.num_accepted)
     if warp.row_cutoffs is not None:
         dropped = values < warp.row_cutoffs
-        values, final_ids = values.masked_fill(dropped, -torch.inf), final_ids.masked_fill(dropped, 0)
+        values, final_ids = (
+            values.masked_fill(dropped, -torch.inf),
+            final_ids.masked_fill(dropped, 0),
+        )
     if rule.samples and keys is not None:
-        final_ids = race_rows(row_masses(final_logits, warp).masses, keys, Stream.CORRECTION, end.num_accepted)
+        final_ids = race_rows(
+            row_masses(final_logits, warp).masses, keys, Stream.CORRECTION, end.num_accepted
+        )
     return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, row_status(values)))

@@ -27,7 +27,9 @@ from hf_speculate.types import DraftOut, Kept, SampleStrategy
 GeneratorFactory = Callable[..., CandidateGenerator]
 
 
-def make_generator(source: CandidateGenerator | GeneratorFactory, **prepared: Any) -> CandidateGenerator:
+def make_generator(
+    source: CandidateGenerator | GeneratorFactory, **prepared: Any
+) -> CandidateGenerator:
     """Return the call's generator; call a factory with its arguments of `prepared`.
 
     transformers passes `prepared` to its own generators.
@@ -36,32 +38,42 @@ def make_generator(source: CandidateGenerator | GeneratorFactory, **prepared: An
         UnsupportedGenerationError: the generator is of an unsupported kind.
     """
     # Other processors follow the text and must not see drafts.
-    prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
-    generator = source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
+    prepared["logits_processor"] = BlockLogitsProcessorList(
+        prepared["logits_processor"]
+    ).row_wise_part()
+    generator = (
+        source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
+    )
     if not isinstance(generator, CandidateGenerator):
         raise UnsupportedGenerationError(
-            f"candidate_generator must make a transformers CandidateGenerator, got {type(generator).__name__}; "
+            "candidate_generator must make a transformers CandidateGenerator, got "
+            f"{type(generator).__name__}; "
             "return an instance of a subclass"
         )
     name = type(generator).__name__
-    draft = getattr(generator, "assistant_model", None)  # transformers 5.17's MTP generator has none
+    # transformers 5.17's MTP generator has none
+    draft = getattr(generator, "assistant_model", None)
     if isinstance(generator, AssistedCandidateGenerator) and draft is not None:
         cache = recurrent_cache(draft)
-        if cache is not None and not attention_layers(cache.layers):  # its cache length is unknown to transformers
+        # its cache length is unknown to transformers
+        if cache is not None and not attention_layers(cache.layers):
             raise UnsupportedGenerationError(
-                f"candidate_generator must draft with a model that has attention layers, got {name} with "
+                "candidate_generator must draft with a model that has attention layers, got "
+                f"{name} with "
                 f"{type(draft).__name__}; pass the model as assistant_model"
             )
     if layers_read(generator) is None:
         return generator
     if generator is source:
         raise UnsupportedGenerationError(
-            f"candidate_generator must be what makes a generator that reads hidden states, got a {name}, which "
+            "candidate_generator must be what makes a generator that reads hidden states, got a "
+            f"{name}, which "
             f"remembers its text; pass a functools.partial of {name}"
         )
     if prepared["generation_config"].output_hidden_states:
         raise UnsupportedGenerationError(
-            f"output_hidden_states must be left out with {name}, got True; it reads the states of some layers only"
+            f"output_hidden_states must be left out with {name}, got True; it reads the states of "
+            "some layers only"
         )
     return generator
 
@@ -98,7 +110,9 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
     except (TypeError, ValueError):  # no signature
         return usual
     named = {name: value for name, value in prepared.items() if name in parameters}
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_all = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return usual | named if takes_all else named
 
 
@@ -113,7 +127,9 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
     known: Any = generator
     if type(generator) in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
         return bool(known.generation_config.do_sample)
-    return type(generator) in (DFlashTokenCandidateGenerator, MTPCandidateGenerator) and bool(known.do_sample)
+    return type(generator) in (DFlashTokenCandidateGenerator, MTPCandidateGenerator) and bool(
+        known.do_sample
+    )
 
 
 class CandidateGeneratorDrafter(PerRow, Drafter):
@@ -134,17 +150,27 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
     def draft(self, request: DraftRequest) -> DraftOut:
         """Draft up to K tokens; K is 0 if the generator proposes nothing."""
         request.check()
-        query, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
+        query, kept, num_draft_tokens = (
+            request.query_token_ids,
+            request.kept,
+            request.num_draft_tokens,
+        )
         if query.shape[0] != 1:
-            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
+            raise ShapeError(
+                f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}"
+            )
         if self.hidden_layers is not None:
             return self._draft_with_states(self.hidden_layers, query, kept, num_draft_tokens)
         if self._text is None:
             return self._first_draft(query, num_draft_tokens)
         if kept is None:
-            raise ShapeError("kept must be given after the first call, got None; pass the tokens emitted since")
+            raise ShapeError(
+                "kept must be given after the first call, got None; pass the tokens emitted since"
+            )
         new_ids = kept.token_ids[:, : int(kept.num_emitted[0])]
-        return self._draft(torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens)
+        return self._draft(
+            torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens
+        )
 
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
         """Draft after the prompt without its last token; drop the first candidate if it equals it.
@@ -156,10 +182,14 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
             if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
                 self._text = text
                 logits, sums = (
-                    None if values is None else values[:, 1:] for values in (first.token_logits, first.logsumexp)
+                    None if values is None else values[:, 1:]
+                    for values in (first.token_logits, first.logsumexp)
                 )
                 return first._replace(
-                    token_ids=first.token_ids[:, 1:], lens=first.lens - 1, token_logits=logits, logsumexp=sums
+                    token_ids=first.token_ids[:, 1:],
+                    lens=first.lens - 1,
+                    token_logits=logits,
+                    logsumexp=sums,
                 )
         return self._draft(text, num_draft_tokens)
 
@@ -171,7 +201,10 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
             self.generator.update_candidate_strategy(text, scores, num_matches)
         with torch.no_grad():
             candidate_ids, logits = self.generator.get_candidates(text, **outputs)
-        token_ids = candidate_ids[:, text.shape[1] :][:, :num_draft_tokens].to(text.device, torch.int64)  # [1, K]
+        # [1, K]
+        token_ids = candidate_ids[:, text.shape[1] :][:, :num_draft_tokens].to(
+            text.device, torch.int64
+        )
         self._text, self._shown_len = text, text.shape[1]
         self._num_proposed = candidate_ids.shape[1] - text.shape[1]
         num_drafted = token_ids.shape[1]
@@ -189,10 +222,13 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
         Prompts are without padding.
         """
         if kept is None or kept.hidden_states is None:
-            raise ShapeError("kept must hold hidden states, got none; pass the emitted tokens with them")
+            raise ShapeError(
+                "kept must hold hidden states, got none; pass the emitted tokens with them"
+            )
         num_emitted, is_first = int(kept.num_emitted[0]), self._text is None
         before = query[:, -num_emitted - 1 : -num_emitted] if self._text is None else self._text
-        text = torch.cat([before, kept.token_ids[:, :num_emitted].to(before.device)], dim=1)  # [1, T]
+        # [1, T]
+        text = torch.cat([before, kept.token_ids[:, :num_emitted].to(before.device)], dim=1)
         states = kept.hidden_states[:, :num_emitted].chunk(len(layers), dim=-1)
         by_layer = dict(zip(layers, states, strict=True))
         by_layer[-1] = states[-1]  # transformers 5.17 reads the last layer by its number

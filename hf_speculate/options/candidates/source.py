@@ -46,7 +46,9 @@ class CandidateSource(FactorySource):
         return do_sample and samples_its_logits(self.drafter.generator)
 
     def history_key(self) -> HistoryKey:
-        return HistoryKey(None, (f"candidate generator {qualified_name(self.drafter.generator)}", False))
+        return HistoryKey(
+            None, (f"candidate generator {qualified_name(self.drafter.generator)}", False)
+        )
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> CandidateSource:

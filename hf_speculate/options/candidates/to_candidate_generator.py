@@ -73,7 +73,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             ShapeError: there is more than one row.
         """
         if input_ids.shape[0] != 1:
-            raise ShapeError(f"input_ids must be [1, T] in transformers' assisted loop, got {list(input_ids.shape)}")
+            raise ShapeError(
+                "input_ids must be [1, T] in transformers' assisted loop, got "
+                f"{list(input_ids.shape)}"
+            )
         length = input_ids.shape[1]
         num_draft_tokens = min(self.num_draft_tokens, self.max_length - length - 1)
         if num_draft_tokens < 1:
@@ -83,7 +86,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if self._shown is not None:
             new_ids = input_ids[:, self._shown.shape[1] :]
             kept = Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32, device="cpu"))
-        request = DraftRequest(query, self._kv_cache, num_draft_tokens, self.sample_strategy, keys, kept)
+        request = DraftRequest(
+            query, self._kv_cache, num_draft_tokens, self.sample_strategy, keys, kept
+        )
         try:
             draft = self.drafter.draft(request)
         finally:
@@ -95,7 +100,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self._num_rounds += 1
         return candidates, None if draft.token_logits is None else draft.token_logits[:, :count]
 
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(
+        self, input_ids: Tensor, scores: Tensor, num_matches: int
+    ) -> None:
         """Do nothing: the draft length is constant."""
 
     def _roll_back(self, input_ids: Tensor) -> int:
@@ -114,7 +121,8 @@ def _new_cache(drafter: Drafter, device: torch.device) -> KVCache:
     obstacle = "" if model is None else rollback_obstacle(model)
     if obstacle:
         raise UnsupportedModelError(
-            f"speculative decoding rolls back rejected tokens, but {type(model).__name__} has recurrent state "
+            f"speculative decoding rolls back rejected tokens, but {type(model).__name__} has "
+            "recurrent state "
             f"{obstacle}; use another draft model"
         )
     if model is None or recurrent_cache(model) is None:

@@ -11,8 +11,8 @@ from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.model_state import model_state
 from hf_speculate.models.module_walk import weight_bytes
 
-# Idle buffers of one model may take a quarter of its weights: 32,768 tokens of a Llama with 8 billion parameters in
-# half precision. The minimum is enough for 8,192 of these tokens.
+# Idle buffers of one model may take a quarter of its weights: 32,768 tokens of a Llama with 8
+# billion parameters in half precision. The minimum is enough for 8,192 of these tokens.
 MIN_POOLED_BYTES = 1 << 30
 POOLED_SHARE = 4
 

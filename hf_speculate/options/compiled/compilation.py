@@ -25,12 +25,19 @@ def _compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[.
     """Wrap a copy of `function` by `torch.compile`, without graph breaks."""
     # Dynamo counts recompilations by code object, even across functions.
     code, name = function.__code__.replace(), function.__name__
-    function_copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    function_copy = FunctionType(
+        code, function.__globals__, name, function.__defaults__, function.__closure__
+    )
     backend: Any = config.backend
     options = dict(config.options) if config.options else None
     mode = None if options else config.mode
     return torch.compile(
-        function_copy, fullgraph=True, dynamic=config.dynamic, backend=backend, mode=mode, options=options
+        function_copy,
+        fullgraph=True,
+        dynamic=config.dynamic,
+        backend=backend,
+        mode=mode,
+        options=options,
     )
 
 
@@ -59,8 +66,9 @@ class Runner(ABC):
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
         """Run a function of the model and `args`, and return its result.
 
-        None if it cannot run. The result is a tensor, or nested tuples of tensors or None. After a failure, the tensors
-        written by the function are undefined. Equal names mean equal functions.
+        None if it cannot run. The result is a tensor, or nested tuples of tensors or None. After a
+        failure, the tensors written by the function are undefined. Equal names mean equal
+        functions.
         """
 
     @abstractmethod
@@ -69,7 +77,8 @@ class Runner(ABC):
     ) -> list[Any] | None:
         """Run `num_steps` consecutive steps and return their results, or None if they cannot run.
 
-        A step is a function of the model, `carry` and `args`; it returns its result and the next step's `carry`.
+        A step is a function of the model, `carry` and `args`; it returns its result and the next
+        step's `carry`.
         """
 
     def fail(self, why: str, failure_key: Hashable | None) -> None:
@@ -95,7 +104,11 @@ class Compilation(Runner):
     sampling_backend = "torch"
 
     def __init__(
-        self, model: nn.Module, config: CompileConfig, units: CompiledUnits, on_failure: Callable[[str], None]
+        self,
+        model: nn.Module,
+        config: CompileConfig,
+        units: CompiledUnits,
+        on_failure: Callable[[str], None],
     ):
         super().__init__(model, units, on_failure)
         self._config, self._key = config, settings_key(config)
@@ -108,15 +121,20 @@ class Compilation(Runner):
         if not self.is_working:
             return None
         try:
-            compiled = self.units.function((name, self._key), lambda: _compiled(function, self._config))
+            compiled = self.units.function(
+                (name, self._key), lambda: _compiled(function, self._config)
+            )
             is_graphed = next(self.model.parameters()).device.type == "cuda"
             if is_graphed:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 result = compiled(self.model, *args)
-                return copies(result) if is_graphed else result  # the next replay overwrites the result
+                # the next replay overwrites the result
+                return copies(result) if is_graphed else result
         except _compile_errors() as error:
-            self.fail(f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self._key)
+            self.fail(
+                f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self._key
+            )
             return None
 
     def repeat(
@@ -145,12 +163,15 @@ def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:
 def _cause_of(error: Exception) -> str:
     """Return the cause of a compile error in one line."""
     if _is_recompile_limit(error):
-        return "torch.compile reached its recompile limit; raise torch._dynamo.config.recompile_limit"
+        return (
+            "torch.compile reached its recompile limit; raise torch._dynamo.config.recompile_limit"
+        )
     cause = getattr(error, "inner_exception", None) or error.__cause__
     lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
     if not lines:
         return type(cause or error).__name__
-    # Graph breaks name the cause in their first line, backends in the last line of the wrapped error.
+    # Graph breaks name the cause in their first line, backends in the last line of the wrapped
+    # error.
     return lines[0] if cause is None else f"{type(cause).__name__}: {lines[-1]}"
 
 
@@ -164,4 +185,9 @@ def _compile_errors() -> tuple[type[Exception], ...]:
     import torch._inductor.exc as inductor_errors
 
     limit = getattr(dynamo_errors, "FailOnRecompileLimitHit", dynamo_errors.TorchDynamoException)
-    return (dynamo_errors.TorchDynamoException, limit, inductor_errors.CppCompileError, inductor_errors.OperatorIssue)
+    return (
+        dynamo_errors.TorchDynamoException,
+        limit,
+        inductor_errors.CppCompileError,
+        inductor_errors.OperatorIssue,
+    )

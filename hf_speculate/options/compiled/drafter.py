@@ -13,11 +13,16 @@ from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings, choose_step
 from hf_speculate.models.inferencer import Chosen
 from hf_speculate.models.language_model import LanguageModel
-from hf_speculate.options.compiled.language_model import CompiledLanguageModel, Rows, States, forward_rows
+from hf_speculate.options.compiled.language_model import (
+    CompiledLanguageModel,
+    Rows,
+    States,
+    forward_rows,
+)
 from hf_speculate.types import DraftOut, NoiseKeys
 
-# Every step reads the two newest tokens, so all steps have the same shape: before the first one, the drafter may not
-# have read the older token. Later steps write its states again.
+# Every step reads the two newest tokens, so all steps have the same shape: before the first one,
+# the drafter may not have read the older token. Later steps write its states again.
 STEP_QUERY_LEN = 2
 
 
@@ -30,7 +35,12 @@ class Carry(NamedTuple):
 
 
 def draft_step(
-    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, mask_spec: MaskSpec, settings: DraftSettings
+    model: PreTrainedModel,
+    carry: Carry,
+    rows: Rows,
+    states: States,
+    mask_spec: MaskSpec,
+    settings: DraftSettings,
 ) -> tuple[Chosen, Carry]:
     """Choose one token per row and write its states to the cache's buffers `states`."""
     query, ends, keys = carry
@@ -52,7 +62,11 @@ class CompiledDrafter(ModelDrafter):
 
     def draft(self, request: DraftRequest) -> DraftOut:
         kv_cache, draft = self._start(request)
-        query, num_draft_tokens, steps = self._sent(request.query_token_ids), request.num_draft_tokens, None
+        query, num_draft_tokens, steps = (
+            self._sent(request.query_token_ids),
+            request.num_draft_tokens,
+            None,
+        )
         if self.chooser.is_plain:
             query = self._catch_up(query, kv_cache)
             steps = self._steps(query, kv_cache, num_draft_tokens, draft.keys)
@@ -68,17 +82,22 @@ class CompiledDrafter(ModelDrafter):
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
         """Feed all but the newest tokens of a long query (a prompt) and return these [B, Q]."""
-        if query.shape[1] < STEP_QUERY_LEN or (query.shape[1] == STEP_QUERY_LEN and kv_cache.num_columns):
+        if query.shape[1] < STEP_QUERY_LEN or (
+            query.shape[1] == STEP_QUERY_LEN and kv_cache.num_columns
+        ):
             return query
         ahead, model = query[:, :-1], self.language_model
         if ahead.shape[1] <= STEP_QUERY_LEN and model.runner.varies:  # after plain steps
-            LanguageModel.run(model, ahead, kv_cache, logits_to_keep=1)  # eagerly, to save one more graph
+            # eagerly, to save one more graph
+            LanguageModel.run(model, ahead, kv_cache, logits_to_keep=1)
         else:
             self.inferencer.feed(ahead, kv_cache)
         kv_cache.crop(1)  # the step reads the last fed token again
         return query[:, -STEP_QUERY_LEN:]
 
-    def _steps(self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None) -> list[Chosen] | None:
+    def _steps(
+        self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None
+    ) -> list[Chosen] | None:
         buffers = self.language_model.buffers(kv_cache)
         if buffers is None or query.shape[1] != STEP_QUERY_LEN:
             return None
@@ -86,7 +105,8 @@ class CompiledDrafter(ModelDrafter):
         if keys is not None:
             keys = NoiseKeys(*(buffers.vary(tensor, 0) for tensor in keys))
         backend = runner.sampling_backend or self.settings.backend
-        settings = self.settings._replace(eos_token_ids=None, backend=backend)  # steps do not end rows
+        # steps do not end rows
+        settings = self.settings._replace(eos_token_ids=None, backend=backend)
         name = f"draft step, {'greedy' if keys is None else settings}"
         ends, rows, states, mask_spec = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
         query = query.clone(memory_format=torch.contiguous_format)  # other strides would recompile

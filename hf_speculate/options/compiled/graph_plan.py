@@ -7,24 +7,39 @@ from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.kv_size import kv_values_per_token
 from hf_speculate.models.language_model import dtype_of, vocab_size_of
 from hf_speculate.models.memory import memory_bytes
-from hf_speculate.models.module_walk import has_hooks_of_others, is_compiled, modules_of, parameters_of
+from hf_speculate.models.module_walk import (
+    has_hooks_of_others,
+    is_compiled,
+    modules_of,
+    parameters_of,
+)
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.graphs import FAILURE_KEY
 from hf_speculate.options.compiled.plan import GraphPlan
 
-# Graphs need KV buffers of maximum length from the start. "auto" stops at this share of the device's memory: a call may
-# allow many more tokens than it generates, and would run out of memory.
+# Graphs need KV buffers of maximum length from the start. "auto" stops at this share of the
+# device's memory: a call may allow many more tokens than it generates, and would run out of memory.
 MAX_SHARE = 0.125
 
 
 def plan_graphs(
-    models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int, lens: Sequence[int]
+    models: Sequence[ModelPlan],
+    graphs: str,
+    compiled: Collection[str],
+    batch_size: int,
+    lens: Sequence[int],
 ) -> GraphPlan:
     """Plan the models that run from graphs, with `graphs` "on" or "auto"."""
     if graphs == "on":
-        return GraphPlan({plan.part: _ungraphed_reason(plan, plan.part in compiled) for plan in models})
-    models = [plan for plan in models if plan.model.device.type in GRAPH_BACKENDS and plan.part not in compiled]
+        return GraphPlan(
+            {plan.part: _ungraphed_reason(plan, plan.part in compiled) for plan in models}
+        )
+    models = [
+        plan
+        for plan in models
+        if plan.model.device.type in GRAPH_BACKENDS and plan.part not in compiled
+    ]
     reasons = {plan.part: _ungraphed_reason(plan) or _hook_reason(plan) for plan in models}
     able = [plan for plan in models if not reasons[plan.part]]
     num_bytes = sum(_num_bytes(plan, batch_size, lens) for plan in able)
@@ -37,9 +52,16 @@ def plan_graphs(
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
     """Return the bytes of full-length KV buffers and of the logits of graphs of two widths."""
-    config, num_columns = plan.model.config.get_text_config(decoder=True), plan.request.max_columns or 0
+    config, num_columns = (
+        plan.model.config.get_text_config(decoder=True),
+        plan.request.max_columns or 0,
+    )
     num_kv_values = num_columns * kv_values_per_token(config)
-    num_logits = 2 * vocab_size_of(plan.model) * (sum(length + 1 for length in lens) if plan.part == "target" else 1)
+    num_logits = (
+        2
+        * vocab_size_of(plan.model)
+        * (sum(length + 1 for length in lens) if plan.part == "target" else 1)
+    )
     return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from hf_speculate.options.compiled.language_model import States
 
 NUM_TIMED = 3  # replays, alternating with the same number of eager forwards
-# Tolerated difference between a replay and an eager forward, relative to the largest number. Both run the same kernels:
-# their bits are equal unless a kernel adds in varying order.
+# Tolerated difference between a replay and an eager forward, relative to the largest number. Both
+# run the same kernels: their bits are equal unless a kernel adds in varying order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 Run = Callable[[], list[Any]]
@@ -33,7 +33,8 @@ class Attempt(NamedTuple):
 class GraphTrial:
     """Trial of one function's graphs.
 
-    It compares the first replay of each graph with an eager forward, and times the first replays if it has a timer.
+    It compares the first replay of each graph with an eager forward, and times the first replays if
+    it has a timer.
     """
 
     def __init__(self, timer: Timer | None):
@@ -48,22 +49,31 @@ class GraphTrial:
         if not self._is_timed:
             return ""
         replay_s, eager_s = median(self._replay_s), median(self._eager_s)
-        return "" if replay_s < eager_s else f"{1e3 * replay_s:.3g} ms against {1e3 * eager_s:.3g} ms"
+        return (
+            "" if replay_s < eager_s else f"{1e3 * replay_s:.3g} ms against {1e3 * eager_s:.3g} ms"
+        )
 
     @property
     def _is_timed(self) -> bool:
         return len(self._eager_s) == NUM_TIMED
 
-    def run(self, graph: Hashable, replay: Run, eager: Run, num_steps: int, states: States | None) -> Attempt:
+    def run(
+        self, graph: Hashable, replay: Run, eager: Run, num_steps: int, states: States | None
+    ) -> Attempt:
         """Run `num_steps` steps from a graph, or eagerly if it is the eager run's turn to be timed.
 
         If both run, the eager steps come last, so the states are theirs.
         """
         if graph not in self._compared:
-            replayed, buffers = replay(), () if states is None else (states.keys[-1], states.values[-1])
+            replayed, buffers = (
+                replay(),
+                () if states is None else (states.keys[-1], states.values[-1]),
+            )
             written = [buffer.clone() for buffer in buffers]
             expected = eager()
-            difference = _difference([*_tensors(replayed), *written], [*_tensors(expected), *buffers])
+            difference = _difference(
+                [*_tensors(replayed), *written], [*_tensors(expected), *buffers]
+            )
             if not difference:
                 self._compared.add(graph)
             return Attempt(expected, difference)
@@ -79,7 +89,10 @@ class GraphTrial:
 
 def _difference(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     """Describe the difference of a replay; empty if there is none."""
-    pairs = [(replay.reshape(-1), eager.reshape(-1)) for replay, eager in zip(replayed, expected, strict=True)]
+    pairs = [
+        (replay.reshape(-1), eager.reshape(-1))
+        for replay, eager in zip(replayed, expected, strict=True)
+    ]
     numbers = [(replay, eager) for replay, eager in pairs if replay.is_floating_point()]
     is_same = True
     for replay, eager in numbers:
@@ -101,4 +114,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     """List the tensors in nested sequences."""
     if isinstance(tree, Tensor):
         return [tree]
-    return [tensor for child in tree for tensor in _tensors(child)] if isinstance(tree, tuple | list) else []
+    return (
+        [tensor for child in tree for tensor in _tensors(child)]
+        if isinstance(tree, tuple | list)
+        else []
+    )

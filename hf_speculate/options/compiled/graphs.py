@@ -18,7 +18,8 @@ from hf_speculate.options.compiled.graph_trial import GraphTrial
 from hf_speculate.options.compiled.language_model import States
 
 FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
-_WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"  # entries beside the graphs of a set of buffers
+# entries beside the graphs of a set of buffers
+_WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"
 # With "auto", graphs are captured only if at least this share of the device's memory is free.
 MIN_FREE_SHARE = 1 / 32
 
@@ -40,7 +41,8 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 class HostReads(TorchDispatchMode):
     """Dispatch mode against host reads.
 
-    It raises RuntimeError if an operator copies numbers to the host, because captures do not allow that.
+    It raises RuntimeError if an operator copies numbers to the host, because captures do not allow
+    that.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,12 +55,19 @@ class HostReads(TorchDispatchMode):
 
 def _finds_true(name: str, args: Any) -> bool:
     """Return whether an operator indexes with a mask and so counts its true elements."""
-    return name in _INDEXED and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
+    return name in _INDEXED and any(
+        isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+    )
 
 
 def _leaves_device(name: str, args: Any, kwargs: Any) -> bool:
     device = kwargs.get("device")
-    return name == "_to_copy" and device is not None and device.type == "cpu" and args[0].device.type != "cpu"
+    return (
+        name == "_to_copy"
+        and device is not None
+        and device.type == "cpu"
+        and args[0].device.type != "cpu"
+    )
 
 
 class CudaGraphs:
@@ -83,13 +92,16 @@ class CudaGraphs:
                         with HostReads():  # type: ignore[no-untyped-call]
                             function()
                         self._pool = torch.cuda.graph_pool_handle()
-                    function()  # warm-up: library workspaces and Triton compilation cannot be captured
+                    # warm-up: library workspaces and Triton compilation cannot be captured
+                    function()
             finally:
                 current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             _drop_workspaces()
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+                ):
                     outputs = function()
             finally:
                 torch.cuda.set_stream(current)  # torch leaves the stream set after a failed capture
@@ -107,15 +119,17 @@ class CudaGraphs:
     def has_room(self) -> bool:
         """Return whether enough memory is free for graphs with "auto"."""
         free, total = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
         return free + unused >= MIN_FREE_SHARE * total
 
 
 def _drop_workspaces() -> None:
     """Drop cuBLAS workspaces, so a captured graph allocates them in its own memory.
 
-    Torch frees all workspaces whenever `torch.compile` records graphs. A workspace from outside of the graph, for
-    example from the warm-up, would then be freed while the graph still uses it.
+    Torch frees all workspaces whenever `torch.compile` records graphs. A workspace from outside of
+    the graph, for example from the warm-up, would then be freed while the graph still uses it.
     """
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # builds for CPUs lack it
 
@@ -134,9 +148,16 @@ class Graphing(Runner):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, units: CompiledUnits, on_failure: Callable[[str], None], is_tried: bool):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        units: CompiledUnits,
+        on_failure: Callable[[str], None],
+        is_tried: bool,
+    ):
         super().__init__(model, units, on_failure)
-        self._is_tried = is_tried  # whether graphs are compared with eager forwards, and used only if faster
+        # whether graphs are compared with eager forwards, and used only if faster
+        self._is_tried = is_tried
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
@@ -146,7 +167,9 @@ class Graphing(Runner):
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
             graphs[_WEIGHTS] = self._weights
-            graphs[_BACKEND] = pkgutil.resolve_name(GRAPH_BACKENDS[self.model.device.type])(self.model.device)
+            graphs[_BACKEND] = pkgutil.resolve_name(GRAPH_BACKENDS[self.model.device.type])(
+                self.model.device
+            )
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
@@ -154,7 +177,12 @@ class Graphing(Runner):
         if recorded is None:
             return None
         results = self._attempt(
-            name, recorded, lambda: [self._replay(recorded)], lambda: [function(self.model, *args)], 1, args
+            name,
+            recorded,
+            lambda: [self._replay(recorded)],
+            lambda: [function(self.model, *args)],
+            1,
+            args,
         )
         return None if results is None else results[0]
 
@@ -180,7 +208,12 @@ class Graphing(Runner):
         if recorded is None:
             return None
         results = self._attempt(
-            name, recorded, lambda: [self._replay(recorded) for _ in range(num_steps)], eager, num_steps, args
+            name,
+            recorded,
+            lambda: [self._replay(recorded) for _ in range(num_steps)],
+            eager,
+            num_steps,
+            args,
         )
         for index, _ in enumerate(_tensors(carry)):
             recorded.sources[index] = None  # overwritten by the steps
@@ -213,11 +246,16 @@ class Graphing(Runner):
             self.fail(f"replayed: {_first_line(error)}", FAILURE_KEY)
             return None
         if attempt.difference:
-            self.fail(f"captured: a replay differs from the eager forward {attempt.difference}", FAILURE_KEY)
+            self.fail(
+                f"captured: a replay differs from the eager forward {attempt.difference}",
+                FAILURE_KEY,
+            )
         return attempt.results
 
     def _trial(self, name: Hashable) -> GraphTrial:
-        trial: GraphTrial = self._graphs.setdefault((_TRIAL, name), GraphTrial(self._graphs[_BACKEND]))
+        trial: GraphTrial = self._graphs.setdefault(
+            (_TRIAL, name), GraphTrial(self._graphs[_BACKEND])
+        )
         return trial
 
     def _may_run(self, name: Hashable) -> bool:
@@ -230,7 +268,9 @@ class Graphing(Runner):
     def _eagerly(self, why: str) -> str:
         return f"eager forwards of {type(self.model).__name__}, {why}"
 
-    def _recorded(self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
+    def _recorded(
+        self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> _Recorded | None:
         """Return the graph of a function, captured on first use, with its inputs in place."""
         if not self._may_run(name):
             return None
@@ -248,7 +288,9 @@ class Graphing(Runner):
 
     def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
         if self._is_tried and not self._graphs[_BACKEND].has_room():
-            self.give_up(self._eagerly("for whose graphs too little of the device's memory is free"))
+            self.give_up(
+                self._eagerly("for whose graphs too little of the device's memory is free")
+            )
             return None
 
         def forward() -> Any:

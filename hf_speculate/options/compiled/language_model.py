@@ -18,8 +18,8 @@ from hf_speculate.models.language_model import LanguageModel, StateCapture
 from hf_speculate.options.compiled.compilation import Runner
 from hf_speculate.types import Scored
 
-# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: at most a fifth of them are unused. Widths
-# compiled or captured one by one are 256, 384, 512, 768, ...
+# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: at most a fifth of them are
+# unused. Widths compiled or captured one by one are 256, 384, 512, 768, ...
 MIN_WIDTH = 256
 # The last columns are never read, because slicing a whole buffer would trigger a recompilation.
 UNREAD_COLUMNS = 8
@@ -46,8 +46,8 @@ class States(NamedTuple):
 class StaticSlotLayer(CacheLayerMixin):
     """Cache layer over fixed buffers [B, H, capacity, D].
 
-    It serves one forward. The states of new tokens of rows `rows` [B, 1] int64 are written to columns `slots` [B, Q]
-    int64; attention reads the first `width` columns.
+    It serves one forward. The states of new tokens of rows `rows` [B, 1] int64 are written to
+    columns `slots` [B, Q] int64; attention reads the first `width` columns.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, width: int):
@@ -60,7 +60,9 @@ class StaticSlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing, because the buffers exist already."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             # Through a flat view, the compiler would copy the whole buffer.
@@ -90,15 +92,17 @@ def forward_rows(
 ) -> Scored:
     """Score query tokens [B, Q] int64 and write their states.
 
-    The states of a row are written from its column in `ends` [B] int64 on. The inputs of the decoder layers `layers`
-    are captured; -1 is the state after the final norm.
+    The states of a row are written from its column in `ends` [B] int64 on. The inputs of the
+    decoder layers `layers` are captured; -1 is the state after the final norm.
     """
     offsets = torch.arange(query.shape[1], device=query.device)
     slots = ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((slots - rows.pads[:, None]).clamp_min(0), rows.last_position)
     is_padding = rows.seen < rows.pads[:, None, None]  # [B, 1, W]
     mask = mask_spec.masks(
-        lambda window: additive(hidden(rows.seen, slots[:, :, None], window) | is_padding, mask_spec.mask_dtype)
+        lambda window: additive(
+            hidden(rows.seen, slots[:, :, None], window) | is_padding, mask_spec.mask_dtype
+        )
     )
     width = rows.seen.shape[0]
     indices = torch.arange(slots.shape[0], device=slots.device)[:, None]  # [B, 1]
@@ -116,7 +120,9 @@ def forward_rows(
         return_dict=True,
         **options,
     )
-    captured = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1) if layers else None
+    captured = (
+        torch.cat([output.hidden_states[layer] for layer in layers], dim=-1) if layers else None
+    )
     return Scored(output.logits, captured=captured)
 
 
@@ -139,18 +145,22 @@ def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
 class FixedBuffers:
     """Cache arguments of compiled forwards.
 
-    The cache's fixed buffers hold states already. With dynamic sizes, one compilation serves all numbers of rows and
-    columns and all widths; a single row is compiled separately.
+    The cache's fixed buffers hold states already. With dynamic sizes, one compilation serves all
+    numbers of rows and columns and all widths; a single row is compiled separately.
     """
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
         self.kv_cache = kv_cache
         self._varies = varies
         layers: list[Any] = kv_cache.cache.layers
-        self.states = States(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
+        self.states = States(
+            tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers)
+        )
         device = kv_cache.device
         self._pads = self.vary(torch.tensor(kv_cache.layout.pads, device=device), 0)
-        self._last_position = torch.tensor([2**62 if max_position is None else max_position], device=device)
+        self._last_position = torch.tensor(
+            [2**62 if max_position is None else max_position], device=device
+        )
         self._seen: dict[int, Tensor] = {}
         for buffer in (*self.states.keys, *self.states.values):
             if buffer.device.type == "cuda":
@@ -162,7 +172,9 @@ class FixedBuffers:
         layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
         serves_all = self._varies and self.kv_cache.device.type != "cuda"
-        width = width_for(layout.num_columns + num_query, capacity, num_steps=4 if serves_all else 2)
+        width = width_for(
+            layout.num_columns + num_query, capacity, num_steps=4 if serves_all else 2
+        )
         if width not in self._seen:
             self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
         rows = Rows(self._pads, self._seen[width], self._last_position)
@@ -193,7 +205,9 @@ class CompiledLanguageModel(LanguageModel):
         capture: StateCapture | None = None,
     ):
         # All forwards share one mode, or everything would compile twice.
-        super().__init__(model, max_position, keeps_states=True, extra_inputs=extra_inputs, capture=capture)
+        super().__init__(
+            model, max_position, keeps_states=True, extra_inputs=extra_inputs, capture=capture
+        )
         self.runner = runner
         self.query_lens = tuple(query_lens)
         self._buffers: FixedBuffers | None = None
@@ -228,9 +242,13 @@ class CompiledLanguageModel(LanguageModel):
             name = f"forward with {layers}" if layers else "forward"
             query = buffers.vary(padded, 0, 1)
             ends, rows, states, mask_spec = buffers.arguments(padded_len)
-            scored = self.runner.run(name, forward_rows, query, ends, rows, states, mask_spec, layers)
+            scored = self.runner.run(
+                name, forward_rows, query, ends, rows, states, mask_spec, layers
+            )
         if scored is None:
-            return super().run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
+            return super().run(
+                query_token_ids, kv_cache, logits_to_keep=logits_to_keep, **forward_options
+            )
         kv_cache.advance(num_query)
         first = 0 if logits_to_keep is None else num_query - logits_to_keep
         captured = None if scored.captured is None else scored.captured[:, :num_query]

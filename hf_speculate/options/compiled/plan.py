@@ -24,7 +24,8 @@ from hf_speculate.options.compiled.compilation import Compilation, Runner, setti
 from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, CompiledDrafter
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, CompiledLanguageModel
 
-# Fixed buffers have a multiple of this length, so calls of similar length share the length of their buffers.
+# Fixed buffers have a multiple of this length, so calls of similar length share the length of their
+# buffers.
 CAPACITY_UNIT = 128
 # Imported only if a call may run from graphs.
 _PLAN_GRAPHS, _GRAPHING = (
@@ -37,7 +38,8 @@ class GraphPlan(NamedTuple):
     """Models of a call for device graphs."""
 
     reasons: dict[str, str]  # part -> reason against graphs, empty if it runs from graphs
-    is_tried: bool = False  # whether graphs are compared with eager forwards first, and used only if faster
+    # whether graphs are compared with eager forwards first, and used only if faster
+    is_tried: bool = False
 
 
 NO_GRAPHS = GraphPlan({})
@@ -52,7 +54,8 @@ class CompiledRunners(Runners):
     lens: tuple[int, ...] = ()
     min_columns: int = 0  # minimum number of columns of buffers
     is_tried: bool = False  # see `GraphPlan`
-    on_failure: Callable[[str, str], None]  # called with the part and the reason if it falls back to eager forwards
+    # called with the part and the reason if it falls back to eager forwards
+    on_failure: Callable[[str, str], None]
 
     @property
     def max_query(self) -> int | None:
@@ -94,7 +97,9 @@ class CompiledRunners(Runners):
         compiled = self.language_model("draft", model, setup.inputs, max_position)
         if compiled is None:
             return None
-        return CompiledDrafter(Inferencer(compiled, chunk_size), setup.processors, settings, context)
+        return CompiledDrafter(
+            Inferencer(compiled, chunk_size), setup.processors, settings, context
+        )
 
     def _capacity(self, max_columns: int, device: torch.device) -> int | None:
         """Return the columns of fixed buffers for rows of `max_columns` and one more round.
@@ -103,7 +108,9 @@ class CompiledRunners(Runners):
         """
         if not self.is_static:
             return None
-        num_columns = max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
+        num_columns = (
+            max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
+        )
         if device.type == "cuda":
             return even_capacity(num_columns)
         return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
@@ -120,12 +127,14 @@ def make_runners(
     """Select forwards that can run compiled or from graphs; see `find_runners`."""
     wanted = [model_plan for model_plan in models if model_plan.part in request.settings]
     uncompiled = {
-        model_plan.part: _eager_reason(model_plan, request.settings[model_plan.part]) for model_plan in wanted
+        model_plan.part: _eager_reason(model_plan, request.settings[model_plan.part])
+        for model_plan in wanted
     }
     settings = {part: request.settings[part] for part, reason in uncompiled.items() if not reason}
     plan = NO_GRAPHS
     if graphs == "on" or (
-        graphs == "auto" and any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
+        graphs == "auto"
+        and any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
     ):
         plan = pkgutil.resolve_name(_PLAN_GRAPHS)(models, graphs, settings, batch_size, lens)
     ungraphed = plan.reasons
@@ -167,6 +176,8 @@ def _eager_reason(model_plan: ModelPlan, config: CompileConfig) -> str:
     elif not model_plan.inputs.is_empty:
         reason = "which reads more than its text"
     if reason:
-        return f"eager forwards of the {model_plan.part} {type(model_plan.model).__name__}, {reason}"
+        return (
+            f"eager forwards of the {model_plan.part} {type(model_plan.model).__name__}, {reason}"
+        )
     failure = CompiledUnits.of(model_plan.model).failures.get(settings_key(config))
     return "" if failure is None else f"{model_plan.part}: {failure}"

@@ -79,7 +79,8 @@ def _find_top_k(processor: Any, scores: NDArray[np.float32]) -> Cutoffs | None:
 def _find_top_p(processor: Any, scores: NDArray[np.float32]) -> Cutoffs:
     compact = _without_empty(scores) if processor.filter_value == -np.inf else None
     ascending = np.sort(scores if compact is None else compact, axis=-1)  # [N, M]
-    sums = torch.from_numpy(ascending).softmax(-1).cumsum_(-1)  # [N, M], the same two calls as in transformers
+    # [N, M], the same two calls as in transformers
+    sums = torch.from_numpy(ascending).softmax(-1).cumsum_(-1)
     max_dropped = np.float32(1 - processor.top_p)
     is_dropped = sums.numpy() <= max_dropped  # a prefix of the row, because sums never fall
     is_dropped[:, max(ascending.shape[-1] - processor.min_tokens_to_keep, 0) :] = False

@@ -4,7 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hf_speculate.kernels import warp_logits
 from hf_speculate.processors.registry import OwnProcessor, Reads
@@ -52,5 +58,7 @@ def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
 
 
 def _is_usual(processor: Any) -> bool:
-    keeps_single = getattr(processor, "min_tokens_to_keep", 1) == 1 or type(processor) is TopKLogitsWarper
+    keeps_single = (
+        getattr(processor, "min_tokens_to_keep", 1) == 1 or type(processor) is TopKLogitsWarper
+    )
     return keeps_single and getattr(processor, "filter_value", -torch.inf) == -torch.inf

@@ -20,7 +20,8 @@ from hf_speculate.kernels import (
     verify_typical,
 )
 
-# A verifier of one round: target [B, K+1, V], ids [B, K], draft [B, K, V], keys, lengths [B] or None, and options.
+# A verifier of one round: target [B, K+1, V], ids [B, K], draft [B, K, V], keys, lengths [B] or
+# None, and options.
 Operation = Callable[..., Verdict]
 
 
@@ -33,12 +34,22 @@ def warp_of(target: Tensor, keys: NoiseKeys) -> dict[str, Tensor]:
 
 def sums_of(draft: Tensor, keys: NoiseKeys, backend: str) -> Tensor:
     """Log-sum-exps [B, K] of the drafts, as a drafter keeps them."""
-    sums = [sample(row, keys=keys, stream=Stream.DRAFT, backend=backend).logsumexp for row in draft.unbind(1)]
-    return torch.stack(sums, dim=-1) if sums else draft.new_empty(draft.shape[:2], dtype=torch.float32)
+    sums = [
+        sample(row, keys=keys, stream=Stream.DRAFT, backend=backend).logsumexp
+        for row in draft.unbind(1)
+    ]
+    return (
+        torch.stack(sums, dim=-1) if sums else draft.new_empty(draft.shape[:2], dtype=torch.float32)
+    )
 
 
 def _operation(
-    verify: Any, *, is_dense: bool = False, with_sums: bool = False, is_warped: bool = False, **settings: Any
+    verify: Any,
+    *,
+    is_dense: bool = False,
+    with_sums: bool = False,
+    is_warped: bool = False,
+    **settings: Any,
 ) -> Operation:
     """`verify` as an `Operation`; dense: it reads the draft's logits."""
 
@@ -56,7 +67,9 @@ def _operation(
         if with_sums:
             options["draft_logsumexp"] = sums_of(draft, keys, backend)
         drafted = (draft,) if is_dense else ()
-        verdict: Verdict = verify(target, ids, *drafted, keys=keys, draft_lens=lens, backend=backend, **options)
+        verdict: Verdict = verify(
+            target, ids, *drafted, keys=keys, draft_lens=lens, backend=backend, **options
+        )
         return verdict
 
     return run
@@ -87,13 +100,20 @@ def make_round(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Target [B, K+1, V], ids [B, K] of which most are likely, and a draft near the target [B, K, V]."""
     generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator, device="cpu") * 2
+    target = (
+        torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator, device="cpu")
+        * 2
+    )
     draft = target[:, :-1] + 0.3 * torch.randn(
         num_rows, num_draft_tokens, vocab_size, generator=generator, device="cpu"
     )
     ids = target[:, :-1].argmax(-1)
     strays = torch.randint(0, vocab_size, ids.shape, generator=generator, device="cpu")
-    return target, torch.where(torch.rand(ids.shape, generator=generator, device="cpu") < 0.2, strays, ids), draft
+    return (
+        target,
+        torch.where(torch.rand(ids.shape, generator=generator, device="cpu") < 0.2, strays, ids),
+        draft,
+    )
 
 
 def spoil(rows: Tensor, value: float) -> None:
@@ -109,19 +129,25 @@ class FaultyRound(NamedTuple):
     draft: Tensor
     positions: Tensor  # [B] int64, of the fault
     flags: Tensor  # [B] int64, status that names it
-    is_target: Tensor  # [B] bool, whether the target's row is hostile: the token there is then any one
+    # [B] bool, whether the target's row is hostile: the token there is then any one
+    is_target: Tensor
 
 
-def make_faulty_round(name: str, rows_per_fault: int, num_draft_tokens: int, vocab_size: int) -> FaultyRound:
+def make_faulty_round(
+    name: str, rows_per_fault: int, num_draft_tokens: int, vocab_size: int
+) -> FaultyRound:
     """Every fault at every position, each in `rows_per_fault` rows; `name` is that of the operation."""
-    hostile: list[tuple[str, float]] = [("id", 0.0), *itertools.product(("target", "draft"), HOSTILE)]
+    hostile: list[tuple[str, float]] = [
+        ("id", 0.0),
+        *itertools.product(("target", "draft"), HOSTILE),
+    ]
     sources = [source for source in hostile if source[0] != "draft" or name in DENSE]
     faults = [(*source, position) for source in sources for position in range(num_draft_tokens)]
     target, ids, draft = make_round(rows_per_fault * len(faults), num_draft_tokens, vocab_size)
     target, draft = 4 * target, 4 * draft  # half of the tokens are kept
-    bad_ids = torch.tensor([-1, vocab_size, 2**31 - 1, -(2**31), 2**40, -(2**63)], device="cpu").repeat(
-        rows_per_fault + num_draft_tokens
-    )
+    bad_ids = torch.tensor(
+        [-1, vocab_size, 2**31 - 1, -(2**31), 2**40, -(2**63)], device="cpu"
+    ).repeat(rows_per_fault + num_draft_tokens)
     for index, (source, value, position) in enumerate(faults):
         rows = slice(rows_per_fault * index, rows_per_fault * (index + 1))
         if source == "id":

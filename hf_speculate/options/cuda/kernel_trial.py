@@ -13,7 +13,12 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.kernels import NoiseKeys, Stream, row_seeds, sample, warp_logits
 from hf_speculate.kernels.backends import runs_kernels
 from hf_speculate.kernels.warped_draws import WarpedDraws
-from hf_speculate.options.cuda.kernel_operations import OPERATIONS, FaultyRound, make_faulty_round, make_round
+from hf_speculate.options.cuda.kernel_operations import (
+    OPERATIONS,
+    FaultyRound,
+    make_faulty_round,
+    make_round,
+)
 from hf_speculate.stats import SpeculationStats
 
 # Tolerance of numbers up to 20, summed in another order.
@@ -45,8 +50,8 @@ def with_working_kernels(
 ) -> SpeculationConfig:
     """Return the settings with torch in place of kernels that fail on one of the devices.
 
-    An operation is compared at its first use on a device, in a dtype and with a vocabulary. The process remembers the
-    result.
+    An operation is compared at its first use on a device, in a dtype and with a vocabulary. The
+    process remembers the result.
 
     Args:
         config: settings of a call whose `verifier_backend` is "auto".
@@ -62,7 +67,9 @@ def with_working_kernels(
         verifiers.append("rejection" if samples else "greedy")
     scored = torch.float32 if is_processed else dtype
     checks = [(name, scored) for verifier in verifiers for name in _OF_VERIFIER.get(verifier, ())]
-    checks += [(SAMPLE, scored)] * samples + [(WARP, dtype), (WARPED_DRAW, dtype)] * (samples and is_processed)
+    checks += [(SAMPLE, scored)] * samples + [(WARP, dtype), (WARPED_DRAW, dtype)] * (
+        samples and is_processed
+    )
     for device in dict.fromkeys(device for device in devices if runs_kernels("auto", device)):
         for name, of_rows in checks:
             try:
@@ -107,7 +114,8 @@ def num_different(
         dtype: of the logits.
         vocab_size: V.
         num_draft_tokens: K.
-        is_hostile: whether rows hold NaN, infinities and ids outside of the vocabulary. For keys of `OPERATIONS` alone.
+        is_hostile: whether rows hold NaN, infinities and ids outside of the vocabulary. For keys of
+            `OPERATIONS` alone.
     """
     sizes = {"num_draft_tokens": num_draft_tokens, "vocab_size": vocab_size}
     faulty = make_faulty_round(name, 1, **sizes) if is_hostile else None
@@ -115,13 +123,17 @@ def num_different(
     target, ids, draft = target.to(device, dtype), ids.to(device), draft.to(device, dtype)
     numbers = torch.arange(len(target), device=device)
     keys = NoiseKeys(row_seeds(1, len(target), device=device), numbers, numbers)
-    kernel, reference = (results_of(name, target, ids, draft, keys, backend) for backend in ("triton", "torch"))
+    kernel, reference = (
+        results_of(name, target, ids, draft, keys, backend) for backend in ("triton", "torch")
+    )
     if faulty is not None:
         _forgive_any_token(faulty, kernel, reference, vocab_size)
     return sum(map(num_unequal, kernel, reference))
 
 
-def results_of(name: str, target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, backend: str) -> list[Tensor]:
+def results_of(
+    name: str, target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, backend: str
+) -> list[Tensor]:
     """Run an operation on a round and return its tensors; `name` as in `num_different`."""
     run: Callable[..., Any]
     if name == SAMPLE:
@@ -150,14 +162,21 @@ def num_unequal(mine: Tensor, reference: Tensor) -> int:
     """Count unequal entries: floating-point numbers may differ by `TOLERANCE`, and NaN equals NaN."""
     if not mine.is_floating_point():
         return int((mine != reference).sum())
-    is_close = (mine == reference) | ((mine - reference).abs() <= TOLERANCE) | (mine.isnan() & reference.isnan())
+    is_close = (
+        (mine == reference)
+        | ((mine - reference).abs() <= TOLERANCE)
+        | (mine.isnan() & reference.isnan())
+    )
     return int(is_close.logical_not().sum())  # infinities are equal
 
 
-def _forgive_any_token(faulty: FaultyRound, kernel: list[Tensor], reference: list[Tensor], vocab_size: int) -> None:
+def _forgive_any_token(
+    faulty: FaultyRound, kernel: list[Tensor], reference: list[Tensor], vocab_size: int
+) -> None:
     """Let tokens of the vocabulary that come from a hostile row of the target count as those of the reference."""
     (mine, *_), (expected, num_accepted, *_) = kernel, reference  # token_ids, num_accepted, status
     positions, is_target = faulty.positions.to(mine.device), faulty.is_target.to(mine.device)
     columns = torch.arange(mine.shape[1], device=mine.device)
-    is_any = (columns == positions[:, None]) & (is_target & (num_accepted == positions))[:, None]  # [B, K+1]
+    # [B, K+1]
+    is_any = (columns == positions[:, None]) & (is_target & (num_accepted == positions))[:, None]
     kernel[0] = torch.where(is_any & (mine >= 0) & (mine < vocab_size), expected, mine)

@@ -1,7 +1,8 @@
 """Split attention: our own kernel for few queries, used where a trial in this process finds it right and faster.
 
-The trial runs once for each device, dtype, group and width of the heads, in the forward of a prompt: no graph is being
-captured there. It compares the kernel with memory-efficient attention, and times both in turn.
+The trial runs once for each device, dtype, group and width of the heads, in the forward of a
+prompt: no graph is being captured there. It compares the kernel with memory-efficient attention,
+and times both in turn.
 """
 
 import logging
@@ -22,24 +23,28 @@ _LOGGER = logging.getLogger("hf_speculate")
 
 # Of outputs between -3 and 3. Both round their weights and results, a few steps apart.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
-QUERY_LENS = (1, 2, 4, 6, 12, MAX_QUERY)  # groups of 1 to 16 heads meet all tiles of the kernel that they ever use
+# groups of 1 to 16 heads meet all tiles of the kernel that they ever use
+QUERY_LENS = (1, 2, 4, 6, 12, MAX_QUERY)
 TIMED_QUERY_LEN = 6
-# So many keys take memory-efficient attention 0.3 ms on an H200: longer than the host takes to launch two kernels.
+# So many keys take memory-efficient attention 0.3 ms on an H200: longer than the host takes to
+# launch two kernels.
 BATCH_SIZE, NUM_KEYS = 2, 4096
 NUM_TIMED, NUM_CALLS = 3, 10  # times that each is timed, and calls in one of them
 _MULTIPLIERS = 739982445, 695872825  # of a hash; products wrap
 
-# Keys from which eager forwards use the kernel. With fewer, they wait for the host, which launches two kernels here in
-# place of one: an estimate, not measured yet. An eager forward of 8 billion parameters takes an H100's host 22 ms, and
-# memory-efficient attention 0.08 us a key and layer.
+# Keys from which eager forwards use the kernel. With fewer, they wait for the host, which launches
+# two kernels here in place of one: an estimate, not measured yet. An eager forward of 8 billion
+# parameters takes an H100's host 22 ms, and memory-efficient attention 0.08 us a key and layer.
 MIN_EAGER_KEYS = 4096
 
 
 class Contender(NamedTuple):
     """An implementation of attention in a trial."""
 
-    convert: Callable[[Tensor], Tensor]  # a mask [B, 1, Q, T] with the entries 0 and -inf, once for all layers
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]  # [B, Q, g*H, D]; with what it made
+    # a mask [B, 1, Q, T] with the entries 0 and -inf, once for all layers
+    convert: Callable[[Tensor], Tensor]
+    # [B, Q, g*H, D]; with what it made
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 class Build(NamedTuple):
@@ -62,13 +67,19 @@ def build_of(query: Tensor, key: Tensor) -> Build:
     return Build(query.device, query.dtype, query.shape[1] // num_heads, num_heads, query.shape[3])
 
 
-def serves(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_captured: bool) -> bool:
+def serves(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_captured: bool
+) -> bool:
     """Return whether the kernel computes this attention, in a forward that graphs replay or in another."""
     if not is_captured and key.shape[2] < MIN_EAGER_KEYS:
         return False
     if query.shape[2] > MAX_QUERY or verdicts.get(build_of(query, key), "no trial"):
         return False
-    if key.shape != value.shape or not query.dtype == key.dtype == value.dtype or isinstance(scaling, Tensor):
+    if (
+        key.shape != value.shape
+        or not query.dtype == key.dtype == value.dtype
+        or isinstance(scaling, Tensor)
+    ):
         return False
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         return False
@@ -81,7 +92,9 @@ def key_spans(mask: Tensor) -> Tensor:
     return spans
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None
+) -> Tensor:
     """Compute attention [B, Q, g*H, D], contiguous, to the columns `spans`."""
     output: Tensor = _kernels(query.device).attend(Attention(query, key, value, spans, scaling))
     return output
@@ -119,10 +132,14 @@ def examine(build: Build, ours: Contender, efficient: Contender, clock: Callable
         gap = _gap(build, num_query, ours, efficient)
         if not gap <= TOLERANCES[build.dtype]:  # nor NaN
             words = f"results differ by {gap:.3g} with {num_query} query tokens"
-            _LOGGER.warning("the kernel of attention for few queries is wrong on %s: %s", build.device, words)
+            _LOGGER.warning(
+                "the kernel of attention for few queries is wrong on %s: %s", build.device, words
+            )
             return words
     ours_s, efficient_s = _seconds(build, ours, efficient, clock)
-    return "" if ours_s < efficient_s else f"{1e6 * ours_s:.3g} us against {1e6 * efficient_s:.3g} us"
+    return (
+        "" if ours_s < efficient_s else f"{1e6 * ours_s:.3g} us against {1e6 * efficient_s:.3g} us"
+    )
 
 
 def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) -> float:
@@ -135,7 +152,9 @@ def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) ->
     return float((output.float() - expected.float()).abs().amax())
 
 
-def _seconds(build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]) -> tuple[float, float]:
+def _seconds(
+    build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Median seconds of a call of each, timed in turn."""
     query, key, value, mask = _inputs(build, TIMED_QUERY_LEN)
     contenders = [(contender, contender.convert(mask)) for contender in (ours, efficient)]
@@ -173,10 +192,16 @@ def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
     query = states(build.groups * build.num_heads, num_query, 1)
     key, value = (states(build.num_heads, NUM_KEYS + 8, seed)[:, :, :NUM_KEYS] for seed in (2, 3))
-    columns, rows = torch.arange(NUM_KEYS, device=build.device), torch.arange(BATCH_SIZE, device=build.device)
-    last = NUM_KEYS - num_query - 300 * rows[:, None] + torch.arange(num_query, device=build.device)  # [B, Q]
+    columns, rows = (
+        torch.arange(NUM_KEYS, device=build.device),
+        torch.arange(BATCH_SIZE, device=build.device),
+    )
+    # [B, Q]
+    last = NUM_KEYS - num_query - 300 * rows[:, None] + torch.arange(num_query, device=build.device)
     is_hidden = (columns > last[..., None]) | (columns < 5 * rows[:, None, None])  # [B, Q, T]
-    mask = torch.zeros(is_hidden.shape, dtype=build.dtype, device=build.device).masked_fill_(is_hidden, -torch.inf)
+    mask = torch.zeros(is_hidden.shape, dtype=build.dtype, device=build.device).masked_fill_(
+        is_hidden, -torch.inf
+    )
     return query, key, value, mask[:, None]
 
 

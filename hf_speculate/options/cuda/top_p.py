@@ -11,7 +11,8 @@ _LEAST_TOP_P = 0.1
 def apply_cutoff(processor: TopPLogitsWarper, scores: Tensor) -> Tensor | None:
     """Return the processor's result for scores [N, V], bitwise equal, as a new tensor; None if it has to run itself.
 
-    With one token to keep, the most likely one is kept by its sum: about 1, which is more than 1 - `top_p`.
+    With one token to keep, the most likely one is kept by its sum: about 1, which is more than 1 -
+    `top_p`.
     """
     if processor.min_tokens_to_keep != 1 or processor.top_p < _LEAST_TOP_P:
         return None

@@ -23,10 +23,13 @@ class DraftCacheReuse:
     rows stay in the batch.
     """
 
-    def __init__(self, state: DraftState, key: DraftCacheKey, kv_cache: KVCache, num_pads: Sequence[int]):
+    def __init__(
+        self, state: DraftState, key: DraftCacheKey, kv_cache: KVCache, num_pads: Sequence[int]
+    ):
         self._state, self._key, self._kv_cache = state, key, kv_cache
         self._num_pads = num_pads  # [B] padding tokens before each prompt
-        self._num_valid = [0] * len(num_pads)  # [B] tokens of each row known to be in the draft cache
+        # [B] tokens of each row known to be in the draft cache
+        self._num_valid = [0] * len(num_pads)
 
     def recall(self, batch: Batch) -> int:
         """Fill the empty draft cache with the longest common prefix of all rows.
@@ -39,7 +42,8 @@ class DraftCacheReuse:
         prompts = batch.tokens.token_ids[:, : batch.prompt_len]
         texts = [row[num_pads:] for row, num_pads in zip(prompts.tolist(), pads, strict=True)]
         num_columns = min(
-            num_pads + _num_shared(*pair) for num_pads, *pair in zip(pads, saved.token_ids, texts, strict=True)
+            num_pads + _num_shared(*pair)
+            for num_pads, *pair in zip(pads, saved.token_ids, texts, strict=True)
         )
         if num_columns <= min(pads):
             return 0  # every row would be padding alone
@@ -63,10 +67,16 @@ class DraftCacheReuse:
         states = self._kv_cache.first_tokens(counts) if any(counts) else None
         if states is not None:
             spans = zip(batch.tokens.token_ids.tolist(), self._num_pads, counts, strict=True)
-            self._state.put(SavedDraftCache(self._key, [row[pad : pad + count] for row, pad, count in spans], states))
+            self._state.put(
+                SavedDraftCache(
+                    self._key, [row[pad : pad + count] for row, pad, count in spans], states
+                )
+            )
 
 
-def make_draft_cache_reuse(plan: Plan, draft: PreTrainedModel, kv_cache: KVCache) -> DraftCacheReuse | None:
+def make_draft_cache_reuse(
+    plan: Plan, draft: PreTrainedModel, kv_cache: KVCache
+) -> DraftCacheReuse | None:
     """Make the reuse of a call.
 
     Return None without a `DraftState`, with draft inputs besides tokens, or for masks with holes.
@@ -78,9 +88,14 @@ def make_draft_cache_reuse(plan: Plan, draft: PreTrainedModel, kv_cache: KVCache
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
         return None
     modules = modules_of(draft)
-    leaves = tuple(weakref.ref(module) for module in modules if next(module.children(), None) is None)
+    leaves = tuple(
+        weakref.ref(module) for module in modules if next(module.children(), None) is None
+    )
     adapted: list[Any] = [module for module in modules if hasattr(module, "merged_adapters")]
-    adapters = tuple((*module.active_adapters, module.disable_adapters, *module.merged_adapters) for module in adapted)
+    adapters = tuple(
+        (*module.active_adapters, module.disable_adapters, *module.merged_adapters)
+        for module in adapted
+    )
     table = None if vocabulary is None else vocabulary.table
     key = DraftCacheKey(leaves, device_of(draft), dtype_of(draft), adapters, table)
     return DraftCacheReuse(state, key, kv_cache, call.prompts.num_pads)
@@ -88,7 +103,9 @@ def make_draft_cache_reuse(plan: Plan, draft: PreTrainedModel, kv_cache: KVCache
 
 def _num_shared(mine: Sequence[int], other: Sequence[int]) -> int:
     pairs = enumerate(zip(mine, other, strict=False))
-    return next((position for position, (left, right) in pairs if left != right), min(len(mine), len(other)))
+    return next(
+        (position for position, (left, right) in pairs if left != right), min(len(mine), len(other))
+    )
 
 
 def _left_padded(state: KVState, num_pads: Sequence[int], num_columns: int) -> KVState:
@@ -96,6 +113,8 @@ def _left_padded(state: KVState, num_pads: Sequence[int], num_columns: int) -> K
     if not any(num_pads):
         return KVState(*(tensor[:, :, :num_columns] for tensor in state))
     device = state.keys.device
-    columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]
+    columns = (
+        torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]
+    )
     columns = columns.clamp(0, state.keys.shape[2] - 1)  # padding is masked
     return KVState(*(gathered(tensor, columns) for tensor in state))

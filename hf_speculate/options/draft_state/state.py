@@ -30,7 +30,8 @@ class SavedDraftCache(NamedTuple):
 
     key: DraftCacheKey
     token_ids: list[list[int]]  # [B] the tokens of each row, without padding
-    kv_states: list[KVState]  # one per layer, [B, H, N, D] from each row's first token on; N is the longest row
+    # one per layer, [B, H, N, D] from each row's first token on; N is the longest row
+    kv_states: list[KVState]
 
 
 class DraftState:
@@ -59,7 +60,9 @@ class DraftState:
         """Size of the KV states in bytes."""
         with self._lock:
             states = [] if self._saved is None else self._saved.kv_states
-            return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state)
+            return sum(
+                tensor.numel() * tensor.element_size() for state in states for tensor in state
+            )
 
     @property
     def num_tokens(self) -> int:

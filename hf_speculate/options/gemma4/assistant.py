@@ -37,8 +37,10 @@ _SLIDING = "sliding_attention"
 class Context(NamedTuple):
     """The target's states for one round's queries."""
 
-    states: dict[str, tuple[Tensor, Tensor]]  # by type of layer, keys and values [B, H, T, D] of the target
-    masks: dict[str, Tensor | None]  # by type of layer, [B or 1, 1, 1, T] additive; None for all columns
+    # by type of layer, keys and values [B, H, T, D] of the target
+    states: dict[str, tuple[Tensor, Tensor]]
+    # by type of layer, [B or 1, 1, 1, T] additive; None for all columns
+    masks: dict[str, Tensor | None]
     positions: Tensor  # [B or 1, 1] int64, of the queries
 
 
@@ -62,7 +64,8 @@ class Gemma4Assistant:
     def __init__(self, model: PreTrainedModel, position: int = LAST_READ):
         if position not in (LAST_READ, NEWEST):
             raise ConfigError(
-                f"position must be {LAST_READ} or {NEWEST}, got {position}; leave it out for {LAST_READ}, and measure "
+                f"position must be {LAST_READ} or {NEWEST}, got {position}; leave it out for "
+                f"{LAST_READ}, and measure "
                 "both with check_positions"
             )
         self.model: Any = model
@@ -70,7 +73,8 @@ class Gemma4Assistant:
         self.config = model.config.get_text_config(decoder=True)
         if attention_name(self.config) not in _ATTENTIONS:
             raise UnsupportedModelError(
-                f"the attention implementation of {type(model).__name__} must be {' or '.join(_ATTENTIONS)}, got "
+                f"the attention implementation of {type(model).__name__} must be "
+                f"{' or '.join(_ATTENTIONS)}, got "
                 f"{attention_name(self.config)!r}, which takes no mask for each row; load it with "
                 "attn_implementation='sdpa'"
             )
@@ -83,7 +87,10 @@ class Gemma4Assistant:
     def windows(self) -> dict[str, int | None]:
         """Attention window by layer type, in tokens; None for full attention."""
         types = dict.fromkeys(self.config.layer_types)
-        return {layer_type: self.config.sliding_window if layer_type == _SLIDING else None for layer_type in types}
+        return {
+            layer_type: self.config.sliding_window if layer_type == _SLIDING else None
+            for layer_type in types
+        }
 
     @property
     def num_step_bytes(self) -> int:
@@ -92,9 +99,19 @@ class Gemma4Assistant:
         Ordered embeddings count by the share of centroids read.
         """
         model, embedder = self.model, self.model.masked_embedding
-        tables = {id(weight) for module in (model.lm_head, model.model.embed_tokens) for weight in module.parameters()}
-        others = sum(weight_bytes(weight) for weight in model.parameters() if id(weight) not in tables)
-        share = 1.0 if embedder is None else embedder.centroid_intermediate_top_k / embedder.num_centroids
+        tables = {
+            id(weight)
+            for module in (model.lm_head, model.model.embed_tokens)
+            for weight in module.parameters()
+        }
+        others = sum(
+            weight_bytes(weight) for weight in model.parameters() if id(weight) not in tables
+        )
+        share = (
+            1.0
+            if embedder is None
+            else embedder.centroid_intermediate_top_k / embedder.num_centroids
+        )
         return others + int(sum(map(weight_bytes, model.lm_head.parameters())) * share)
 
     def sources(self, target: PreTrainedModel) -> dict[str, int]:
@@ -115,17 +132,24 @@ class Gemma4Assistant:
             problems = self._problems_with(target)
         if problems:
             raise UnsupportedModelError(
-                f"assistant_model must be the assistant of its target {type(target).__name__}, got {self.name}: "
-                f"{'; '.join(problems)}; load the assistant of this target's checkpoint as the target is loaded"
+                f"assistant_model must be the assistant of its target {type(target).__name__}, got "
+                f"{self.name}: "
+                f"{'; '.join(problems)}; load the assistant of this target's checkpoint as the "
+                "target is loaded"
             )
 
     def _problems_with(self, target: PreTrainedModel) -> list[str]:
         """Return reasons against drafting for this target, each a sentence; empty if it fits."""
         decoder: Any = target.get_decoder()
         text, problems = target.config.get_text_config(decoder=True), list[str]()
-        width, sizes = self.model.backbone_hidden_size, (int(self.config.vocab_size), vocab_size_of(target))
+        width, sizes = (
+            self.model.backbone_hidden_size,
+            (int(self.config.vocab_size), vocab_size_of(target)),
+        )
         if width != text.hidden_size:
-            problems.append(f"it reads states of width {width}, and the target's are {text.hidden_size}")
+            problems.append(
+                f"it reads states of width {width}, and the target's are {text.hidden_size}"
+            )
         if abs(sizes[0] - sizes[1]) > MAX_PADDING:
             problems.append(f"its vocabulary has {sizes[0]} tokens, and the target's {sizes[1]}")
         dtypes = [dtype_of(model) for model in (self.model, target)]
@@ -134,22 +158,35 @@ class Gemma4Assistant:
         if tensor_parallel_size(target) > 1:
             problems.append("it reads whole keys, and each process has a part of the target's")
         sources = self.sources(target)
-        attentions = {layer_type: decoder.layers[index].self_attn for layer_type, index in sources.items()}
+        attentions = {
+            layer_type: decoder.layers[index].self_attn for layer_type, index in sources.items()
+        }
         for index, layer_type in enumerate(self.config.layer_types):
             if layer_type not in sources:
-                problems.append(f"it reads a layer of type {layer_type}, and the target stores states of none")
+                problems.append(
+                    f"it reads a layer of type {layer_type}, and the target stores states of none"
+                )
                 continue
-            draft_attention, target_attention = self.model.model.layers[index].self_attn, attentions[layer_type]
+            draft_attention, target_attention = (
+                self.model.model.layers[index].self_attn,
+                attentions[layer_type],
+            )
             shapes = _key_shape(draft_attention, self.config), _key_shape(target_attention, text)
             if shapes[0] != shapes[1]:
                 problems.append(
-                    f"it reads keys of {shapes[0]} (heads, width) in {layer_type}, and the target's are {shapes[1]}"
+                    f"it reads keys of {shapes[0]} (heads, width) in {layer_type}, and the "
+                    f"target's are {shapes[1]}"
                 )
-        devices = {weight.device for attention in attentions.values() for weight in attention.parameters()}
-        elsewhere = {device for device in devices if device.type != "meta"} - {device_of(self.model)}
+        devices = {
+            weight.device for attention in attentions.values() for weight in attention.parameters()
+        }
+        elsewhere = {device for device in devices if device.type != "meta"} - {
+            device_of(self.model)
+        }
         if elsewhere:
             problems.append(
-                f"it is on {device_of(self.model)}, and keys that it reads on {', '.join(map(str, elsewhere))}"
+                f"it is on {device_of(self.model)}, and keys that it reads on "
+                f"{', '.join(map(str, elsewhere))}"
             )
         return list(dict.fromkeys(problems))
 
@@ -166,7 +203,8 @@ class Gemma4Assistant:
         """
         model = self.model
         output = model.model(
-            inputs_embeds=model.pre_projection(torch.cat([embeddings, states], dim=-1)[:, None]),  # [B, 1, H]
+            # [B, 1, H]
+            inputs_embeds=model.pre_projection(torch.cat([embeddings, states], dim=-1)[:, None]),
             attention_mask=context.masks,
             position_ids=context.positions,
             shared_kv_states=context.states,
@@ -181,12 +219,15 @@ class Gemma4Assistant:
             logits: Tensor = head(normed)
             cap = self.config.final_logit_softcapping
             return logits if cap is None else torch.tanh(logits / cap) * cap
-        best = embedder.centroids(normed).topk(embedder.centroid_intermediate_top_k).indices  # [B, m]
+        # [B, m]
+        best = embedder.centroids(normed).topk(embedder.centroid_intermediate_top_k).indices
         ids = embedder.token_ordering.view(embedder.num_centroids, -1)[best].flatten(1)  # [B, N]
         weight = plain_weight(head)
         if weight is None or weight.is_meta:  # only the module can read its rows
             all_logits: Tensor = head(normed)  # [B, V]
-            return torch.full_like(all_logits, -torch.inf).scatter_(1, ids, all_logits.gather(1, ids))
+            return torch.full_like(all_logits, -torch.inf).scatter_(
+                1, ids, all_logits.gather(1, ids)
+            )
         scores: Tensor = (weight[ids] @ normed[..., None])[..., 0]  # [B, N]
         return scores.new_full((len(ids), weight.shape[0]), -torch.inf).scatter_(1, ids, scores)
 

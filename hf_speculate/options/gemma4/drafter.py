@@ -34,7 +34,9 @@ class Gemma4Drafter(PerRow, Drafter):
         is_reached = context_len < setup.max_length or setup.processors.can_join
         self.context_len = context_len if is_reached else None  # joining rows may be longer
         eos = upload(sorted(setup.eos_token_ids), self.device) if setup.eos_token_ids else None
-        settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
+        settings = DraftSettings(
+            eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend
+        )
         vocabulary = DraftVocabulary(int(assistant.config.vocab_size)).resized(setup.vocab_size)
         self.chooser = TokenChooser(setup.processors, settings, self.device, vocabulary)
         self._embeddings, self._tokens_device = setup.target.get_input_embeddings(), setup.device
@@ -59,7 +61,8 @@ class Gemma4Drafter(PerRow, Drafter):
         kept, cache = request.kept, request.target_cache
         if kept is None or kept.hidden_states is None or cache is None:
             raise ShapeError(
-                "a request to a Gemma 4 assistant must hold hidden states and the target's cache, got none; pass both"
+                "a request to a Gemma 4 assistant must hold hidden states and the target's cache, "
+                "got none; pass both"
             )
         self.chooser.read(request.query_token_ids, kept)
         draft = self.chooser.start(request.num_draft_tokens, request.sample_strategy, request.keys)
@@ -78,9 +81,14 @@ class Gemma4Drafter(PerRow, Drafter):
         return rows.to(self.device, self.dtype)
 
     def _context(self, cache: CacheView) -> Context:
-        views = {name: cache.layer(index, self._windows[name]) for name, index in self._layers.items()}
+        views = {
+            name: cache.layer(index, self._windows[name]) for name, index in self._layers.items()
+        }
         masks = {
-            name: None if view.hidden is None else additive(view.hidden, self.dtype) for name, view in views.items()
+            name: None if view.hidden is None else additive(view.hidden, self.dtype)
+            for name, view in views.items()
         }
         positions = cache.last_positions() + (1 + self.assistant.position)
-        return Context({name: (view.keys, view.values) for name, view in views.items()}, masks, positions)
+        return Context(
+            {name: (view.keys, view.values) for name, view in views.items()}, masks, positions
+        )

@@ -38,18 +38,23 @@ class Gemma4Source(FactorySource):
         for name in ("prompt_lookup_num_tokens", "draft_state"):
             if getattr(config, name) is not None:
                 raise UnsupportedGenerationError(
-                    f"{name} cannot be combined with a Gemma 4 assistant, got one as {self.argument}; omit one of them"
+                    f"{name} cannot be combined with a Gemma 4 assistant, got one as "
+                    f"{self.argument}; omit one of them"
                 )
         default_k = getattr(self.assistant.model.generation_config, "num_assistant_tokens", None)
         if config.num_assistant_tokens is not None or default_k is None:
             return config
-        return replace(config, num_assistant_tokens=default_k, num_assistant_tokens_schedule=config.schedule)
+        return replace(
+            config, num_assistant_tokens=default_k, num_assistant_tokens_schedule=config.schedule
+        )
 
     def start(self, setup: DrafterSetup) -> Drafter:
         return Gemma4Drafter(self.assistant, setup)
 
     def history_key(self) -> HistoryKey:
-        return HistoryKey(self.assistant.model, (f"Gemma 4 assistant, {self.assistant.position}", False))
+        return HistoryKey(
+            self.assistant.model, (f"Gemma 4 assistant, {self.assistant.position}", False)
+        )
 
     def step_bytes(self, target: PreTrainedModel) -> int | None:
         return self.assistant.num_step_bytes
@@ -60,8 +65,10 @@ class Gemma4Source(FactorySource):
         first = DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
         if AcceptanceTallies.of(target).add(self.assistant.model, first, FIRST_TOKENS_BOUND):
             warn_user(
-                f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {self.assistant.name} "
-                "drafted were accepted; it may belong to another checkpoint than the target's, or need the other "
+                f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that "
+                f"{self.assistant.name} "
+                "drafted were accepted; it may belong to another checkpoint than the target's, or "
+                "need the other "
                 "position, which check_positions measures"
             )
 
@@ -69,4 +76,6 @@ class Gemma4Source(FactorySource):
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> Gemma4Source:
     """Make the source of the assistant in `assistant_model`."""
     assistant = values["assistant_model"]
-    return Gemma4Source(assistant if isinstance(assistant, Gemma4Assistant) else Gemma4Assistant(assistant))
+    return Gemma4Source(
+        assistant if isinstance(assistant, Gemma4Assistant) else Gemma4Assistant(assistant)
+    )

@@ -35,8 +35,11 @@ class BlockConvolution(nn.Module):
 
     def kernels(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return kernels [B, b, T, H] of both sides for the sublayer's normed input [B, b, H]."""
-        by_group = self.kernel_projection(normed).unflatten(-1, self._kernel_shape)  # [B, b, 2, T, G]
-        before, after = (self.base_kernel + by_group.repeat_interleave(self._group_size, -1)).unbind(2)
+        # [B, b, 2, T, G]
+        by_group = self.kernel_projection(normed).unflatten(-1, self._kernel_shape)
+        before, after = (
+            self.base_kernel + by_group.repeat_interleave(self._group_size, -1)
+        ).unbind(2)
         return before, after
 
 

@@ -108,7 +108,9 @@ def chain_steps(
         drafted.append(chosen)
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
-            view = CacheView(buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype)
+            view = CacheView(
+                buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype
+            )
             positions = columns
             if inputs.offsets is not None:
                 positions = columns + inputs.offsets.T[:, :, None]  # [3, B, 1]
@@ -137,11 +139,21 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         request = setup.compilation
         # With an eager target, rows leave the batch, and each batch size would be compiled.
         is_target_eager = shape_of(setup.target.config).num_layers in spec.hidden_layers
-        if request is not None and network.is_traceable and self.chooser.is_plain and not is_target_eager:
-            self._compilation = Compilation(network, request.settings, request.units, request.on_failure)
-            self._compiled_lens = tuple(length for length in request.lens if length <= _MAX_UNROLLED_STEPS)
+        if (
+            request is not None
+            and network.is_traceable
+            and self.chooser.is_plain
+            and not is_target_eager
+        ):
+            self._compilation = Compilation(
+                network, request.settings, request.units, request.on_failure
+            )
+            self._compiled_lens = tuple(
+                length for length in request.lens if length <= _MAX_UNROLLED_STEPS
+            )
             self.is_compiled = self._compilation.is_working
-            self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)  # for the whole call
+            # for the whole call
+            self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
         self._read_chunks(new)
@@ -165,7 +177,9 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
                 states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
             num_new = token_ids.shape[1]
             positions = self._positions(self.cache.row_lens.positions(num_new, first))
-            pairs = Pairs(token_ids, states, positions, self.cache.view(num_new, num_written[depth]))
+            pairs = Pairs(
+                token_ids, states, positions, self.cache.view(num_new, num_written[depth])
+            )
             states_of_pairs = self.network.run(depth, pairs, self.parts)  # [B, N, H]
             num_written[depth] += num_new
             outputs[depth] += states_of_pairs.unbind(1)
@@ -174,17 +188,26 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
 
     def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
         """Draft at least K tokens in a compiled chain; return None for eager drafting."""
-        num_steps = next((length for length in self._compiled_lens if length >= num_draft_tokens), None)
-        if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.layer_masks):
+        num_steps = next(
+            (length for length in self._compiled_lens if length >= num_draft_tokens), None
+        )
+        if (
+            self._compilation is None
+            or num_steps is None
+            or len(self.cache.buffers) < len(self.network.layer_masks)
+        ):
             return None
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
         outputs, buffers = self.newest_outputs[0].contiguous(), tuple(self.cache.buffers.values())
         offsets = None if self._axes is None else self._axes.offsets
         inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), offsets, seen, buffers)
-        settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")  # chains do not end rows
+        # chains do not end rows
+        settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")
         name = f"chain of {num_steps}, {'greedy' if keys is None else settings}{'' if offsets is None else ', axes'}"
-        return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, settings, keys)
+        return self._compilation.run(
+            name, chain_steps, inputs, self.parts, num_steps, settings, keys
+        )
 
     def project_states(self, states: Tensor) -> Tensor:
         if self._media is None:
@@ -215,5 +238,6 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.newest_outputs[depth] = last_of(outputs, new, before)
             if depth + 1 < self.network.num_depths:
                 head = torch.zeros_like(outputs[:, 0]) if before is None else before
-                states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)  # each from the pair before
+                # each from the pair before
+                states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)
         self.cache.advance(new.counts, new.lens)

@@ -64,11 +64,15 @@ class DFlashNetwork(FusingNetwork):
         self.fc = nn.Linear(self.options.num_states * plan.target_hidden_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(plan) for _ in range(layers.num_hidden_layers))
-        self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
+        self.mask_embedding = (
+            nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
+        )
         markov = self.options.markov_head
         self.markov_head = None if markov is None else MarkovHead(markov, width, shapes)
         # The sigmoid estimates the probability of acceptance of a slot's token.
-        confidence = nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
+        confidence = (
+            nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
+        )
         self.confidence_head = None if confidence is None else nn.ModuleDict({"proj": confidence})
 
     def make_layer(self, plan: NetworkPlan) -> DecoderLayer:
@@ -98,7 +102,9 @@ class DFlashNetwork(FusingNetwork):
         masks = newest_ids.new_full((len(newest_ids), options.block_size - 1), mask_id)
         token_ids = torch.cat([newest_ids[:, None], masks], dim=1)  # [B, b]
         if self.embed_tokens is not None:
-            states: Tensor = self.embed_tokens(parts.known(token_ids, self.embed_tokens.num_embeddings))
+            states: Tensor = self.embed_tokens(
+                parts.known(token_ids, self.embed_tokens.num_embeddings)
+            )
         elif options.embedding_scale is not None:
             states = parts.embedded(token_ids, is_scaled=False) * options.embedding_scale
         else:
@@ -129,9 +135,13 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(num_ids, rank)
         self.markov_w2 = nn.Linear(rank, shapes["markov_head.markov_w2.weight"][0], bias=False)
         self.gate_proj = nn.Linear(width + rank, rank, bias=False) if variant == "gated" else None
-        self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if variant == "rnn" else None
+        self.joint_proj = (
+            nn.Linear(width + 2 * rank, 3 * rank, bias=False) if variant == "rnn" else None
+        )
 
-    def forward(self, embeddings: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, embeddings: Tensor, states: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the bias [B, Vd] of a slot and the memory [B, r] of the recurrent unit.
 
         Args:
@@ -181,7 +191,9 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
             self.network.read(new.states, self.cache.view(new.width))
             self.cache.advance(new.counts, new.lens)
 
-    def choose(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> Tensor | None:
+    def choose(
+        self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft
+    ) -> Tensor | None:
         """Choose K tokens after the `previous` one [B], by states [B, K, H] and logits [B, K, Vd].
 
         Returns:
@@ -199,13 +211,16 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
                 table = network.markov_head.markov_w1
                 embeddings = table(self.parts.known(previous, table.num_embeddings))  # [B, r]
                 bias, memory = network.markov_head(embeddings, features, memory)
-                num_ids = min(scores.shape[1], bias.shape[1])  # the target's head may have more or fewer rows
+                # the target's head may have more or fewer rows
+                num_ids = min(scores.shape[1], bias.shape[1])
                 scores = scores[:, :num_ids] + bias[:, :num_ids]
                 if network.options.markov_reaches_confidence:
                     features = torch.cat([features, embeddings], dim=-1)
             previous = draft.choose(scores)
             if self._threshold and network.confidence_head is not None:
-                product = product * network.confidence_head["proj"](features)[:, 0].float().sigmoid()
+                product = (
+                    product * network.confidence_head["proj"](features)[:, 0].float().sigmoid()
+                )
                 lens += (product >= self._threshold).to(torch.int32)
         return lens if self._threshold else None
 
@@ -216,19 +231,25 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
     if fields.get("mask_token_id") is None:
         raise ConfigError(
-            f"mask_token_id must be set for a DFlash head, got none; add it to config.json of {source.name}"
+            "mask_token_id must be set for a DFlash head, got none; add it to config.json of "
+            f"{source.name}"
         )
-    is_muse = config.get("model_type") == "muse_glimmer_assistant"  # z-lab's network as a transformers class
+    # z-lab's network as a transformers class
+    is_muse = config.get("model_type") == "muse_glimmer_assistant"
     layer_fields = source.layer_fields | _windows(source.layer_fields, fields, is_muse)
     layers = read_layer_config(layer_fields, 5e5 if is_muse else _DEFAULT_THETA[head.format])
     block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[head.format])
-    ids = source.hidden_layers or _layer_ids(fields, head.format, layers.num_hidden_layers, source.shape.num_layers)
+    ids = source.hidden_layers or _layer_ids(
+        fields, head.format, layers.num_hidden_layers, source.shape.num_layers
+    )
     samples_from_anchor = bool(fields.get("sample_from_anchor", head.kind == "dspark"))
     scale = fields.get("input_embedding_scale")
     has_markov = head.kind == "dspark" and fields.get("markov_rank")
     markov = str(fields.get("markov_head_type") or "vanilla") if has_markov else None
     if markov not in (None, "vanilla", "gated", "rnn"):
-        raise unserved(f"a DSpark head with markov_head_type {markov!r}", "'vanilla', 'gated' or 'rnn'")
+        raise unserved(
+            f"a DSpark head with markov_head_type {markov!r}", "'vanilla', 'gated' or 'rnn'"
+        )
     options = DFlashOptions(
         layers=layers,
         block_size=block_size,
@@ -243,18 +264,33 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
     notes = []
-    if not source.hidden_layers and head.format == "z-lab" and fields.get("target_layer_ids") is None:
+    if (
+        not source.hidden_layers
+        and head.format == "z-lab"
+        and fields.get("target_layer_ids") is None
+    ):
         notes.append(
-            f"its config names no target_layer_ids, so it is taken to read layers {list(ids)}; if the acceptance rate "
+            f"its config names no target_layer_ids, so it is taken to read layers {list(ids)}; if "
+            "the acceptance rate "
             "is low, pass aux_layers="
         )
     num_slots = block_size if samples_from_anchor else block_size - 1
     num_layers = config.get("num_target_layers")
-    spec = source.spec(layer_fields, ids, max_draft_tokens=num_slots, num_target_layers=num_layers, notes=tuple(notes))
-    return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or num_slots, num_slots)), options
+    spec = source.spec(
+        layer_fields,
+        ids,
+        max_draft_tokens=num_slots,
+        num_target_layers=num_layers,
+        notes=tuple(notes),
+    )
+    return replace(
+        spec, default_draft_tokens=min(spec.default_draft_tokens or num_slots, num_slots)
+    ), options
 
 
-def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+def _layer_ids(
+    fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int
+) -> tuple[int, ...]:
     """Return ids of target states, counted as inputs of layers.
 
     z-lab's configs name layers by their outputs, speculators' by their inputs.
@@ -263,7 +299,8 @@ def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_ta
         layer_ids = fields.get("aux_hidden_state_layer_ids")
         if not layer_ids:
             raise ConfigError(
-                "aux_hidden_state_layer_ids must be set for a speculators DFlash head, got none; pass aux_layers="
+                "aux_hidden_state_layer_ids must be set for a speculators DFlash head, got none; "
+                "pass aux_layers="
             )
         return tuple(int(layer) for layer in layer_ids)
     layer_ids = fields.get("target_layer_ids")
@@ -283,7 +320,9 @@ def _windows(layer_fields: dict[str, Any], fields: dict[str, Any], is_muse: bool
     if not fields.get("use_swa") or "sliding_attention" in types:
         return {"sliding_window": window}
     if window is None:
-        raise ConfigError("swa_window_size must be set with use_swa, got none; add it to dflash_config")
+        raise ConfigError(
+            "swa_window_size must be set with use_swa, got none; add it to dflash_config"
+        )
     return {"layer_types": all_sliding, "sliding_window": window}
 
 

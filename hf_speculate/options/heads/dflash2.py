@@ -23,14 +23,24 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import integer
 from hf_speculate.models.inferencer import Chosen
 from hf_speculate.options.heads.block_convolution import ConvolvedLayer
-from hf_speculate.options.heads.dflash import BlockDrafter, DFlashNetwork, DFlashOptions, read_dflash
+from hf_speculate.options.heads.dflash import (
+    BlockDrafter,
+    DFlashNetwork,
+    DFlashOptions,
+    read_dflash,
+)
 from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.layers import DecoderLayer
 from hf_speculate.options.heads.load_network import ConfigSource
 from hf_speculate.options.heads.network import NetworkPlan
 from hf_speculate.options.heads.served import unserved
 
-_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+_DEFAULTS = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 _LAYER_IDS = {"z-lab": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
 _PARTIAL_ROTARY = (
     "partial_rotary_factor",
@@ -84,7 +94,9 @@ class DFlash2Network(DFlashNetwork):
 
     def make_layer(self, plan: NetworkPlan) -> DecoderLayer:
         options: DFlash2Options = plan.options
-        return ConvolvedLayer(options.layers, plan.has_head_norms, options.num_taps, options.group_size)
+        return ConvolvedLayer(
+            options.layers, plan.has_head_norms, options.num_taps, options.group_size
+        )
 
 
 class SelectingDrafter(BlockDrafter):
@@ -98,16 +110,20 @@ class SelectingDrafter(BlockDrafter):
     def choose(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> None:
         selector = self.network.candidate_selector
         num_rows = len(selector.predecessor_codebook)
-        logits = self.parts.vocabulary.cut(logits)[..., :num_rows]  # the target's head may have more or fewer rows
+        # the target's head may have more or fewer rows
+        logits = self.parts.vocabulary.cut(logits)[..., :num_rows]
         num_candidates = min(self.network.options.num_candidates, logits.shape[-1])
-        candidate_ids = logits.topk(num_candidates).indices.sort().values  # [B, K, k]; ties go to the lower id
+        # [B, K, k]; ties go to the lower id
+        candidate_ids = logits.topk(num_candidates).indices.sort().values
         unary, features = logits.gather(-1, candidate_ids), selector.hidden_projection(states)
         is_plain, chosen = draft.keys is None and self.chooser.is_plain, []
         for step in range(logits.shape[1]):
             ids, known = candidate_ids[:, step], self.parts.known(previous, num_rows)
             scores = unary[:, step] + selector(known, features[:, step], ids)  # [B, k]
             if not is_plain:
-                previous = draft.choose(torch.full_like(logits[:, step], -torch.inf).scatter_(1, ids, scores))
+                previous = draft.choose(
+                    torch.full_like(logits[:, step], -torch.inf).scatter_(1, ids, scores)
+                )
                 continue
             self.chooser.last_logits = scores
             previous = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
@@ -121,15 +137,20 @@ def read_dflash2(source: ConfigSource) -> tuple[HeadSpec, DFlash2Options]:
     fields: dict[str, Any] = {**source.config, **(source.config.get("dflash_config") or {})}
     spec, options = read_dflash(source._replace(config=_as_dflash(source, fields)))
     if spec.draft_vocab_size != spec.vocab_size:
-        raise unserved(f"a DFlash 2 head with draft_vocab_size {spec.draft_vocab_size}", "its whole vocabulary")
+        raise unserved(
+            f"a DFlash 2 head with draft_vocab_size {spec.draft_vocab_size}", "its whole vocabulary"
+        )
     if options.samples_from_anchor:
-        raise unserved("a DFlash 2 head with sample_from_anchor", "slots that predict their own tokens")
+        raise unserved(
+            "a DFlash 2 head with sample_from_anchor", "slots that predict their own tokens"
+        )
     width = options.layers.hidden_size
     max_sizes = {"conv_kernel_size": options.block_size, "selector_top_k": spec.vocab_size}
     sizes = {name: _size(fields, name, max_sizes.get(name, math.inf)) for name in _DEFAULTS}
     if width % sizes["conv_group_size"]:
         raise ConfigError(
-            f"conv_group_size of {source.name} must divide its width of {width}, got {sizes['conv_group_size']}; check "
+            f"conv_group_size of {source.name} must divide its width of {width}, got "
+            f"{sizes['conv_group_size']}; check "
             "config.json"
         )
     return spec, DFlash2Options(
@@ -156,18 +177,23 @@ def _as_dflash(source: ConfigSource, fields: Mapping[str, Any]) -> dict[str, Any
     layer_ids = _LAYER_IDS[source.recognised.format]
     if source.hidden_layers is None and not fields.get(layer_ids):
         raise ConfigError(
-            f"{layer_ids} must be set for a DFlash 2 head, got none in config.json of {source.name}; pass aux_layers="
+            f"{layer_ids} must be set for a DFlash 2 head, got none in config.json of "
+            f"{source.name}; pass aux_layers="
         )
     if block_size is None and source.recognised.format == "z-lab":
         raise ConfigError(
-            f"block_size must be set for a DFlash 2 head, got none; add it to config.json of {source.name}"
+            "block_size must be set for a DFlash 2 head, got none; add it to config.json of "
+            f"{source.name}"
         )
     if config.get("block_size") not in (None, block_size):
         raise ConfigError(
-            f"block_size must be the same in config.json of {source.name} and its dflash_config, got "
+            f"block_size must be the same in config.json of {source.name} and its dflash_config, "
+            "got "
             f"{config['block_size']} and {block_size}; remove the wrong one"
         )
-    config = {"input_embedding_scale": 1.0, "sliding_window_non_causal": True} | _fully_rotated(config)
+    config = {"input_embedding_scale": 1.0, "sliding_window_non_causal": True} | _fully_rotated(
+        config
+    )
     layers = config.get("transformer_layer_config")
     return config | ({"transformer_layer_config": _fully_rotated(layers)} if layers else {})
 

@@ -74,13 +74,18 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         has_input_norm = options.norm_before_fc or "input_norm.weight" in plan.shapes
         self.input_norm = nn.RMSNorm(joined, eps) if has_input_norm else None
         has_fc_norm = options.fc_norm or "fc_norm.0.weight" in plan.shapes
-        norms = [nn.RMSNorm(plan.target_hidden_size, eps) for _ in range(options.num_states if has_fc_norm else 0)]
+        norms = [
+            nn.RMSNorm(plan.target_hidden_size, eps)
+            for _ in range(options.num_states if has_fc_norm else 0)
+        ]
         self.fc_norm = nn.ModuleList(norms)
         first = FirstLayer(layers, has_norms, options.norm_before_residual)
         others = [DecoderLayer(layers, has_norms) for _ in range(1, layers.num_hidden_layers)]
         self.layers = nn.ModuleList([first, *others])
         is_parallel = options.mask_token_id is not None
-        self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined, device="meta")) if is_parallel else None
+        self.mask_hidden = (
+            nn.Parameter(torch.empty(1, 1, joined, device="meta")) if is_parallel else None
+        )
         self.reads_axes = self.rotary.has_axes
         self.mask_token_id, self.feeds_normed = options.mask_token_id or 0, options.norm_output
 
@@ -94,14 +99,18 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
             states = self.input_norm(states)
         if len(self.fc_norm):
             parts = states.chunk(len(self.fc_norm), dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            states = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
+            )
         return states if self.fc is None else self.fc(states)
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         if self.embed_tokens is None:
             embeddings = parts.embedded(pairs.token_ids, is_scaled=False)
         else:
-            embeddings = self.embed_tokens(parts.known(pairs.token_ids, self.embed_tokens.num_embeddings))
+            embeddings = self.embed_tokens(
+                parts.known(pairs.token_ids, self.embed_tokens.num_embeddings)
+            )
         embeddings = pairs.embedded(embeddings)
         rotation = self.rotary(pairs.positions, embeddings.dtype)
         outputs: Tensor = self.layers[0](embeddings, pairs.states, rotation, pairs.view)
@@ -116,7 +125,8 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
         """Fill slots: each joins the mask token with the learnt state `mask_hidden`."""
         token_ids = inputs.token_ids.masked_fill(inputs.is_slot, self.mask_token_id)
-        empty, states = cast(Tensor, self.mask_hidden), cast(Tensor, inputs.states)  # a P-EAGLE head has both
+        # a P-EAGLE head has both
+        empty, states = cast(Tensor, self.mask_hidden), cast(Tensor, inputs.states)
         states = torch.where(inputs.is_slot[:, :, None], self.project(empty), states)
         outputs = self.run(0, Pairs(token_ids, states, inputs.view.columns, inputs.view), parts)
         return self.norm(outputs)  # type: ignore[no-any-return]
@@ -126,7 +136,9 @@ def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
     """Read the spec and options of an EAGLE-3 or P-EAGLE head from its config."""
     config, head = source.config, source.recognised
     if head.kind == "peagle" and config.get("mask_token_id") is None:
-        raise ConfigError("mask_token_id must be set for a P-EAGLE head, got none; add it to its config.json")
+        raise ConfigError(
+            "mask_token_id must be set for a P-EAGLE head, got none; add it to its config.json"
+        )
     eagle: dict[str, Any] = config.get("eagle_config") or {}
     flags = eagle | config
     reads_aux = bool(eagle.get("use_aux_hidden_state", True))
@@ -144,16 +156,25 @@ def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
     )
     if options.norm_before_fc and options.fc_norm:
         raise ConfigError(
-            f"norm_before_fc and fc_norm must not both be set, got both in {source.name}; keep the one that the "
+            f"norm_before_fc and fc_norm must not both be set, got both in {source.name}; keep the "
+            "one that the "
             "head was trained with"
         )
     notes = []
-    if options.norm_output and head.format == "original" and not (options.fc_norm or options.norm_before_fc):
+    if (
+        options.norm_output
+        and head.format == "original"
+        and not (options.fc_norm or options.norm_before_fc)
+    ):
         notes.append(
-            "it sets norm_output without fc_norm, as some trainers wrote for heads that do not feed back the "
-            "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"
+            "it sets norm_output without fc_norm, as some trainers wrote for heads that do not "
+            "feed back the "
+            "normalised state; if the acceptance rate is low, set norm_output to false in its "
+            "config.json"
         )
-    spec = source.spec(source.layer_fields, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes))
+    spec = source.spec(
+        source.layer_fields, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes)
+    )
     return spec, options
 
 

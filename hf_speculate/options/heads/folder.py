@@ -14,7 +14,14 @@ from hf_speculate.models.language_model import COMPUTE_DTYPES
 from hf_speculate.options.heads.served import PLAIN_WEIGHTS, unserved
 from hf_speculate.options.heads.weight_files import PATTERNS, first_file, read_names, read_weights
 
-_QUANTISED = ("weight_scale", "weight_scale_inv", "input_scale", ".scales", "qweight", "weight_packed")
+_QUANTISED = (
+    "weight_scale",
+    "weight_scale_inv",
+    "input_scale",
+    ".scales",
+    "qweight",
+    "weight_packed",
+)
 VOCABULARY_WEIGHTS = ("d2t", "t2d")  # ids and marks
 
 
@@ -32,28 +39,37 @@ class HeadFolder:
         self._revision = revision  # branch, tag or commit of a repository; None for its main branch
         if self._subfolder.is_absolute() or ".." in self._subfolder.parts:
             raise ConfigError(
-                f"subfolder must be a path below the folder of the head, got {subfolder!r}; leave it out for the "
+                f"subfolder must be a path below the folder of the head, got {subfolder!r}; leave "
+                "it out for the "
                 "folder itself"
             )
-        self.source = f"{self._root.rstrip('/')}/{self._subfolder}" if self._subfolder.parts else self._root
+        self.source = (
+            f"{self._root.rstrip('/')}/{self._subfolder}" if self._subfolder.parts else self._root
+        )
         self.config: dict[str, Any] = {}
         reason = None
         try:
             options = {} if revision is None else {"revision": revision}
             parts = "/".join(self._subfolder.parts)
             self.config, _ = PreTrainedConfig.get_config_dict(source, subfolder=parts, **options)
-        except (OSError, TypeError, ValueError) as error:  # the Hub, the network or the id is at fault
+        # the Hub, the network or the id is at fault
+        except (OSError, TypeError, ValueError) as error:
             reason = error
         if not self.config or not isinstance(self.config, dict):
             raise ConfigError(
-                f"a draft head must be a folder or a Hub repository with a config.json, got {self.source!r}; "
+                "a draft head must be a folder or a Hub repository with a config.json, got "
+                f"{self.source!r}; "
                 f"check the path or the id ({reason or 'the folder has none'})"
             ) from reason
 
     @property
     def name(self) -> str:
         """The last part of the folder's path or of the repository's id."""
-        return Path(self.source).resolve().name if Path(self.source).is_dir() else self.source.rpartition("/")[2]
+        return (
+            Path(self.source).resolve().name
+            if Path(self.source).is_dir()
+            else self.source.rpartition("/")[2]
+        )
 
     @property
     def weights_file(self) -> Path:
@@ -69,7 +85,9 @@ class HeadFolder:
         """
         weights = read_weights(self._folder, is_wanted)
         for name, weight in sorted(weights.items()):
-            is_plain = weight.dtype in COMPUTE_DTYPES or name.removeprefix("model.") in VOCABULARY_WEIGHTS
+            is_plain = (
+                weight.dtype in COMPUTE_DTYPES or name.removeprefix("model.") in VOCABULARY_WEIGHTS
+            )
             if name.endswith(_QUANTISED) or not is_plain:
                 dtype = str(weight.dtype).removeprefix("torch.")
                 raise unserved(f"quantised weights ({name} in {dtype})", PLAIN_WEIGHTS)
@@ -90,6 +108,7 @@ class HeadFolder:
             return root / self._subfolder
         except (OSError, ValueError) as error:  # errors of the Hub or the network
             raise ConfigError(
-                f"the weights of {self.source!r} must be in a folder or on the Hub, got none that can be downloaded; "
+                f"the weights of {self.source!r} must be in a folder or on the Hub, got none that "
+                "can be downloaded; "
                 f"check the network ({error})"
             ) from error

@@ -38,7 +38,9 @@ def shape_of(config: PreTrainedConfig) -> TargetShape:
     """Return the shape of a target from its config alone."""
     text = config.get_text_config(decoder=True)
     name = known_name(str(config.name_or_path or ""))
-    return TargetShape(text.hidden_size, text.num_hidden_layers, text.vocab_size, config.model_type, name)
+    return TargetShape(
+        text.hidden_size, text.num_hidden_layers, text.vocab_size, config.model_type, name
+    )
 
 
 def known_name(source: str) -> str:
@@ -68,7 +70,8 @@ class HeadSpec:
     default_draft_tokens: int | None = None  # K recommended by its config; None if absent
     max_position_embeddings: int | None = None  # context at training; longer rows decode plainly
     target_name: str = ""  # last part of its target's name; empty if its config names none
-    num_target_layers: int | None = None  # L of the target at training; None if absent in its config
+    # L of the target at training; None if absent in its config
+    num_target_layers: int | None = None
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
     merges_media: bool = False  # whether it reads the target's picture and sound embeddings
 
@@ -77,18 +80,25 @@ class HeadSpec:
         problems = []
         if self.hidden_layers and self.target_hidden_size != target.hidden_size:
             problems.append(
-                f"it reads states of width {self.target_hidden_size}, and the target's are {target.hidden_size}"
+                f"it reads states of width {self.target_hidden_size}, and the target's are "
+                f"{target.hidden_size}"
             )
-        outside = [layer for layer in self.hidden_layers if not FINAL_STATE <= layer <= target.num_layers]
+        outside = [
+            layer for layer in self.hidden_layers if not FINAL_STATE <= layer <= target.num_layers
+        ]
         if outside:
             problems.append(
-                f"it reads the states of layers {outside}, and the target has layers 0 to {target.num_layers}"
+                f"it reads the states of layers {outside}, and the target has layers 0 to "
+                f"{target.num_layers}"
             )
         if self.num_target_layers not in (None, target.num_layers):
-            problems.append(f"it is for {self.num_target_layers} layers, and the target has {target.num_layers}")
+            problems.append(
+                f"it is for {self.num_target_layers} layers, and the target has {target.num_layers}"
+            )
         if abs(self.vocab_size - target.vocab_size) > MAX_PADDING:
             problems.append(
-                f"its vocabulary has {self.vocab_size} tokens, and the target's {target.vocab_size}, more than "
+                f"its vocabulary has {self.vocab_size} tokens, and the target's "
+                f"{target.vocab_size}, more than "
                 f"{MAX_PADDING:,} apart"
             )
         return problems
@@ -113,12 +123,21 @@ class DraftHead:
 
     draft_source = "a draft head"  # name of its kind of draft source
 
-    def __init__(self, spec: HeadSpec, network: HeadNetwork, config: PreTrainedConfig, factory: HeadDrafterFactory):
+    def __init__(
+        self,
+        spec: HeadSpec,
+        network: HeadNetwork,
+        config: PreTrainedConfig,
+        factory: HeadDrafterFactory,
+    ):
         self.spec, self.shape = spec, shape_of(config)
         self.config = config  # target's config, compared by transformers' pipelines
         self.network = network.eval().requires_grad_(False)
         self.description = f"{spec.kind} head {spec.name}"
-        self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens
+        self.hidden_layers, self.default_draft_tokens = (
+            spec.hidden_layers,
+            spec.default_draft_tokens,
+        )
         self.num_parameters = sum(weight.numel() for weight in self.network.parameters())
         self._factory = factory
         self._units = CompiledUnits()
@@ -146,10 +165,17 @@ class DraftHead:
         """
         named = list(self.network.named_parameters(remove_duplicate=False))
         heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
-        weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_LOOKED_UP)}
+        weights = {
+            id(weight): weight
+            for name, weight in named
+            if id(weight) in heads or not name.endswith(_LOOKED_UP)
+        }
         shared = None if heads else target.get_output_embeddings()
         # Some libraries keep quantised weights in buffers.
-        read = [*weights.values(), *(() if shared is None else (*shared.parameters(), *shared.buffers()))]
+        read = [
+            *weights.values(),
+            *(() if shared is None else (*shared.parameters(), *shared.buffers())),
+        ]
         return sum(map(weight_bytes, read))
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
@@ -164,20 +190,30 @@ class DraftHead:
         shape, min_vocab_size = shape_of(target.config), self.network.least_vocab_size
         problems = self.spec.problems_with(shape)
         if self.hidden_layers and shape.num_layers != self.shape.num_layers:
-            problems.append(f"it was loaded for {self.shape.num_layers} layers, and the target has {shape.num_layers}")
+            problems.append(
+                f"it was loaded for {self.shape.num_layers} layers, and the target has "
+                f"{shape.num_layers}"
+            )
         if shape.vocab_size < min_vocab_size:
-            problems.append(f"it looks up token {min_vocab_size - 1}, and the target has {shape.vocab_size}")
+            problems.append(
+                f"it looks up token {min_vocab_size - 1}, and the target has {shape.vocab_size}"
+            )
         if problems:
             raise UnsupportedModelError(
-                f"a draft head must fit its target {type(target).__name__}, got {self.spec.name} ({self.spec.kind}): "
-                f"{'; '.join(problems)}; load the head that was trained for this target with load_drafter"
+                f"a draft head must fit its target {type(target).__name__}, got {self.spec.name} "
+                f"({self.spec.kind}): "
+                f"{'; '.join(problems)}; load the head that was trained for this target with "
+                "load_drafter"
             )
 
     def check_layers(
         self, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
     ) -> Any:
         """Call `hf_speculate.tools.checks.layers.check_layers`; deprecated."""
-        warn_user(f"DraftHead.check_layers is deprecated; call check_layers(head, ...) of {_CHECK}", DeprecationWarning)
+        warn_user(
+            f"DraftHead.check_layers is deprecated; call check_layers(head, ...) of {_CHECK}",
+            DeprecationWarning,
+        )
         return importlib.import_module(_CHECK).check_layers(self, target, prompts, num_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DraftHead":
@@ -192,11 +228,15 @@ class DraftHead:
     def __repr__(self) -> str:
         spec, last = self.spec, self.shape.num_layers
         words = {FINAL_STATE: "after the final norm", last: f"{last} (before the final norm)"}
-        reads = ", ".join(words.get(layer, str(layer)) for layer in spec.hidden_layers) or "no hidden states"
+        reads = (
+            ", ".join(words.get(layer, str(layer)) for layer in spec.hidden_layers)
+            or "no hidden states"
+        )
         share = "" if spec.draft_vocab_size == spec.vocab_size else f" of {spec.vocab_size:,}"
         limit = "" if spec.max_draft_tokens is None else f", at most {spec.max_draft_tokens}"
         return (
-            f"DraftHead({spec.name}: {spec.kind}, {spec.format} format; reads layers {reads}; proposes "
+            f"DraftHead({spec.name}: {spec.kind}, {spec.format} format; reads layers {reads}; "
+            "proposes "
             f"{spec.draft_vocab_size:,}{share} tokens; {self.num_parameters:,} parameters in "
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}; "
             f"default K {spec.default_draft_tokens or 'as the schedule says'}{limit})"

@@ -9,7 +9,12 @@ from torch.nn.functional import pad
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.plan import Plan
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.options.heads.layer_capture import FINAL_STATE, STATE_NDIM, LayerCapture, concatenated
+from hf_speculate.options.heads.layer_capture import (
+    FINAL_STATE,
+    STATE_NDIM,
+    LayerCapture,
+    concatenated,
+)
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
@@ -20,7 +25,8 @@ def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
 
     Layers are captured by hooks if the target's forward does not return their states.
     """
-    layers = plan.hidden_layers or ()  # candidate generators number layers as `output_hidden_states` does
+    # candidate generators number layers as `output_hidden_states` does
+    layers = plan.hidden_layers or ()
     project = drafter.project_states
     if not drafter.reads_prompt:
         # States of several layers are joined token by token.
@@ -28,7 +34,9 @@ def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
         return NewestStates(layers, capture, project)
     is_eager = "target" not in plan.runners.parts
     is_returned = bool(plan.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
-    return HiddenStates(layers, None if is_returned else LayerCapture(plan.target.model, layers), project)
+    return HiddenStates(
+        layers, None if is_returned else LayerCapture(plan.target.model, layers), project
+    )
 
 
 class HiddenStates(PerRow):
@@ -40,14 +48,20 @@ class HiddenStates(PerRow):
     BY_ROW = ("_columns",)
     TENSORS = ("_pieces",)
 
-    def __init__(self, layers: Sequence[int], capture: LayerCapture | None, project: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        layers: Sequence[int],
+        capture: LayerCapture | None,
+        project: Callable[[Tensor], Tensor],
+    ):
         self._layers = list(layers)  # concatenated along D in this order
         self._project = project  # applied to states before they are stored
         self.capture = capture  # None if the target's forward returns the states
         # Value of `output_hidden_states` for the target's forward. Lists cannot hold negative ids.
         self.wanted: bool | list[int] = capture is None and (min(self._layers) < 0 or self._layers)
         self._pieces: list[Tensor] = []  # each [B, Q, D]
-        self._columns: list[list[int]] = []  # [B] ascending columns of each row in the joined pieces
+        # [B] ascending columns of each row in the joined pieces
+        self._columns: list[list[int]] = []
 
     @property
     def counts(self) -> list[int]:
@@ -61,7 +75,9 @@ class HiddenStates(PerRow):
         """
         states = self._states(output)
         width = states.shape[1]
-        self._add(states, [range(min(max(num_ahead - count, 0), width), width) for count in num_tokens])
+        self._add(
+            states, [range(min(max(num_ahead - count, 0), width), width) for count in num_tokens]
+        )
 
     def add(self, output: Scored, counts: Sequence[int]) -> None:
         """Append the states of a round with `counts` [B] emitted tokens per row."""
@@ -71,7 +87,8 @@ class HiddenStates(PerRow):
         offset = sum(piece.shape[1] for piece in self._pieces)
         before = self._columns or [[]] * len(spans)
         self._columns = [
-            columns + [offset + column for column in span] for columns, span in zip(before, spans, strict=True)
+            columns + [offset + column for column in span]
+            for columns, span in zip(before, spans, strict=True)
         ]
         self._pieces.append(states)
 
@@ -86,14 +103,23 @@ class HiddenStates(PerRow):
             self._pieces, self._columns = [], []
             return _aligned(states, columns).to(device)
         remaining = [row[count:] for row, count in zip(columns, counts, strict=True)]
-        self._pieces, self._columns = [_aligned(states, remaining)], [list(range(len(row))) for row in remaining]
-        return _aligned(states, [row[:count] for row, count in zip(columns, counts, strict=True)]).to(device)
+        self._pieces, self._columns = (
+            [_aligned(states, remaining)],
+            [list(range(len(row))) for row in remaining],
+        )
+        return _aligned(
+            states, [row[:count] for row, count in zip(columns, counts, strict=True)]
+        ).to(device)
 
     def join(self, other: "HiddenStates") -> None:
         """Add the rows of `other` behind these; every row has an unread state."""
         counts, width = [*self.counts, *other.counts], max(*self.counts, *other.counts)
-        pieces = [_aligned(torch.cat(states._pieces, dim=1), states._columns) for states in (self, other)]
-        self._pieces = [torch.cat([pad(piece, (0, 0, 0, width - piece.shape[1])) for piece in pieces])]
+        pieces = [
+            _aligned(torch.cat(states._pieces, dim=1), states._columns) for states in (self, other)
+        ]
+        self._pieces = [
+            torch.cat([pad(piece, (0, 0, 0, width - piece.shape[1])) for piece in pieces])
+        ]
         self._columns = [list(range(count)) for count in counts]
 
     def _states(self, output: Scored) -> Tensor:
@@ -103,15 +129,19 @@ class HiddenStates(PerRow):
         returned = output.hidden_states or ()
         num_returned = len(returned)
         missing = [
-            layer for layer in self._layers if not -num_returned <= layer < num_returned or returned[layer] is None
+            layer
+            for layer in self._layers
+            if not -num_returned <= layer < num_returned or returned[layer] is None
         ]
         is_whole = not missing and all(
-            returned[layer].ndim == STATE_NDIM and returned[layer].shape[1] >= output.logits.shape[1]
+            returned[layer].ndim == STATE_NDIM
+            and returned[layer].shape[1] >= output.logits.shape[1]
             for layer in self._layers
         )
         if not is_whole:
             raise UnsupportedModelError(
-                f"the target must return a hidden state for every token, got none with output_hidden_states="
+                "the target must return a hidden state for every token, got none with "
+                "output_hidden_states="
                 f"{self.wanted}; use a drafter that does not read them"
             )
         return self._project(concatenated([returned[layer] for layer in self._layers]))
@@ -124,7 +154,12 @@ class NewestStates(HiddenStates):
     TENSORS = ("_newest",)
     join = PerRow.join
 
-    def __init__(self, layers: Sequence[int], capture: LayerCapture | None, project: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        layers: Sequence[int],
+        capture: LayerCapture | None,
+        project: Callable[[Tensor], Tensor],
+    ):
         super().__init__(layers, capture, project)
         self._num_emitted: list[int] = []  # [B] tokens since the drafter's last call
         self._newest: Tensor | None = None  # [B, 1, D]
@@ -145,13 +180,19 @@ class NewestStates(HiddenStates):
         if min(counts) == max(counts) > 0:
             newest = states[:, counts[0] - 1 : counts[0]]
         else:
-            last = upload([max(count - 1, 0) for count in counts], states.device)[:, None, None]  # [B, 1, 1]
+            # [B, 1, 1]
+            last = upload([max(count - 1, 0) for count in counts], states.device)[:, None, None]
             newest = states.gather(1, last.expand(-1, 1, states.shape[2]))
             if self._newest is not None and min(counts) == 0:
-                has_new = upload([count > 0 for count in counts], states.device, torch.bool)[:, None, None]
+                has_new = upload([count > 0 for count in counts], states.device, torch.bool)[
+                    :, None, None
+                ]
                 newest = torch.where(has_new, newest, self._newest)
         before = self._num_emitted or [0] * len(counts)
-        self._newest, self._num_emitted = newest, [count + new for count, new in zip(before, counts, strict=True)]
+        self._newest, self._num_emitted = (
+            newest,
+            [count + new for count, new in zip(before, counts, strict=True)],
+        )
 
     def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
         """Return the states [B, 1, D] of the rows' newest tokens as a copy on a device.
@@ -161,7 +202,9 @@ class NewestStates(HiddenStates):
         if self._newest is None:
             raise RuntimeError("a state must have been added before it is taken, got none")
         taken = self._num_emitted if counts is None else counts
-        self._num_emitted = [num_emitted - read for num_emitted, read in zip(self._num_emitted, taken, strict=True)]
+        self._num_emitted = [
+            num_emitted - read for num_emitted, read in zip(self._num_emitted, taken, strict=True)
+        ]
         # Always copy: the drafter cannot write to a tensor created in inference mode.
         return self._newest.clone().to(device)
 
@@ -174,5 +217,6 @@ def _aligned(states: Tensor, columns: Sequence[Sequence[int]]) -> Tensor:
     max_len = max(map(len, columns))
     if all(list(row) == list(range(len(row))) for row in columns):
         return states[:, :max_len]
-    order = upload([[*row, *[0] * (max_len - len(row))] for row in columns], states.device)  # [B, N]
+    # [B, N]
+    order = upload([[*row, *[0] * (max_len - len(row))] for row in columns], states.device)
     return states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))

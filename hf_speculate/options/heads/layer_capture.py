@@ -33,20 +33,28 @@ class LayerCapture:
         UnsupportedModelError: the model's decoder layers or its final norm are not found.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int], needs_all_tokens: bool = True):
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[int], needs_all_tokens: bool = True
+    ):
         self.layers = tuple(layers)
         self.needs_all_tokens = needs_all_tokens
         self._name = type(model).__name__
         decoder = model.get_decoder()
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        modules = next((children for children in _parts(decoder, _LAYERS) if len(children) == num_layers), None)
+        modules = next(
+            (children for children in _parts(decoder, _LAYERS) if len(children) == num_layers), None
+        )
         norm = next(iter(_parts(decoder, _NORMS)), None)
         if modules is None or (norm is None and FINAL_STATE in self.layers):
             raise UnsupportedModelError(
-                f"hidden states must come from a model with {num_layers} decoder layers and a norm after them, got "
-                f"{self._name}, whose parts have other names; use a drafter that reads no hidden states"
+                f"hidden states must come from a model with {num_layers} decoder layers and a norm "
+                "after them, got "
+                f"{self._name}, whose parts have other names; use a drafter that reads no hidden "
+                "states"
             )
-        self._modules: dict[int, nn.Module] = {layer: modules[layer - 1] for layer in self.layers if layer > 0}
+        self._modules: dict[int, nn.Module] = {
+            layer: modules[layer - 1] for layer in self.layers if layer > 0
+        }
         if norm is not None and FINAL_STATE in self.layers:
             self._modules[FINAL_STATE] = norm
         self._first: nn.Module | None = modules[0] if 0 in self.layers else None
@@ -59,7 +67,9 @@ class LayerCapture:
         for layer, module in self._modules.items():
             self._handles.append(module.register_forward_hook(partial(self._keep_output, layer)))
         if self._first is not None:
-            self._handles.append(self._first.register_forward_pre_hook(self._keep_input, with_kwargs=True))
+            self._handles.append(
+                self._first.register_forward_pre_hook(self._keep_input, with_kwargs=True)
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -71,7 +81,8 @@ class LayerCapture:
         """Return the states [B, Q, D] of one layer in the last forward."""
         if layer not in self._states:
             raise UnsupportedModelError(
-                f"the target's forward must run its own layers, got none of layer {layer} in {self._name}, as when "
+                f"the target's forward must run its own layers, got none of layer {layer} in "
+                f"{self._name}, as when "
                 "forward() was compiled; use a drafter that reads no hidden states"
             )
         return self._states[layer]
@@ -94,15 +105,21 @@ class LayerCapture:
     def _keep(self, layer: int, states: Tensor) -> None:
         if states.ndim != STATE_NDIM:
             raise UnsupportedModelError(
-                f"hidden states must be one vector for each token, got the shape {list(states.shape)} at layer "
-                f"{layer} of {self._name}; use a drafter that reads the state after the final norm alone, or none"
+                "hidden states must be one vector for each token, got the shape "
+                f"{list(states.shape)} at layer "
+                f"{layer} of {self._name}; use a drafter that reads the state after the final norm "
+                "alone, or none"
             )
         self._states[layer] = states.clone()  # a later layer may add to its input in place
 
 
 def concatenated(states: Sequence[Tensor]) -> Tensor:
     """Concatenate A states [B, Q, D], possibly on several devices, to [B, Q, A * D]."""
-    return states[0] if len(states) == 1 else torch.cat([state.to(states[0].device) for state in states], dim=-1)
+    return (
+        states[0]
+        if len(states) == 1
+        else torch.cat([state.to(states[0].device) for state in states], dim=-1)
+    )
 
 
 def _parts(decoder: nn.Module, names: Sequence[str]) -> list[Any]:

@@ -18,7 +18,8 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.models.context import context_len
 from hf_speculate.options.heads.row_cache import CacheView
 
-_MOST_FOLDED_ROWS = 64  # largest product of queries and heads per group to fold; see `models.folded_attention`
+# largest product of queries and heads per group to fold; see `models.folded_attention`
+_MOST_FOLDED_ROWS = 64
 
 
 def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> Qwen3Config:
@@ -34,9 +35,15 @@ def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) ->
     rope = dict(nested.get("full_attention") or next(iter(nested.values()), None) or rope)
     for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
         rope.setdefault(name, config.get(name) or default)
-    if "mrope" in (rope.get("type"), rope.get("rope_type")):  # old name of plain frequencies with sections
-        rope = {name: value for name, value in rope.items() if name != "type"} | {"rope_type": "default"}
-    sections, is_interleaved = rope.pop("mrope_section", None), bool(rope.pop("mrope_interleaved", False))
+    # old name of plain frequencies with sections
+    if "mrope" in (rope.get("type"), rope.get("rope_type")):
+        rope = {name: value for name, value in rope.items() if name != "type"} | {
+            "rope_type": "default"
+        }
+    sections, is_interleaved = (
+        rope.pop("mrope_section", None),
+        bool(rope.pop("mrope_interleaved", False)),
+    )
     layers = Qwen3Config(
         hidden_size=hidden_size,
         intermediate_size=config["intermediate_size"],
@@ -64,7 +71,8 @@ def axes_of(sections: Sequence[int], is_interleaved: bool, num_frequencies: int)
     """
     if len(sections) != 3 or sum(sections) != num_frequencies:
         raise ConfigError(
-            f"mrope_section must be three numbers whose sum is {num_frequencies}, half of the rotated width of a head, "
+            f"mrope_section must be three numbers whose sum is {num_frequencies}, half of the "
+            "rotated width of a head, "
             f"got {list(sections)}; correct it in the config.json of the head"
         )
     if not is_interleaved:
@@ -141,7 +149,8 @@ class Rotary:
             return Rotation(cos[:, None], sin[:, None])
         by_axis = self._embedding(example, positions.flatten(0, 1))  # each [3 * B, N, R]
         index = cast(Tensor, self._axes).expand(1, *positions.shape[1:], -1)  # [1, B, N, R]
-        cos, sin = (values.unflatten(0, (3, -1)).gather(0, index) for values in by_axis)  # each [1, B, N, R]
+        # each [1, B, N, R]
+        cos, sin = (values.unflatten(0, (3, -1)).gather(0, index) for values in by_axis)
         return Rotation(cos.transpose(0, 1), sin.transpose(0, 1))
 
 
@@ -154,7 +163,10 @@ class Attention(nn.Module):
     def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int):
         super().__init__()
         self.head_dim, eps = config.head_dim, config.rms_norm_eps
-        query_width, num_kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads or 1
+        query_width, num_kv_heads = (
+            config.num_attention_heads * self.head_dim,
+            config.num_key_value_heads or 1,
+        )
         self.q_proj = nn.Linear(in_width, query_width, bias=False)
         self.k_proj = nn.Linear(in_width, num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(in_width, num_kv_heads * self.head_dim, bias=False)
@@ -192,7 +204,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
     """
     groups, num_query = queries.shape[1] // keys.shape[1], queries.shape[2]
     if groups == 1 or num_query * groups > _MOST_FOLDED_ROWS:
-        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=groups > 1)
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=groups > 1
+        )
     folded = queries.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H, g * N, D]
     if mask is not None and num_query > 1:
         mask = mask.repeat(1, 1, groups, 1)  # [B, 1, g * N, T]
@@ -214,7 +228,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, states: Tensor, rotation: Rotation, view: CacheView, layer: int) -> Tensor:
-        return self.finish(states, self.self_attn(self.input_layernorm(states), rotation, view, layer))
+        return self.finish(
+            states, self.self_attn(self.input_layernorm(states), rotation, view, layer)
+        )
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Add attention's output, then the MLP's, to the residual stream [B, N, H]."""

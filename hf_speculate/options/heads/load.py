@@ -30,7 +30,9 @@ from hf_speculate.options.heads.pard import load_pard, read_pard
 from hf_speculate.options.heads.recognise import recognise
 
 _MERGING = ("eagle3", "mtp")  # kinds with optional picture embeddings of the target
-_LENGTH = integer("an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for")
+_LENGTH = integer(
+    "an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for"
+)
 
 
 class HeadFit(NamedTuple):
@@ -139,7 +141,8 @@ def load_drafter(
     spec, loader = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
         raise UnsupportedModelError(
-            f"a draft head must fit its target, got {spec.name} ({spec.kind}): {'; '.join(fit.problems)}; "
+            f"a draft head must fit its target, got {spec.name} ({spec.kind}): "
+            f"{'; '.join(fit.problems)}; "
             "load the head that was trained for this target"
         )
     for note in fit.notes:
@@ -161,8 +164,10 @@ def _merges_media(spec: HeadSpec, wanted: bool) -> bool:
     """Return `wanted`; raise `ConfigError` if the head cannot read the target's embeddings."""
     if wanted and (spec.kind not in _MERGING or spec.hidden_size != spec.target_hidden_size):
         raise ConfigError(
-            f"merged_embeddings must be left out for a head of kind {spec.kind} of width {spec.hidden_size}, got True; "
-            f"only heads of kind {' or '.join(_MERGING)} of the target's width, {spec.target_hidden_size}, read them"
+            f"merged_embeddings must be left out for a head of kind {spec.kind} of width "
+            f"{spec.hidden_size}, got True; "
+            f"only heads of kind {' or '.join(_MERGING)} of the target's width, "
+            f"{spec.target_hidden_size}, read them"
         )
     return wanted
 
@@ -203,9 +208,12 @@ def _read(
 ) -> tuple[HeadFit, Any]:
     """Read a head's config: return its fit to a target of this shape, and network options."""
     num_layers, layers = shape.num_layers, None if aux_layers is None else tuple(aux_layers)
-    if layers == () or not all(is_int(layer) and 0 <= layer <= num_layers for layer in layers or ()):
+    if layers == () or not all(
+        is_int(layer) and 0 <= layer <= num_layers for layer in layers or ()
+    ):
         raise ConfigError(
-            f"aux_layers must be ids in 0..{num_layers}, got {list(layers or ())}; an id is the layer whose input is "
+            f"aux_layers must be ids in 0..{num_layers}, got {list(layers or ())}; an id is the "
+            "layer whose input is "
             "read, and leave it out for those of the head's config"
         )
     with naming(f"{folder.source}/config.json", "the fields of a draft head"):
@@ -215,11 +223,13 @@ def _read(
     problems, notes = spec.problems_with(shape), list(spec.notes)
     if not problems and spec.vocab_size != shape.vocab_size:
         notes.append(
-            f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}; ids are taken to mean "
+            f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}; "
+            "ids are taken to mean "
             "the same in both"
         )
     if spec.target_name and shape.name and spec.target_name.lower() != shape.name.lower():
         notes.append(
-            f"it was trained for {spec.target_name}, and the target is {shape.name}; the acceptance rate may be low"
+            f"it was trained for {spec.target_name}, and the target is {shape.name}; the "
+            "acceptance rate may be low"
         )
     return HeadFit(spec, target, tuple(problems), tuple(notes)), options

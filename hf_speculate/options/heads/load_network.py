@@ -48,13 +48,20 @@ class ConfigSource(NamedTuple):
     def check_no_layers(self, head: str) -> None:
         """Raise `ConfigError` if the caller passed layers for a head without target states."""
         if self.hidden_layers is not None:
-            raise ConfigError(f"aux_layers must be left out for {head}, got {list(self.hidden_layers)}; leave it out")
+            raise ConfigError(
+                f"aux_layers must be left out for {head}, got {list(self.hidden_layers)}; leave it "
+                "out"
+            )
 
-    def spec(self, fields: dict[str, Any], hidden_layers: tuple[int, ...], **others: Any) -> HeadSpec:
+    def spec(
+        self, fields: dict[str, Any], hidden_layers: tuple[int, ...], **others: Any
+    ) -> HeadSpec:
         """Build the spec of a head with sizes in `fields`; `others` are specific to its kind."""
         config, hidden_size = self.config, int(fields["hidden_size"])
         speculators: dict[str, Any] = config.get("speculators_config") or {}
-        num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get("speculative_tokens")
+        num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get(
+            "speculative_tokens"
+        )
         # Muse-Glimmer's assistant has no embedding table, so its config lacks vocab_size.
         vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
@@ -99,13 +106,18 @@ def load_network(
     with naming(file, "the weights of the network that config.json describes"):
         _check_shapes(request, shapes, vocabulary, file)
         with torch.device("meta"):
-            network = make(NetworkPlan(options, shapes, spec.target_hidden_size, vocabulary, request.device))
+            network = make(
+                NetworkPlan(options, shapes, spec.target_hidden_size, vocabulary, request.device)
+            )
     load_into(network, weights, request)
     return network
 
 
 def _check_shapes(
-    request: LoadRequest, shapes: Mapping[str, tuple[int, ...]], vocabulary: DraftVocabulary, file: Path
+    request: LoadRequest,
+    shapes: Mapping[str, tuple[int, ...]],
+    vocabulary: DraftVocabulary,
+    file: Path,
 ) -> None:
     """Check that states, tables and mask token of a config fit the shapes of the weights.
 
@@ -117,33 +129,42 @@ def _check_shapes(
     num_states = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else None
     if num_states is not None and num_states != options.num_states:
         raise ConfigError(
-            f"{spec.name} must read as many target states as fc.weight joins, {num_states:g} of width "
-            f"{spec.target_hidden_size}, got layers {list(spec.hidden_layers)} for the weights of {file}; pass "
+            f"{spec.name} must read as many target states as fc.weight joins, {num_states:g} of "
+            "width "
+            f"{spec.target_hidden_size}, got layers {list(spec.hidden_layers)} for the weights of "
+            f"{file}; pass "
             "aux_layers="
         )
     table, head = SHARED_TABLES
     missing = [name for name in SHARED_TABLES if name not in shapes]
     if missing and spec.hidden_size != spec.target_hidden_size:
         raise UnsupportedModelError(
-            f"{file} must hold {' and '.join(missing)} of {spec.name}, for its width is {spec.hidden_size} and the "
+            f"{file} must hold {' and '.join(missing)} of {spec.name}, for its width is "
+            f"{spec.hidden_size} and the "
             f"target's {spec.target_hidden_size}, got neither; save the head with them"
         )
     num_ids = spec.vocab_size if vocabulary.target_ids is None else len(vocabulary.target_ids)
     num_columns = shapes[head][0] if head in shapes else spec.vocab_size
     if num_columns != num_ids:
         raise UnsupportedModelError(
-            f"lm_head.weight in {file} must have a row for each of the {num_ids} tokens that {spec.name} proposes, got "
+            f"lm_head.weight in {file} must have a row for each of the {num_ids} tokens that "
+            f"{spec.name} proposes, got "
             f"{num_columns}; save the head with its lm_head and d2t"
         )
     if table in shapes and shapes[table][0] < spec.vocab_size:
         raise ConfigError(
-            f"embed_tokens.weight in {file} must have a row for each of {spec.vocab_size} tokens, got "
+            f"embed_tokens.weight in {file} must have a row for each of {spec.vocab_size} tokens, "
+            "got "
             f"{shapes[table][0]}; check that config.json belongs to these weights"
         )
-    mask_id, num_rows = getattr(options, "mask_token_id", None), shapes[table][0] if table in shapes else None
+    mask_id, num_rows = (
+        getattr(options, "mask_token_id", None),
+        shapes[table][0] if table in shapes else None,
+    )
     if mask_id is not None and (mask_id < 0 or (num_rows is not None and mask_id >= num_rows)):
         raise ConfigError(
-            f"mask_token_id of {spec.name} must be an id with an embedding, got {mask_id}; check that config.json "
+            f"mask_token_id of {spec.name} must be an id with an embedding, got {mask_id}; check "
+            "that config.json "
             f"belongs to the weights of {file}"
         )
 
@@ -172,18 +193,27 @@ def load_into(network: nn.Module, weights: Mapping[str, Tensor], request: LoadRe
     network.load_state_dict(on_device, assign=True)
 
 
-def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], file: Path) -> None:
+def check_weights(
+    expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], file: Path
+) -> None:
     """Raise `ConfigError` if weights are missing, left over, or of another shape."""
-    shapes = {name: (list(expected[name].shape), list(weights[name].shape)) for name in expected if name in weights}
+    shapes = {
+        name: (list(expected[name].shape), list(weights[name].shape))
+        for name in expected
+        if name in weights
+    }
     faults = {
         "none of": sorted(expected.keys() - weights.keys()),
         "left over": sorted(weights.keys() - expected.keys()),
-        "of another shape": [f"{name} {got} for {want}" for name, (want, got) in shapes.items() if want != got],
+        "of another shape": [
+            f"{name} {got} for {want}" for name, (want, got) in shapes.items() if want != got
+        ],
     }
     if any(faults.values()):
         got = "; ".join(f"{text} {shown(names)}" for text, names in faults.items() if names)
         raise ConfigError(
-            f"{file} must hold the weights of the network that config.json describes, got {got}; check that both "
+            f"{file} must hold the weights of the network that config.json describes, got {got}; "
+            "check that both "
             "belong together, and download or save them again"
         )
 
@@ -197,6 +227,7 @@ def naming(file: str | Path, content: str) -> Iterator[None]:
         raise
     except Exception as error:  # damaged content may raise any type
         raise ConfigError(
-            f"{file} must hold {content}, got a fault in it ({type(error).__name__}: {' '.join(str(error).split())}); "
+            f"{file} must hold {content}, got a fault in it ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}); "
             "download or save it again"
         ) from error

@@ -16,7 +16,9 @@ from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.round import MergedEmbeddings, NewTokens
 
 FIRST_INPUT = 0  # input of the first layer, see `Drafter.hidden_layers`
-_NAMES = [f"{modality}_token_{end}" for modality in ("image", "video", "audio") for end in ("id", "index")]
+_NAMES = [
+    f"{modality}_token_{end}" for modality in ("image", "video", "audio") for end in ("id", "index")
+]
 
 
 def media_token_ids(config: PreTrainedConfig) -> list[int]:
@@ -33,7 +35,9 @@ class MediaEmbeddings:
         self._width = width  # Ht
 
     @classmethod
-    def of(cls, setup: DrafterSetup, spec: HeadSpec, device: torch.device) -> "MediaEmbeddings | None":
+    def of(
+        cls, setup: DrafterSetup, spec: HeadSpec, device: torch.device
+    ) -> "MediaEmbeddings | None":
         """Make the embeddings of one call; return None if the head reads token embeddings alone."""
         ids = media_token_ids(setup.target.config)
         if not (spec.merges_media and setup.has_media and ids):
@@ -53,7 +57,8 @@ class MediaEmbeddings:
         if new.states is None:
             return new
         states, inputs = self.split(new.states)
-        following = torch.cat([inputs[:, 1:], inputs[:, -1:]], dim=1)  # [B, N, Ht], of each pair's token
+        # [B, N, Ht], of each pair's token
+        following = torch.cat([inputs[:, 1:], inputs[:, -1:]], dim=1)
         # The target has not yet computed the state of a row's newest token.
         has_state = torch.arange(new.width, device=inputs.device) < new.lens[:, None] - 1  # [B, N]
         is_media = has_state & torch.isin(new.token_ids, self._token_ids)

@@ -7,7 +7,13 @@ from transformers import Qwen3Config
 from hf_speculate.options.heads.chain import ChainNetwork, Pairs
 from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.layer_capture import FINAL_STATE
-from hf_speculate.options.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
+from hf_speculate.options.heads.layers import (
+    DecoderLayer,
+    Rotary,
+    Rotation,
+    read_layer_config,
+    windows_of,
+)
 from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, load_network
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS, load_checkpoint_mtp
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan, TargetParts
@@ -35,7 +41,10 @@ class SpeculatorsMtpLayer(DecoderLayer):
     def forward(  # type: ignore[override]  # reads embeddings too
         self, embeddings: Tensor, states: Tensor, rotation: Rotation, view: CacheView
     ) -> Tensor:
-        joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)  # [B, N, 2H]
+        # [B, N, 2H]
+        joined = torch.cat(
+            [self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1
+        )
         return self.final_layernorm(super().forward(self.input_proj(joined), rotation, view, 0))  # type: ignore[no-any-return]
 
 
@@ -63,14 +72,23 @@ def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
     fields = source.layer_fields
     if source.recognised.format == "speculators":
         if fields.get("model_type") not in _DENSE_LAYERS:
-            raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
+            raise unserved(
+                f"an MTP layer of {fields.get('model_type')!r}",
+                f"a layer of {', '.join(_DENSE_LAYERS)}",
+            )
         spec = source.spec(fields, (FINAL_STATE,), merges_media=True)
         return spec, read_layer_config({**fields, "num_hidden_layers": 1})
     model_type, text = fields.get("model_type"), text_fields(fields)
     if model_type not in SERVED_TARGETS:
-        raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
+        raise unserved(
+            f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}"
+        )
     num_layers = int(text["num_hidden_layers"])
-    others = {"num_target_layers": num_layers, "max_position_embeddings": None, "merges_media": True}
+    others = {
+        "num_target_layers": num_layers,
+        "max_position_embeddings": None,
+        "merges_media": True,
+    }
     return source.spec(text, (FINAL_STATE,), **others), None
 
 

@@ -39,7 +39,8 @@ _SHARED = {
 }
 _OWN = {name: name for name in ("eh_proj.weight", "enorm.weight", "hnorm.weight")}
 _OWN["shared_head.norm.weight"] = "post_norm.weight"
-_OF_TARGET = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")  # copies in a numbered layer
+# copies in a numbered layer
+_OF_TARGET = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 _NUMBERED = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -57,7 +58,9 @@ class CheckpointMtpNetwork(ChainNetwork):
         self.num_depths = len(layers)
         windows = windows_of(config) or (None,) * self.num_depths
         super().__init__(DraftVocabulary(vocab_size), windows)
-        self.layer_masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
+        self.layer_masks = [
+            LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)
+        ]
         self.layers = layers
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
@@ -81,19 +84,23 @@ def load_checkpoint_mtp(request: LoadRequest) -> CheckpointMtpNetwork:
         indices = sorted({int(name.partition(".")[0]) for name in stored})
     if not stored:
         raise UnsupportedModelError(
-            f"{file} must hold the weights of the target's MTP layers, got none; use another head, or the checkpoint "
+            f"{file} must hold the weights of the target's MTP layers, got none; use another head, "
+            "or the checkpoint "
             "as it was published"
         )
     if indices != list(range(num_layers)):
         raise ConfigError(
-            f"{file} must hold the {num_layers} MTP layers that config.json names, got the layers {indices}; check "
+            f"{file} must hold the {num_layers} MTP layers that config.json names, got the layers "
+            f"{indices}; check "
             "that both belong together, and download or save them again"
         )
     config = _layer_config(request, num_layers, is_prefixed)
     decoder = request.target.get_decoder()
     layer_class, norm_class = type(decoder.layers[-1]), type(decoder.norm)
     with torch.device("meta"):
-        layers = nn.ModuleList([MtpLayer(config, layer_class, norm_class, depth) for depth in range(num_layers)])
+        layers = nn.ModuleList(
+            [MtpLayer(config, layer_class, norm_class, depth) for depth in range(num_layers)]
+        )
     load_into(layers, stored, request)
     return CheckpointMtpNetwork(layers, config, request.spec.vocab_size)
 
@@ -118,7 +125,9 @@ def _numbered_weights(request: LoadRequest) -> dict[str, Tensor]:
     for name, weight in request.folder.weights(lambda name: _number(name) >= num_before).items():
         layer_name = name.split(".", 3)[3]
         if layer_name not in _OF_TARGET:
-            weights[f"{_number(name) - num_before}.{_OWN.get(layer_name, f'mtp_block.{layer_name}')}"] = weight
+            weights[
+                f"{_number(name) - num_before}.{_OWN.get(layer_name, f'mtp_block.{layer_name}')}"
+            ] = weight
     return weights
 
 
@@ -139,10 +148,14 @@ def _prefixed_weights(request: LoadRequest) -> dict[str, Tensor]:
         if name in _SHARED:
             shared[_SHARED[name]] = weight
         else:
-            _, depth, layer_name = name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
+            _, depth, layer_name = (
+                name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
+            )
             weights[f"{depth}.mtp_block.{layer_name}"] = weight
     depths = {name.partition(".")[0] for name in weights}
-    return weights | {f"{depth}.{name}": weight for depth in depths for name, weight in shared.items()}
+    return weights | {
+        f"{depth}.{name}": weight for depth in depths for name, weight in shared.items()
+    }
 
 
 def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,9 +169,12 @@ def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             experts[match[1], match[3]][int(match[2])] = weight
     stacked = {
-        key: torch.stack([by_number[number] for number in sorted(by_number)]) for key, by_number in experts.items()
+        key: torch.stack([by_number[number] for number in sorted(by_number)])
+        for key, by_number in experts.items()
     }
     for name in {name for name, _ in stacked}:
-        fused[f"{name}.gate_up_proj"] = torch.cat([stacked[name, "gate"], stacked[name, "up"]], dim=1)
+        fused[f"{name}.gate_up_proj"] = torch.cat(
+            [stacked[name, "gate"], stacked[name, "up"]], dim=1
+        )
         fused[f"{name}.down_proj"] = stacked[name, "down"]
     return fused

@@ -32,9 +32,12 @@ def _names_head(source: str | Path, target: PreTrainedModel) -> bool:
     config, text = folder.config, target.config.get_text_config(decoder=True)
     if is_head(config):
         return True
-    if is_mtp_checkpoint(config, target.config.model_type):  # smaller models of the family have such layers too
+    # smaller models of the family have such layers too
+    if is_mtp_checkpoint(config, target.config.model_type):
         sizes = ("hidden_size", "num_hidden_layers")
         return all(text_fields(config).get(name) == getattr(text, name) for name in sizes)
     # A few early heads have the config of an ordinary model. From the Hub, they load as a model
     # and fail on missing weights.
-    return Path(folder.source).is_dir() and "fc.weight" in {name.removeprefix("model.") for name in folder.names()}
+    return Path(folder.source).is_dir() and "fc.weight" in {
+        name.removeprefix("model.") for name in folder.names()
+    }

@@ -35,15 +35,25 @@ class TargetParts:
     or a target with new modules. So no network stores them, and each drafter looks them up.
     """
 
-    def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        vocabulary: DraftVocabulary,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         self._embeddings: Any = input_table(target)
         if self._embeddings is None:
             raise UnsupportedModelError(
-                f"a draft head must share the embeddings of its target, got {type(target).__name__}, which names none; "
+                "a draft head must share the embeddings of its target, got "
+                f"{type(target).__name__}, which names none; "
                 "use another draft"
             )
-        self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # for example by PEFT, with an adapter
-        self._scale, norm = (_member(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
+        # for example by PEFT, with an adapter
+        self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)
+        self._scale, norm = (
+            _member(self._embeddings, name) for name in ("embed_scale", "embed_norm")
+        )
         if isinstance(self._scale, Tensor) and self._scale.is_meta:  # an offloaded buffer
             self._scale = _member(self._embeddings, "scalar_embed_scale")
         self._is_normed = norm is not None
@@ -51,10 +61,13 @@ class TargetParts:
         self._rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
         self._vocab_size = vocab_size_of(target)
         self._token_device = module_device(self._embeddings, device_of(target))
-        self._head_device = None if self._head is None else module_device(self._head, device_of(target))
+        self._head_device = (
+            None if self._head is None else module_device(self._head, device_of(target))
+        )
         head_weight = plain_weight(self._head)
         self._head_dtype = dtype_of(target) if head_weight is None else head_weight.dtype
-        self.vocabulary = vocabulary.resized(self._vocab_size)  # the head's vocabulary in target ids
+        # the head's vocabulary in target ids
+        self.vocabulary = vocabulary.resized(self._vocab_size)
         self.device, self.dtype = device, dtype
 
     def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
@@ -73,7 +86,9 @@ class TargetParts:
         num_rows = _member(self._embeddings, "num_embeddings") if weight is None else len(weight)
         token_ids = self.known(token_ids, num_rows or self._vocab_size).to(self._token_device)
         needs_unscaled = not is_scaled and self._scale is not None
-        is_bare = weight is not None and (self._is_normed or (needs_unscaled and not self._is_wrapped))
+        is_bare = weight is not None and (
+            self._is_normed or (needs_unscaled and not self._is_wrapped)
+        )
         rows: Tensor = self._bare_rows(token_ids) if is_bare else self._embeddings(token_ids)
         if needs_unscaled and not is_bare:
             rows = rows / self._scale
@@ -85,10 +100,14 @@ class TargetParts:
         if hook is None:
             return embedding(token_ids, self._embeddings.weight)
         (token_ids,), _ = hook.pre_forward(self._embeddings, token_ids)
-        rows: Tensor = hook.post_forward(self._embeddings, embedding(token_ids, self._embeddings.weight))
+        rows: Tensor = hook.post_forward(
+            self._embeddings, embedding(token_ids, self._embeddings.weight)
+        )
         return rows
 
-    def rotation(self, states: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor] | None:
+    def rotation(
+        self, states: Tensor, positions: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines [B, N, R] in the states' dtype; None without a rotary embedding.
 
         Positions are [B, N] or [3, B, N].
@@ -109,7 +128,10 @@ class TargetParts:
 
 def _member(module: nn.Module, name: str) -> Any:
     """Return an attribute of a module or of a wrapped one; None if there is none."""
-    return next((getattr(submodule, name) for submodule in module.modules() if hasattr(submodule, name)), None)
+    return next(
+        (getattr(submodule, name) for submodule in module.modules() if hasattr(submodule, name)),
+        None,
+    )
 
 
 class HeadNetwork(nn.Module, ABC):
@@ -118,7 +140,8 @@ class HeadNetwork(nn.Module, ABC):
     def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
         super().__init__()
         self.vocabulary = vocabulary
-        self.layer_masks = [LayerMask(window) for window in windows]  # one for each layer with a cache
+        # one for each layer with a cache
+        self.layer_masks = [LayerMask(window) for window in windows]
 
     def project(self, states: Tensor) -> Tensor:
         """Project the target's concatenated states [B, N, A * Ht] to [B, N, H]."""

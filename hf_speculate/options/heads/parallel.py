@@ -66,7 +66,11 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         width = new.width + num_slots
         is_slot = torch.arange(width, device=self.device) >= new.lens[:, None]  # [B, N]
         token_ids = torch.nn.functional.pad(new.token_ids, (0, num_slots))
-        states = None if new.states is None else torch.nn.functional.pad(new.states, (0, 0, 0, num_slots))
+        states = (
+            None
+            if new.states is None
+            else torch.nn.functional.pad(new.states, (0, 0, 0, num_slots))
+        )
         view = self.cache.view(width)
         outputs = self.network.fill(SlotInputs(token_ids, states, is_slot, view), self.parts)
         self.cache.advance(new.counts, new.lens)

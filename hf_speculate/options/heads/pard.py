@@ -23,7 +23,11 @@ from hf_speculate.options.heads.row_cache import TransformersCache
 from hf_speculate.options.heads.served import unserved
 
 _HEAD = "lm_head.weight"
-_CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
+_CLASSES: dict[str, Any] = {
+    "llama": LlamaForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+}
 
 
 class PardNetwork(SlotNetwork):
@@ -62,11 +66,15 @@ def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
     config = source.config
     model_type = config.get("model_type")
     if model_type not in _CLASSES or "sliding_attention" in (config.get("layer_types") or ()):
-        raise unserved(f"a PARD draft of model_type {model_type!r}", f"full attention and one of {', '.join(_CLASSES)}")
+        raise unserved(
+            f"a PARD draft of model_type {model_type!r}",
+            f"full attention and one of {', '.join(_CLASSES)}",
+        )
     size, pard_token = int(config["vocab_size"]), config["pard_token"]
     if not is_int(pard_token) or not 0 <= pard_token < size:
         raise ConfigError(
-            f"pard_token of {source.name} must be an id below its vocab_size {size}, got {pard_token!r}; download "
+            f"pard_token of {source.name} must be an id below its vocab_size {size}, got "
+            f"{pard_token!r}; download "
             "config.json again"
         )
     spec = source.spec(
@@ -82,7 +90,9 @@ def load_pard(request: LoadRequest) -> PardNetwork:
     fields, file = request.folder.config, request.folder.weights_file
     model_class = _CLASSES[fields["model_type"]]
     weights = {
-        name: weight for name, weight in request.folder.weights().items() if not name.endswith("rotary_emb.inv_freq")
+        name: weight
+        for name, weight in request.folder.weights().items()
+        if not name.endswith("rotary_emb.inv_freq")
     }
     with naming(f"{request.folder.source}/config.json", f"the config of {model_class.__name__}"):
         config = model_class.config_class.from_dict(fields)
@@ -92,6 +102,8 @@ def load_pard(request: LoadRequest) -> PardNetwork:
         del expected[_HEAD]
     check_weights(expected, weights, file)
     options = {"dtype": request.dtype, "attn_implementation": "sdpa"}
-    model: PreTrainedModel = model_class.from_pretrained(None, config=config, state_dict=weights, **options)
+    model: PreTrainedModel = model_class.from_pretrained(
+        None, config=config, state_dict=weights, **options
+    )
     model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
     return PardNetwork(model, fields["pard_token"], request.spec.vocab_size)

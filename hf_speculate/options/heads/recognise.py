@@ -11,17 +11,21 @@ _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_lay
 _UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer but no count in the config
 _HEAD_NAMES = ("Eagle", "DFlash", "DSpark")  # in `architectures`
 _DFLASH2_FIELDS = {"selector_rank", "selector_top_k"}
-_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # top-level fields of DFlash heads
+# top-level fields of DFlash heads
+_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}
 
 
 class HeadKind(NamedTuple):
     """Kind and format of a draft head."""
 
     kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
-    format: str  # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
+    # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
+    format: str
 
 
-def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]], target_type: str | None) -> HeadKind:
+def recognise(
+    config: dict[str, Any], weight_names: Callable[[], Collection[str]], target_type: str | None
+) -> HeadKind:
     """Recognise the kind of a head in a folder or in a checkpoint of `target_type`.
 
     Raises:
@@ -31,7 +35,10 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
     model_type = config.get("speculators_model_type")
     if model_type is not None:
         if model_type not in SPECULATORS_KINDS:
-            raise unserved(f"the speculators model type {model_type!r}", f"one of {', '.join(SPECULATORS_KINDS)}")
+            raise unserved(
+                f"the speculators model type {model_type!r}",
+                f"one of {', '.join(SPECULATORS_KINDS)}",
+            )
         return HeadKind(model_type, "speculators")
     architectures = architectures_of(config)
     if _is_dflash2(config):
@@ -45,18 +52,32 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
     if is_mtp_checkpoint(config, target_type):
         return HeadKind("mtp", "transformers")
     names = {name.removeprefix("model.") for name in weight_names()}
-    if "fc.weight" in names and ("d2t" in names or any(name.startswith("midlayer.") for name in names)):
+    if "fc.weight" in names and (
+        "d2t" in names or any(name.startswith("midlayer.") for name in names)
+    ):
         return HeadKind("eagle3", "original")
-    if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names and "lm_head.weight" not in names:
+    if (
+        "fc.weight" in names
+        and "layers.0.self_attn.q_proj.weight" in names
+        and "lm_head.weight" not in names
+    ):
         raise unserved("an EAGLE-1 or EAGLE-2 head", "EAGLE-3's three target states")
-    seen = f"model_type {config.get('model_type')!r} with architectures {config.get('architectures')}"
+    seen = (
+        f"model_type {config.get('model_type')!r} with architectures {config.get('architectures')}"
+    )
     raise unserved(seen, "a config that names the kind")
 
 
 def is_head(config: dict[str, Any]) -> bool:
     """Return whether a config belongs to a draft head rather than to an ordinary model."""
     # MTP layers have no config, and a few early heads have an ordinary model's.
-    fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size", *_DFLASH2_FIELDS}
+    fields = {
+        "speculators_model_type",
+        "dflash_config",
+        "pard_token",
+        "draft_vocab_size",
+        *_DFLASH2_FIELDS,
+    }
     has_fields = bool(fields & config.keys()) or config.keys() >= _BLOCK_FIELDS
     return has_fields or any(name in architectures_of(config) for name in _HEAD_NAMES)
 
@@ -70,7 +91,10 @@ def named_target(config: dict[str, Any]) -> str:
 
 def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
     """Return whether a config belongs to a target with MTP layers in its checkpoint."""
-    if target_type is None or target_type not in (config.get("model_type"), text_fields(config).get("model_type")):
+    if target_type is None or target_type not in (
+        config.get("model_type"),
+        text_fields(config).get("model_type"),
+    ):
         return False
     return bool(num_mtp_layers(config))
 

@@ -51,8 +51,14 @@ class NewTokens(NamedTuple):
             states = None if self.states is None else self.states[:, columns]
             counts = [min(max(count - start, 0), _CHUNK_SIZE) for count in self.counts]
             lens = (self.lens - start).clamp(0, _CHUNK_SIZE)
-            merged = None if self.merged is None else MergedEmbeddings(*(tensor[:, columns] for tensor in self.merged))
-            yield NewTokens(self.token_ids[:, columns], states, counts, lens, self.newest_ids, merged)
+            merged = (
+                None
+                if self.merged is None
+                else MergedEmbeddings(*(tensor[:, columns] for tensor in self.merged))
+            )
+            yield NewTokens(
+                self.token_ids[:, columns], states, counts, lens, self.newest_ids, merged
+            )
 
 
 NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
@@ -76,16 +82,25 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         self.hidden_layers = spec.hidden_layers or None
         self.max_draft_tokens = spec.max_draft_tokens
         context_len = spec.max_position_embeddings
-        is_reached = context_len is not None and (context_len < setup.max_length or setup.processors.can_join)
+        is_reached = context_len is not None and (
+            context_len < setup.max_length or setup.processors.can_join
+        )
         self.context_len = context_len if is_reached else None  # joining rows may be longer
         self.parts = TargetParts(setup.target, network.vocabulary, device, dtype)
-        eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
-        settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
+        eos = (
+            torch.tensor(sorted(setup.eos_token_ids), device=device)
+            if setup.eos_token_ids
+            else None
+        )
+        settings = DraftSettings(
+            eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend
+        )
         self.chooser = TokenChooser(setup.processors, settings, device, self.parts.vocabulary)
         self.cache = RowCache(network.layer_masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
-        self.newest_outputs: dict[int, Tensor] = {}  # by depth: [B, H], outputs at the newest tokens
+        # by depth: [B, H], outputs at the newest tokens
+        self.newest_outputs: dict[int, Tensor] = {}
 
     @property
     def can_join(self) -> bool:  # type: ignore[override]
@@ -110,7 +125,9 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         self._read_chunks(self._new_tokens(kept.token_ids, kept))
 
     def join(self, other: "HeadDrafter[NetworkT]") -> None:
-        fill_absent(self.newest_outputs, other.newest_outputs, len(self._num_pads), len(other._num_pads))
+        fill_absent(
+            self.newest_outputs, other.newest_outputs, len(self._num_pads), len(other._num_pads)
+        )
         super().join(other)
 
     @torch.no_grad()
@@ -135,9 +152,12 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         query, kept = request.query_token_ids, request.kept
         if self.hidden_layers and (kept is None or kept.hidden_states is None):
             raise ShapeError(
-                "kept must hold hidden states for a draft head, got none; pass the emitted tokens with them"
+                "kept must hold hidden states for a draft head, got none; pass the emitted tokens "
+                "with them"
             )
-        num_draft_tokens = min(request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens)
+        num_draft_tokens = min(
+            request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens
+        )
         self.chooser.read(query, kept)
         draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
         draft_lens = self.propose(self._new_tokens(query, kept), num_draft_tokens, draft)
@@ -148,12 +168,16 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         if kept is None:  # first round of a head without states: read whole sequences
             counts = [query.shape[1] - num_pads for num_pads in self._num_pads]
             lens = torch.tensor(counts, device=self.device)
-            columns = torch.arange(max(counts), device=self.device) + (query.shape[1] - lens)[:, None]
+            columns = (
+                torch.arange(max(counts), device=self.device) + (query.shape[1] - lens)[:, None]
+            )
             ids = query.to(self.device).gather(1, columns.clamp_max(query.shape[1] - 1))  # [B, N]
             return NewTokens(ids, None, counts, lens, newest)
         ids, counts = kept.token_ids.clamp_min(0).to(self.device), kept.num_emitted.tolist()
         lens = kept.num_emitted.to(self.device, torch.int64)
-        states = None if kept.hidden_states is None else kept.hidden_states.to(self.device, self.dtype)
+        states = (
+            None if kept.hidden_states is None else kept.hidden_states.to(self.device, self.dtype)
+        )
         if states is not None and min(counts) < ids.shape[1]:
             is_behind = torch.arange(ids.shape[1], device=self.device) >= lens[:, None]  # [B, N]
             states = states.masked_fill(is_behind[:, :, None], 0)  # they may be NaN
@@ -169,4 +193,6 @@ def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Te
         return outputs[:, new.counts[0] - 1]
     index = (new.lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])
     last = outputs.gather(1, index)[:, 0]
-    return torch.where((new.lens > 0)[:, None], last, last.new_zeros(()) if before is None else before)
+    return torch.where(
+        (new.lens > 0)[:, None], last, last.new_zeros(()) if before is None else before
+    )

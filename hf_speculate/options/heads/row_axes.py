@@ -31,6 +31,7 @@ class RowAxes(PerRow):
     def at(self, numbers: Tensor) -> Tensor:
         """Return positions [3, B, N] int64 of the tokens numbered [B or 1, N] int64 in each row."""
         columns, last = numbers + self._pads, self._prompts.shape[2] - 1  # [B, N]
-        read = self._prompts.gather(2, columns.clamp_max(last)[:, None].expand(-1, 3, -1))  # [B, 3, N]
+        # [B, 3, N]
+        read = self._prompts.gather(2, columns.clamp_max(last)[:, None].expand(-1, 3, -1))
         later = (numbers[:, None] + self.offsets[:, :, None]).expand_as(read)
         return torch.where((columns > last)[:, None], later, read).transpose(0, 1)

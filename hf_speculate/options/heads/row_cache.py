@@ -108,9 +108,14 @@ class RowCache(PerRow):
         aligned = -(-longest // _ALIGNMENT) * _ALIGNMENT
         is_bare = num_tokens == 1 and self.row_lens.is_even
         self.reserve(aligned)
-        columns, width = self.row_lens.positions(num_tokens, offset), longest if is_bare else aligned
+        columns, width = (
+            self.row_lens.positions(num_tokens, offset),
+            longest if is_bare else aligned,
+        )
         layer_masks, dtype = self._layer_masks, self._dtype
-        return CacheView(self.buffers, self.capacity, self._row_ids, columns, width, layer_masks, dtype, is_bare)
+        return CacheView(
+            self.buffers, self.capacity, self._row_ids, columns, width, layer_masks, dtype, is_bare
+        )
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
         """Append the first `counts` [B] of the tokens written last.
@@ -124,7 +129,9 @@ class RowCache(PerRow):
         capacity = max(self.capacity, other.capacity)
         self._grow_to(capacity)
         other._grow_to(capacity)
-        fill_absent(self.buffers, other.buffers, len(self.row_lens.on_host), len(other.row_lens.on_host))
+        fill_absent(
+            self.buffers, other.buffers, len(self.row_lens.on_host), len(other.row_lens.on_host)
+        )
         super().join(other)
 
     def forget(self) -> None:
@@ -142,15 +149,20 @@ class RowCache(PerRow):
         padding = (0, 0, 0, capacity - self.capacity)
         self.capacity = capacity
         self.buffers = {
-            layer: (pad(keys, padding), pad(values, padding)) for layer, (keys, values) in self.buffers.items()
+            layer: (pad(keys, padding), pad(values, padding))
+            for layer, (keys, values) in self.buffers.items()
         }
 
 
-def fill_absent(mine: dict[int, Any], theirs: dict[int, Any], num_mine: int, num_theirs: int) -> None:
+def fill_absent(
+    mine: dict[int, Any], theirs: dict[int, Any], num_mine: int, num_theirs: int
+) -> None:
     """Add zeros [B, ...] to each dictionary for tensors of the other one alone."""
     for tensors, others, num_rows in ((mine, theirs, num_mine), (theirs, mine, num_theirs)):
         for key in others.keys() - tensors.keys():
-            tensors[key] = tree_map(lambda tensor, num=num_rows: tensor.new_zeros(num, *tensor.shape[1:]), others[key])
+            tensors[key] = tree_map(
+                lambda tensor, num=num_rows: tensor.new_zeros(num, *tensor.shape[1:]), others[key]
+            )
 
 
 class TransformersCache(Cache):

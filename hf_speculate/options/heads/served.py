@@ -13,7 +13,8 @@ _DENSE = "dense Llama or Qwen 3 layers"
 def unserved(got: str, allowed: str = "") -> UnsupportedModelError:
     """Return the error for a head outside the served kinds; `allowed` names the alternatives."""
     return UnsupportedModelError(
-        f"a draft head must be of a served kind ({SERVED}){' with ' if allowed else ''}{allowed}, got {got}; use "
+        f"a draft head must be of a served kind ({SERVED}){' with ' if allowed else ''}{allowed}, "
+        f"got {got}; use "
         "another head, or load an ordinary draft model and pass it as assistant_model"
     )
 
@@ -32,9 +33,16 @@ def check_config(config: dict[str, Any]) -> None:
     Raises:
         UnsupportedModelError: the config has such an option.
     """
-    layer, dflash = _nested(config, "transformer_layer_config") or config, _nested(config, "dflash_config")
+    layer, dflash = (
+        _nested(config, "transformer_layer_config") or config,
+        _nested(config, "dflash_config"),
+    )
     fields, architectures = config | dflash, architectures_of(config)
-    is_head = "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures
+    is_head = (
+        "speculators_model_type" in config
+        or "draft_vocab_size" in config
+        or "Eagle3" in architectures
+    )
     if is_head and layer.get("kv_lora_rank"):
         raise unserved("a draft with latent attention (MLA, kv_lora_rank)", _DENSE)
     has_experts = layer.get("num_experts") or layer.get("num_local_experts")
@@ -49,11 +57,15 @@ def check_config(config: dict[str, Any]) -> None:
             f"projector_type {' or '.join(map(repr, _PROJECTORS))}",
         )
     if fields.get("fusion_mode") == "flare":
-        raise unserved("a DFlash variant with fusion_mode 'flare'", "states of layers that fc.weight joins")
+        raise unserved(
+            "a DFlash variant with fusion_mode 'flare'", "states of layers that fc.weight joins"
+        )
     if dflash.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"):
         raise unserved("a DFlash head with attention sinks", "attention without sinks")
     if "DSpark" in architectures and "speculators_model_type" not in config:
-        raise unserved("a DSpark head outside the speculators format", "speculators_model_type 'dspark'")
+        raise unserved(
+            "a DSpark head outside the speculators format", "speculators_model_type 'dspark'"
+        )
 
 
 def _nested(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -45,12 +45,15 @@ class HeadSource(FactorySource):
         for name in ("prompt_lookup_num_tokens", "draft_state"):
             if getattr(config, name) is not None:
                 raise UnsupportedGenerationError(
-                    f"{name} cannot be combined with a draft head, got one as {self.argument}; omit one of them"
+                    f"{name} cannot be combined with a draft head, got one as {self.argument}; "
+                    "omit one of them"
                 )
         default_k = self.head.default_draft_tokens
         if config.num_assistant_tokens is not None or default_k is None:
             return config
-        return replace(config, num_assistant_tokens=default_k, num_assistant_tokens_schedule=config.schedule)
+        return replace(
+            config, num_assistant_tokens=default_k, num_assistant_tokens_schedule=config.schedule
+        )
 
     def start(self, setup: DrafterSetup) -> Drafter:
         return self.head(setup)
@@ -63,7 +66,11 @@ class HeadSource(FactorySource):
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
         """Warn once if few first draft tokens were accepted, with the likely cause."""
-        spec, drafted, accepted = self.head.spec, stats.drafted_per_position, stats.accepted_per_position
+        spec, drafted, accepted = (
+            self.head.spec,
+            stats.drafted_per_position,
+            stats.accepted_per_position,
+        )
         first = DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
         if not AcceptanceTallies.of(target).add(self.head, first, FIRST_TOKENS_BOUND):
             return
@@ -71,13 +78,15 @@ class HeadSource(FactorySource):
             cause = "it may belong to another target, or to weights that this one had before it was changed"
         elif spec.hidden_layers:
             cause = (
-                "it may read other layers than it was trained on: measure it with check_layers(head, target, prompts) "
+                "it may read other layers than it was trained on: measure it with "
+                "check_layers(head, target, prompts) "
                 "of hf_speculate.tools.checks.layers"
             )
         else:
             cause = "it may belong to another target, or read another vocabulary"
         warn_user(
-            f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {spec.name} drafted were "
+            f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {spec.name} "
+            "drafted were "
             f"accepted; {cause}"
         )
 

@@ -31,8 +31,10 @@ def target_ids(d2t: Tensor, t2d: Tensor | None, vocab_size: int, file: Path) -> 
     readings = [ids for ids in (columns + stored, stored) if _are_ids(ids, vocab_size)]
     if not readings:
         raise ConfigError(
-            f"d2t in {file} must hold offsets that give increasing ids below {vocab_size}, or these ids, got values "
-            f"from {int(stored.min()) if len(stored) else None} to {int(stored.max()) if len(stored) else None}; save "
+            f"d2t in {file} must hold offsets that give increasing ids below {vocab_size}, or "
+            "these ids, got values "
+            f"from {int(stored.min()) if len(stored) else None} to "
+            f"{int(stored.max()) if len(stored) else None}; save "
             "d2t[draft_id] = target_id - draft_id"
         )
     if t2d is not None:
@@ -40,13 +42,15 @@ def target_ids(d2t: Tensor, t2d: Tensor | None, vocab_size: int, file: Path) -> 
         readings = [ids for ids in readings if torch.equal(ids, marked)]
         if not readings:
             raise ConfigError(
-                f"t2d in {file} must mark the {len(stored)} ids that d2t leads to, got {len(marked)} others; save both "
+                f"t2d in {file} must mark the {len(stored)} ids that d2t leads to, got "
+                f"{len(marked)} others; save both "
                 "from one vocabulary"
             )
     is_open = len(readings) == 2 and not torch.equal(*readings) and not torch.equal(stored, columns)
     if is_open and len(stored) ** 2 < _RULED_OUT * vocab_size:
         raise ConfigError(
-            f"d2t in {file} must come with t2d if it rises at every one of {len(stored)} columns, for it may hold "
+            f"d2t in {file} must come with t2d if it rises at every one of {len(stored)} columns, "
+            "for it may hold "
             "offsets or ids, got none; save t2d, which marks the ids"
         )
     return readings[-1]

@@ -31,7 +31,8 @@ def first_file(folder: Path) -> Path:
     if path is None:
         names = sorted(path.name for path in folder.iterdir())
         raise UnsupportedModelError(
-            f"{folder} must hold one of {', '.join(_FIRST_FILES)}, got {names}; save the weights in one of these files"
+            f"{folder} must hold one of {', '.join(_FIRST_FILES)}, got {names}; save the weights "
+            "in one of these files"
         )
     return path
 
@@ -45,7 +46,11 @@ def read_weights(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Te
         ConfigError: a file is damaged, or a file of the index is missing or lacks weights.
         UnsupportedModelError: there are no weights.
     """
-    return {name: weight for file in _read_files(folder, is_wanted) for name, weight in file.weights.items()}
+    return {
+        name: weight
+        for file in _read_files(folder, is_wanted)
+        for name, weight in file.weights.items()
+    }
 
 
 def read_names(folder: Path) -> set[str]:
@@ -68,7 +73,8 @@ def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) ->
         lacking = set(listed) - set(file.names)
         if lacking:
             raise ConfigError(
-                f"{path} must hold the weights that its index lists, got none of {shown(lacking)}; download or save "
+                f"{path} must hold the weights that its index lists, got none of {shown(lacking)}; "
+                "download or save "
                 "the files again"
             )
         yield file
@@ -83,10 +89,19 @@ def _listed_files(path: Path) -> dict[Path, list[str]]:
     except ValueError as error:  # not JSON, or not text
         raise _damaged(path, error) from error
     names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not names or not all(isinstance(shard, str) for shard in names.values()):
-        got = f"one with {shown(list(index))}" if isinstance(index, dict) and index else f"{type(index).__name__}"
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(shard, str) for shard in names.values())
+    ):
+        got = (
+            f"one with {shown(list(index))}"
+            if isinstance(index, dict) and index
+            else f"{type(index).__name__}"
+        )
         raise ConfigError(
-            f"{path} must be an index whose weight_map names the file of every weight, got {got}; download or save the "
+            f"{path} must be an index whose weight_map names the file of every weight, got {got}; "
+            "download or save the "
             "files again"
         )
     files: dict[Path, list[str]] = {}
@@ -95,7 +110,8 @@ def _listed_files(path: Path) -> dict[Path, list[str]]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ConfigError(
-            f"{path} must name files that lie beside it, got {shown(missing)}, which are not there; download or save "
+            f"{path} must name files that lie beside it, got {shown(missing)}, which are not "
+            "there; download or save "
             "the files again"
         )
     return files
@@ -117,19 +133,27 @@ def _read_pickle(path: Path, is_wanted: Callable[[str], bool]) -> _File:
     They are mapped into memory, except in files of torch before 1.6.
     """
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        loaded: Any = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
     except Exception as error:  # a damaged pickle may raise anything
         raise _damaged(path, error) from error
-    if not isinstance(loaded, dict) or not all(isinstance(weight, Tensor) for weight in loaded.values()):
+    if not isinstance(loaded, dict) or not all(
+        isinstance(weight, Tensor) for weight in loaded.values()
+    ):
         raise ConfigError(
-            f"{path} must hold tensors by name, got {type(loaded).__name__}; save the state_dict of the head"
+            f"{path} must hold tensors by name, got {type(loaded).__name__}; save the state_dict "
+            "of the head"
         )
-    return _File(loaded.keys(), {name: weight for name, weight in loaded.items() if is_wanted(name)})
+    return _File(
+        loaded.keys(), {name: weight for name, weight in loaded.items() if is_wanted(name)}
+    )
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ConfigError(
-        f"{path} must be a whole file of weights or their index, got {path.stat().st_size} bytes that cannot be read "
+        f"{path} must be a whole file of weights or their index, got {path.stat().st_size} bytes "
+        "that cannot be read "
         f"({reason}); download or save it again"
     )

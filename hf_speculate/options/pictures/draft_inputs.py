@@ -61,13 +61,17 @@ def read_media(
     parameters = inspect.signature(type(draft).forward).parameters
     lacking = [name for name in media if name not in parameters]
     if lacking:
-        return ExtraInputs(description=f"text alone, because {type(draft).__name__} takes no {lacking[0]}")
+        return ExtraInputs(
+            description=f"text alone, because {type(draft).__name__} takes no {lacking[0]}"
+        )
     names = (passed.keys() & parameters.keys()) - OWN_NAMES - {"position_ids"}
     try:
         if ranks.is_distributed:
             raise _CannotReadError("several processes decode the call")
         _check_call(target, draft, prompts.input_ids, passed, vocabulary)
-        inputs = _prepare(draft, prompts, {name: passed[name] for name in names}, vocabulary, generation_config)
+        inputs = _prepare(
+            draft, prompts, {name: passed[name] for name in names}, vocabulary, generation_config
+        )
     except _CannotReadError as error:
         reason = str(error)
     except Exception as error:  # model code may raise anything for another model's pictures
@@ -101,7 +105,9 @@ def _check_call(
     for modality in _MODALITIES:
         ours, theirs = (_token_id(model.config, modality) for model in (target, draft))
         if ours is not None and ours != theirs and bool((input_ids == ours).any()):
-            raise _CannotReadError(f"{modality} tokens have the id {ours} in the prompt, and {theirs} in its config")
+            raise _CannotReadError(
+                f"{modality} tokens have the id {ours} in the prompt, and {theirs} in its config"
+            )
 
 
 def _prepare(
@@ -152,7 +158,9 @@ def _prepare(
     return inputs
 
 
-def _check_features(config: PreTrainedConfig, input_ids: Tensor, encoded: Mapping[str, Any]) -> None:
+def _check_features(
+    config: PreTrainedConfig, input_ids: Tensor, encoded: Mapping[str, Any]
+) -> None:
     """Raise an error if the numbers of placeholder tokens and encoder states differ.
 
     The prompts are [B, T].
@@ -169,7 +177,9 @@ def _check_features(config: PreTrainedConfig, input_ids: Tensor, encoded: Mappin
         token_id = _token_id(config, modality)
         num_tokens = 0 if token_id is None else int((input_ids == token_id).sum())
         if num_states != num_tokens:
-            raise _CannotReadError(f"its encoder gives {num_states} states for {num_tokens} {modality} tokens")
+            raise _CannotReadError(
+                f"its encoder gives {num_states} states for {num_tokens} {modality} tokens"
+            )
 
 
 def _token_id(config: PreTrainedConfig, modality: str) -> int | None:

@@ -19,7 +19,9 @@ class SyncedGroup(SyncedRanks, TensorParallelGroup):
     """
 
 
-def find_ranks(synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device) -> Ranks:
+def find_ranks(
+    synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device
+) -> Ranks:
     """Find the ranks of a call; see `engine.ranks`."""
     group = tensor_parallel_group(models, device)
     if not must_sync(synced_gpus, models):

@@ -45,16 +45,21 @@ class TensorParallelGroup(Ranks):
 
     def broadcast_draft(self, own: DraftOut, num_draft_tokens: int, has_cache: bool) -> DraftOut:
         num_drafted = own.token_ids.shape[1]
-        packed = own.token_ids.new_full((len(own.token_ids), num_draft_tokens + 2), -1)  # [B, K' + 2]
+        # [B, K' + 2]
+        packed = own.token_ids.new_full((len(own.token_ids), num_draft_tokens + 2), -1)
         packed[:, :num_drafted] = own.token_ids
         packed[:, -2] = own.lens
         packed[:, -1] = num_drafted
         agreed = self.broadcast(packed)
         num_agreed = int(agreed[0, -1])
-        draft = own._replace(token_ids=agreed[:, :num_agreed], lens=agreed[:, -2].to(own.lens.dtype))
+        draft = own._replace(
+            token_ids=agreed[:, :num_agreed], lens=agreed[:, -2].to(own.lens.dtype)
+        )
         if num_agreed == num_drafted:
             return draft
-        cached = own.cached or CachedDraft(num_drafted - 1 if has_cache else 0, [False] * len(agreed))
+        cached = own.cached or CachedDraft(
+            num_drafted - 1 if has_cache else 0, [False] * len(agreed)
+        )
         return draft._replace(token_logits=None, logsumexp=None, cached=cached)
 
     def wrap_verifier(self, verifier: Verifier) -> Verifier:
@@ -64,12 +69,23 @@ class TensorParallelGroup(Ranks):
         return criteria if criteria.reads_text_alone else BroadcastStopping(criteria, self)
 
 
-def tensor_parallel_group(models: Iterable[PreTrainedModel], device: torch.device) -> TensorParallelGroup | None:
+def tensor_parallel_group(
+    models: Iterable[PreTrainedModel], device: torch.device
+) -> TensorParallelGroup | None:
     """Return the process group of a tensor-parallel model; None if there is none."""
-    weights = (weight for model in models if tensor_parallel_size(model) > 1 for weight in model.parameters())
-    meshes: Iterator[Any] = (weight.device_mesh for weight in weights if hasattr(weight, "device_mesh"))  # a DTensor's
+    weights = (
+        weight
+        for model in models
+        if tensor_parallel_size(model) > 1
+        for weight in model.parameters()
+    )
+    # a DTensor's
+    meshes: Iterator[Any] = (
+        weight.device_mesh for weight in weights if hasattr(weight, "device_mesh")
+    )
     for mesh in meshes:
-        names = mesh.mesh_dim_names or ("tp",)  # older versions of transformers set no names; FSDP's lack "tp"
+        # older versions of transformers set no names; FSDP's lack "tp"
+        names = mesh.mesh_dim_names or ("tp",)
         if "tp" in names:
             return TensorParallelGroup(mesh.get_group(names.index("tp")), device)
     return None
@@ -84,7 +100,8 @@ class BroadcastVerifier:
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         verdict = self.verifier.verify(target_logits, draft, keys)
-        counts = torch.stack([verdict.num_accepted, verdict.status], dim=1).to(torch.int64)  # [B, 2]
+        # [B, 2]
+        counts = torch.stack([verdict.num_accepted, verdict.status], dim=1).to(torch.int64)
         agreed = self.group.broadcast(torch.cat([verdict.token_ids, counts], dim=1))
         return Verdict(agreed[:, :-2], agreed[:, -2].to(torch.int32), agreed[:, -1].to(torch.int32))
 
@@ -101,7 +118,10 @@ class BroadcastStopping(BlockStoppingCriteria):
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         verdict = super().__call__(tokens, new_ids)
-        packed = torch.tensor([verdict.num_emitted, verdict.is_done], dtype=torch.int64, device="cpu")  # [2, B]
+        # [2, B]
+        packed = torch.tensor(
+            [verdict.num_emitted, verdict.is_done], dtype=torch.int64, device="cpu"
+        )
         num_emitted, is_done = self._group.broadcast(packed).tolist()
         return StopVerdict(num_emitted, [bool(done) for done in is_done])
 

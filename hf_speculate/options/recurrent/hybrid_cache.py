@@ -9,7 +9,12 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.base import ShortLayer, checked_drops, gathered
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_cached
+from hf_speculate.cache.layers import (
+    ATTENTION_LAYERS,
+    RECURRENT_LAYERS,
+    attention_layers,
+    num_cached,
+)
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.recurrent.states import RecurrentStates
 from hf_speculate.rows.row_lens import RowLens
@@ -31,7 +36,8 @@ class HybridKVCache(DynamicKVCache):
         self,
         cache: Cache,
         states: RecurrentStates,
-        attach: Sequence[Callable[[list[RemovableHandle]], None]],  # add hooks for token-by-token reading
+        # add hooks for token-by-token reading
+        attach: Sequence[Callable[[list[RemovableHandle]], None]],
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
@@ -54,14 +60,19 @@ class HybridKVCache(DynamicKVCache):
 
     @property
     def num_real_tokens(self) -> list[int]:
-        return [count - num_reread for count, num_reread in zip(super().num_real_tokens, self._num_reread, strict=True)]
+        return [
+            count - num_reread
+            for count, num_reread in zip(super().num_real_tokens, self._num_reread, strict=True)
+        ]
 
     def first_tokens(self, counts: Sequence[int]) -> None:
         """Return None: earlier recurrent states are not stored."""
 
     def update(self, states: Sequence[KVState]) -> None:
         """Raise `UnsupportedModelError`: keys and values do not determine recurrent states."""
-        raise UnsupportedModelError("recurrent states must come from a forward, got keys and values; feed the tokens")
+        raise UnsupportedModelError(
+            "recurrent states must come from a forward, got keys and values; feed the tokens"
+        )
 
     def mask(self, num_query: int) -> Tensor | None:
         """Prepare a forward and return its mask.
@@ -75,7 +86,11 @@ class HybridKVCache(DynamicKVCache):
         if not any(self._num_reread):
             return mask
         shape = self.batch_size, self.num_columns + num_query
-        mask = torch.ones(shape, dtype=torch.int64, device=self.device) if mask is None else mask.clone()
+        mask = (
+            torch.ones(shape, dtype=torch.int64, device=self.device)
+            if mask is None
+            else mask.clone()
+        )
         for row, count in enumerate(self._num_reread):
             mask[row, self.num_columns : self.num_columns + count] = 0
         return mask
@@ -84,7 +99,9 @@ class HybridKVCache(DynamicKVCache):
         positions = super().position_ids(num_query)
         if not any(self._num_reread) or self._mask is not None:
             return positions
-        return (positions - torch.tensor(self._num_reread, device=self.device)[:, None]).clamp_min(0)
+        return (positions - torch.tensor(self._num_reread, device=self.device)[:, None]).clamp_min(
+            0
+        )
 
     def advance(self, num_query: int) -> None:
         self.states.end(num_query)
@@ -93,8 +110,14 @@ class HybridKVCache(DynamicKVCache):
         passed = [min(count, num_query) for count in self._num_reread]
         if any(passed):
             self._close_gaps(num_before, passed)
-            self._num_reread = [count - num_passed for count, num_passed in zip(self._num_reread, passed, strict=True)]
-            self._num_passed = [count + num_passed for count, num_passed in zip(self._num_passed, passed, strict=True)]
+            self._num_reread = [
+                count - num_passed
+                for count, num_passed in zip(self._num_reread, passed, strict=True)
+            ]
+            self._num_passed = [
+                count + num_passed
+                for count, num_passed in zip(self._num_passed, passed, strict=True)
+            ]
             self._drop_common_padding()
 
     def short_layer(self, num_columns: int) -> ShortLayer | None:
@@ -105,18 +128,25 @@ class HybridKVCache(DynamicKVCache):
         self._num_passed = [0] * self.batch_size
         self.states.restart()
 
-    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
+    def crop(
+        self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None
+    ) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         self._is_recording = True
-        wanted = [drop + num_reread for drop, num_reread in zip(drops, self._num_reread, strict=True)]
+        wanted = [
+            drop + num_reread for drop, num_reread in zip(drops, self._num_reread, strict=True)
+        ]
         num_tokens = self.states.num_tokens
         dropped = [
-            min(count, num_tokens - num_passed) for count, num_passed in zip(wanted, self._num_passed, strict=True)
+            min(count, num_tokens - num_passed)
+            for count, num_passed in zip(wanted, self._num_passed, strict=True)
         ]
         self.states.roll_back([num_tokens - count for count in dropped])
         self._num_reread = self._num_passed = [0] * self.batch_size
         super().crop(dropped, like if dropped == drops else None)
-        self._num_reread = [count - num_dropped for count, num_dropped in zip(wanted, dropped, strict=True)]
+        self._num_reread = [
+            count - num_dropped for count, num_dropped in zip(wanted, dropped, strict=True)
+        ]
 
     def rows(self, indices: Sequence[int]) -> None:
         self._num_reread = [self._num_reread[row] for row in indices]
@@ -157,7 +187,9 @@ class HybridKVCache(DynamicKVCache):
         if self._steps_after_states and self.num_columns and not self._is_recording:
             self.begin_recording()
         is_prompt = not self._is_recording and (num_query > 1 or not self.num_columns)
-        num_skipped = [min(count, num_query) for count in self._num_reread] if any(self._num_reread) else None
+        num_skipped = (
+            [min(count, num_query) for count in self._num_reread] if any(self._num_reread) else None
+        )
         self.states.begin(num_query, is_prompt=is_prompt, num_skipped=num_skipped)
         if self.states.is_stepping and not self._hooks:
             for attach in self._attach:
@@ -187,5 +219,7 @@ class HybridKVCache(DynamicKVCache):
         for layer in self._text_layers:
             index = source.clamp_min(0).to(layer.keys.device)
             layer.keys, layer.values = gathered(layer.keys, index), gathered(layer.values, index)
-        self._padding.pads = [pad + shift for pad, shift in zip(self._padding.pads, widths, strict=True)]
+        self._padding.pads = [
+            pad + shift for pad, shift in zip(self._padding.pads, widths, strict=True)
+        ]
         self.expect(0)

@@ -32,10 +32,14 @@ class HybridKind(CacheKind):
         return stepped_model(request.model, request.layers).obstacle
 
     def remark(self, request: CacheRequest) -> str:
-        return rollback_text(request.model, request.layers, request.num_recurrent_states, request.device)
+        return rollback_text(
+            request.model, request.layers, request.num_recurrent_states, request.device
+        )
 
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
-        return make_hybrid_cache(request.model, request.cache, batch_size, request.attention_mask, request.device)
+        return make_hybrid_cache(
+            request.model, request.cache, batch_size, request.attention_mask, request.device
+        )
 
 
 KIND = HybridKind()
@@ -62,23 +66,29 @@ def make_hybrid_cache(
     stepped = stepped_model(model, cache)
     if stepped.obstacle:
         raise UnsupportedModelError(
-            f"speculative decoding rolls back rejected tokens, but {type(model).__name__} has recurrent state "
+            f"speculative decoding rolls back rejected tokens, but {type(model).__name__} has "
+            "recurrent state "
             f"{stepped.obstacle}; decode plainly"
         )
-    states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
+    states = RecurrentStates(
+        cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes
+    )
     attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in stepped.mixers]
     # A target must lose earlier states as in plain decoding; a draft model would only draft badly.
     steps = is_drafts and not stepped.reads_at_once
     return HybridKVCache(cache, states, attach, batch_size, attention_mask, device, steps)
 
 
-def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:
+def rollback_text(
+    model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device
+) -> str:
     """Describe the rollback of recurrent states with up to `num_states` per row and round."""
     num_bytes = stepped_model(model, cache).num_bytes * num_states
     if num_bytes <= _max_kept_bytes(device):
         return f"keeps {num_bytes / 2**20:.3g} MiB of states after each token"
     return (
-        f"computes states again from recorded projections, because {num_bytes / 2**20:.3g} MiB exceed "
+        f"computes states again from recorded projections, because {num_bytes / 2**20:.3g} MiB "
+        "exceed "
         f"{MAX_STATE_SHARE:.0%} of the memory"
     )
 
@@ -94,5 +104,7 @@ def _with_full_attention(cache: Cache) -> Cache:
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = DynamicLayer()
         elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
-            cache.layers[index] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+            cache.layers[index] = LinearAttentionAndFullAttentionLayer(
+                number_of_states=layer.number_of_states
+            )
     return cache

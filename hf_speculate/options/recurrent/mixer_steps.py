@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from hf_speculate.options.recurrent.states import ModuleStates, RecurrentStates, Slot, States, put_states, states_of
+from hf_speculate.options.recurrent.states import (
+    ModuleStates,
+    RecurrentStates,
+    Slot,
+    States,
+    put_states,
+    states_of,
+)
 
 
 class Mixer(NamedTuple):
@@ -80,7 +87,8 @@ def loaded_weights(module: nn.Module) -> Iterator[None]:
         for submodule in module.modules():
             if _is_offloaded(submodule):
                 hook: Any = submodule._hf_hook
-                loaded.callback(hook.post_forward, submodule, None)  # also after an error of the next line
+                # also after an error of the next line
+                loaded.callback(hook.post_forward, submodule, None)
                 hook.pre_forward(submodule)
         yield
 
@@ -99,7 +107,9 @@ class _StopForward(Exception):  # not an error
     """
 
 
-def _projection_output(outputs: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _projection_output(
+    outputs: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Return the stored output of an input projection, in the copy of a mixer."""
     if name not in outputs:
         raise _StopForward(inputs)
@@ -120,7 +130,9 @@ class StepLayer(LinearAttentionLayer):
             else:
                 self.is_recurrent_states_initialized[slot.number] = True
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         """Store a new state in the dtype of the previous one."""
         previous = self.recurrent_states[state_idx]
         state = recurrent_states if previous is None else recurrent_states.to(previous.dtype)
@@ -135,7 +147,8 @@ class _Forward:
         self.arguments = arguments  # without the hidden states
         self.layer = layer
         self.before = before  # the states before the first token
-        self.outputs: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
+        # outputs of each input projection, by token
+        self.outputs: dict[str, tuple[Tensor, ...]] = {}
         # tensors of all tokens, by the id of the first token's tensor
         self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}
         self.prepared: Tensor | None = None  # input of the first projection, for all tokens
@@ -171,8 +184,8 @@ class SteppedMixer:
         self.protocol = protocol
         self.states = states
         self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
-        # Outputs of the copy's input projections for one token, changed in place. The copy does not refer
-        # to this object, so the cache is freed with the call.
+        # Outputs of the copy's input projections for one token, changed in place. The copy does not
+        # refer to this object, so the cache is freed with the call.
         self._token_outputs: dict[str, Tensor] = {}
         functions: dict[str, Callable[..., Any]] = {
             name: partial(_projection_output, self._token_outputs, name) for name in protocol.inputs
@@ -188,10 +201,18 @@ class SteppedMixer:
         module = self.mixer.module
         children = dict(module.named_children())
         handles.append(module.register_forward_pre_hook(self._feed_first_token, with_kwargs=True))
-        handles.append(module.register_forward_hook(self._record_states, prepend=True, always_call=True))
+        handles.append(
+            module.register_forward_hook(self._record_states, prepend=True, always_call=True)
+        )
         for name in self.protocol.inputs:
-            handles.append(children[name].register_forward_pre_hook(partial(self._project_all, name), prepend=True))
-            handles.append(children[name].register_forward_hook(partial(self._hand_out_first, name)))
+            handles.append(
+                children[name].register_forward_pre_hook(
+                    partial(self._project_all, name), prepend=True
+                )
+            )
+            handles.append(
+                children[name].register_forward_hook(partial(self._hand_out_first, name))
+            )
         if self.protocol.output is not None:
             child = children[self.protocol.output]
             handles.append(child.register_forward_pre_hook(self._run_rest, prepend=True))
@@ -226,17 +247,25 @@ class SteppedMixer:
         self._forward, self._thread = forward, threading.get_ident()
         return (), {mixer.hidden_name: forward.tokens[0], **arguments}
 
-    def _project_all(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _project_all(
+        self, name: str, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
         forward = self._own_forward
         if forward is None or not args:
             return None
-        whole = forward.prepared if name == self.protocol.prepared else forward.whole.get(id(args[0]), (None, None))[1]
+        whole = (
+            forward.prepared
+            if name == self.protocol.prepared
+            else forward.whole.get(id(args[0]), (None, None))[1]
+        )
         if whole is None:
             return None
         forward.projecting = name
         return whole, *args[1:]
 
-    def _hand_out_first(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def _hand_out_first(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
+    ) -> Tensor | None:
         forward = self._own_forward
         if forward is None or forward.projecting != name:
             return None
@@ -267,7 +296,9 @@ class SteppedMixer:
         if not forward.states:
             output = _joined(self._step_through_rest(forward, output))
         replay = None if self.states.keeps else partial(self._replay, forward)
-        self.states.histories[self.mixer.layer_index].records.append(ModuleStates(forward.states, replay))
+        self.states.histories[self.mixer.layer_index].records.append(
+            ModuleStates(forward.states, replay)
+        )
         return output
 
     def _step_through_rest(self, forward: _Forward, first: Any) -> list[Any]:
@@ -289,7 +320,9 @@ class SteppedMixer:
     def _step(self, forward: _Forward, number: int, before: States) -> tuple[Any, States]:
         """Return the copy's output for one token, and the states after it."""
         self._load(forward.layer, before)
-        self._token_outputs.update({name: by_token[number] for name, by_token in forward.outputs.items()})
+        self._token_outputs.update(
+            {name: by_token[number] for name, by_token in forward.outputs.items()}
+        )
         arguments = {self.mixer.hidden_name: forward.tokens[number], **forward.arguments}
         output = type(self.mixer.module).forward(self._copy, **arguments)
         return output, self._after(forward, number, before)
@@ -308,7 +341,12 @@ class SteppedMixer:
         """Load states into the layer; copy those written in place."""
         is_written = {"conv": True, "recurrent": self.protocol.writes_recurrent}
         selected = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
-        layer.load({slot: state.clone() if is_written[slot.type] else state for slot, state in selected.items()})
+        layer.load(
+            {
+                slot: state.clone() if is_written[slot.type] else state
+                for slot, state in selected.items()
+            }
+        )
 
     def _after(self, forward: _Forward, number: int, before: States) -> States:
         """Return the layer's states after a token; rows with a repeated token keep theirs."""
@@ -316,13 +354,17 @@ class SteppedMixer:
         if skips is not None and number < max(skips):
             for slot, state in after.items():
                 is_skipped = torch.tensor([number < skip for skip in skips], device=state.device)
-                after[slot] = torch.where(is_skipped.view(-1, *[1] * (state.ndim - 1)), before[slot], state)
+                after[slot] = torch.where(
+                    is_skipped.view(-1, *[1] * (state.ndim - 1)), before[slot], state
+                )
         return after
 
 
 def _by_token(hidden: Tensor) -> tuple[Tensor, ...]:
     """Split [B, Q, ...] into Q contiguous tensors [B, 1, ...]."""
-    by_token = hidden.transpose(0, 1) if hidden.shape[0] == 1 else hidden.transpose(0, 1).contiguous()
+    by_token = (
+        hidden.transpose(0, 1) if hidden.shape[0] == 1 else hidden.transpose(0, 1).contiguous()
+    )
     return tuple(token[:, None] for token in by_token.unbind(0))
 
 

@@ -37,7 +37,15 @@ _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
 # token, and some state functions compute in float32 for every dtype. Wrong states differ by >= 0.1.
 _TOLERANCE = 1e-3
 _ROUNDINGS = 16.0  # units of rounding; the tolerance of coarse dtypes
-_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
+_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    NotImplementedError,
+)
 
 
 class SteppedModel(NamedTuple):
@@ -105,7 +113,9 @@ def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
     mixers: dict[int, list[Mixer]] = defaultdict(list)
     for module in model.modules():
         index = vars(module).get("layer_idx")
-        if not isinstance(index, int) or not any(isinstance(child, nn.Conv1d) for child in module.children()):
+        if not isinstance(index, int) or not any(
+            isinstance(child, nn.Conv1d) for child in module.children()
+        ):
             continue
         hidden, *others = list(inspect.signature(type(module).forward).parameters.values())[1:]
         cache = cache_name(module)
@@ -123,7 +133,9 @@ def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
 def _numbers_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
     """Return sizes, flags and the state's index; modules of a class share a protocol if equal."""
     return tuple(
-        (name, value) for name, value in vars(module).items() if isinstance(value, int) and name != "layer_idx"
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, int) and name != "layer_idx"
     )
 
 
@@ -169,7 +181,9 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
         with torch.no_grad():
             return _find_protocol(mixer, num_states)
     except _ERRORS as error:
-        return f"cannot be run with hidden states and a cache only ({type(error).__name__}: {error})"
+        return (
+            f"cannot be run with hidden states and a cache only ({type(error).__name__}: {error})"
+        )
 
 
 def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
@@ -201,7 +215,9 @@ def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
     return protocol
 
 
-def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States, steps: _Steps) -> bool:
+def _holds(
+    protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States, steps: _Steps
+) -> bool:
     """Return whether a mixer under hooks gives single tokens' outputs and states.
 
     Both stored and recomputed states are compared.
@@ -220,13 +236,21 @@ def _synthetic_states(module: nn.Module) -> Tensor:
     """Return hidden states [B, T, D] in the dtype and on the device of the convolution."""
     conv = next(child for child in module.children() if isinstance(child, nn.Conv1d))
     width = getattr(module, "hidden_size", conv.in_channels)
-    numbers = torch.arange(_NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64, device="cpu").sin()
-    return numbers.view(_NUM_ROWS, -1, width).to(module_device(module, conv.weight.device), conv.weight.dtype)
+    numbers = torch.arange(
+        _NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64, device="cpu"
+    ).sin()
+    return numbers.view(_NUM_ROWS, -1, width).to(
+        module_device(module, conv.weight.device), conv.weight.dtype
+    )
 
 
 def _run(mixer: Mixer, module: nn.Module, hidden: Tensor, layer: LinearAttentionLayer) -> Any:
     cache = Cache(layers=[layer] * (mixer.layer_index + 1))
-    arguments = {mixer.hidden_name: hidden, mixer.cache_name: cache, **dict.fromkeys(mixer.mask_names)}
+    arguments = {
+        mixer.hidden_name: hidden,
+        mixer.cache_name: cache,
+        **dict.fromkeys(mixer.mask_names),
+    }
     with loaded_weights(mixer.module):
         return type(mixer.module).forward(module, **arguments)
 
@@ -252,7 +276,9 @@ def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
     return _Steps(torch.cat(outputs, dim=1), states, writes_recurrent)
 
 
-def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: States) -> StepProtocol:
+def _with_children(
+    protocol: StepProtocol, mixer: Mixer, token: Tensor, before: States
+) -> StepProtocol:
     """Return the protocol with input and output projections, found by watching the children."""
     calls: list[tuple[str, Any, Any]] = []
 
@@ -262,11 +288,16 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
         return output
 
     watched_copy = copy_with(
-        mixer.module, {name: partial(watched, name, child) for name, child in mixer.module.named_children()}
+        mixer.module,
+        {name: partial(watched, name, child) for name, child in mixer.module.named_children()},
     )
     result = _run(mixer, watched_copy, token, _loaded(before))
     counts = Counter(name for name, _, _ in calls)
-    single = [call for call in calls if counts[call[0]] == 1 and all(isinstance(value, Tensor) for value in call[1:])]
+    single = [
+        call
+        for call in calls
+        if counts[call[0]] == 1 and all(isinstance(value, Tensor) for value in call[1:])
+    ]
     shared = {id(token)}
     inputs = set()
     prepared = None
@@ -279,7 +310,9 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
             inputs.add(name)
             shared.add(id(output))
     last = [name for name, _, output in single if output is result and name not in inputs]
-    return protocol._replace(inputs=frozenset(inputs), prepared=prepared, output=last[0] if last else None)
+    return protocol._replace(
+        inputs=frozenset(inputs), prepared=prepared, output=last[0] if last else None
+    )
 
 
 def _hooked(

@@ -35,7 +35,8 @@ class ModuleStates(NamedTuple):
 
 class _Token(NamedTuple):
     states: States  # stored states of a layer after the token
-    replays: Sequence[Callable[[States], States]]  # compute the other states from those before the token
+    # compute the other states from those before the token
+    replays: Sequence[Callable[[States], States]]
 
     def after(self, before: States) -> States:
         states = {**before, **self.states}
@@ -46,7 +47,9 @@ class _Token(NamedTuple):
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
     """Return the states of a cache layer, by reference."""
-    states: dict[Slot, Tensor | None] = {Slot("conv", index): state for index, state in layer.conv_states.items()}
+    states: dict[Slot, Tensor | None] = {
+        Slot("conv", index): state for index, state in layer.conv_states.items()
+    }
     states |= {Slot("recurrent", index): state for index, state in layer.recurrent_states.items()}
     return {slot: state for slot, state in states.items() if state is not None}
 
@@ -54,7 +57,9 @@ def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
 def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tensor | None]) -> None:
     """Set states of a cache layer, by reference."""
     for slot, state in states.items():
-        by_number: dict[int, Tensor | None] = layer.conv_states if slot.type == "conv" else layer.recurrent_states
+        by_number: dict[int, Tensor | None] = (
+            layer.conv_states if slot.type == "conv" else layer.recurrent_states
+        )
         by_number[slot.number] = state
 
 
@@ -90,18 +95,25 @@ class LayerHistory:
         others = {slot: state for slot, state in after.items() if slot not in recorded}
         if num_query > 1 and any(slot.type == "recurrent" for slot in others):
             raise UnsupportedModelError(
-                "recurrent states must be written by modules that can read one token at a time, got a layer "
-                f"{type(self.layer).__name__} that another module writes to; leave assistant_model out"
+                "recurrent states must be written by modules that can read one token at a time, "
+                "got a layer "
+                f"{type(self.layer).__name__} that another module writes to; leave assistant_model "
+                "out"
             )
         for token in range(num_query):
             states: dict[Slot, Tensor] = {}
             for record in records:
                 states |= record.states[token]
-            for slot, state in others.items():  # unrecorded convolution states hold a column per token
+            # unrecorded convolution states hold a column per token
+            for slot, state in others.items():
                 end = state.shape[-1] - (num_query - token - 1)
-                states[slot] = state[..., end - before[slot].shape[-1] : end] if slot.type == "conv" else state
+                states[slot] = (
+                    state[..., end - before[slot].shape[-1] : end] if slot.type == "conv" else state
+                )
             replays = [
-                partial(record.replay, token) for record in records if record.replay and not record.states[token]
+                partial(record.replay, token)
+                for record in records
+                if record.replay and not record.states[token]
             ]
             self._tokens.append(_Token(states, replays))
         put_states(self.layer, self.current)
@@ -123,12 +135,18 @@ class LayerHistory:
     def join(self, other: "LayerHistory") -> None:
         """Add the rows of `other` behind the layer's states; forget earlier states."""
         joining = other.current
-        put_states(self.layer, {slot: torch.cat([state, joining[slot]]) for slot, state in self.current.items()})
+        put_states(
+            self.layer,
+            {slot: torch.cat([state, joining[slot]]) for slot, state in self.current.items()},
+        )
         self.restart()
 
     def rows(self, indices: Tensor) -> None:
         """Select rows `indices` [N] int64 of the layer's states; forget earlier states."""
-        states = {slot: state.index_select(0, indices.to(state.device)) for slot, state in self.current.items()}
+        states = {
+            slot: state.index_select(0, indices.to(state.device))
+            for slot, state in self.current.items()
+        }
         put_states(self.layer, states)
         self.restart()
 
@@ -141,7 +159,8 @@ class RecurrentStates:
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
         self.cache = cache
-        # Limit for states after each token; above it, a rollback recomputes them from recorded projections.
+        # Limit for states after each token; above it, a rollback recomputes them from recorded
+        # projections.
         self.max_kept_bytes = max_kept_bytes
         self.histories = {
             index: LayerHistory(layer)
@@ -151,13 +170,16 @@ class RecurrentStates:
         self.is_stepping = False  # whether the next forward steps through its tokens
         self.keeps = True  # whether states after each token are stored
         self.num_tokens = 0  # since the last rollback
-        self.num_skipped: list[int] | None = None  # [B] first tokens of the forward already in a row's states
+        # [B] first tokens of the forward already in a row's states
+        self.num_skipped: list[int] | None = None
         self._is_prompt = False  # read at once, without rollback
         self._recorded_past: list[bool] = []
 
     @property
     def num_bytes(self) -> int:
-        states = [state for history in self.histories.values() for state in history.current.values()]
+        states = [
+            state for history in self.histories.values() for state in history.current.values()
+        ]
         return sum(state.numel() * state.element_size() for state in states)
 
     def restart(self) -> None:
@@ -165,7 +187,9 @@ class RecurrentStates:
             history.restart()
         self.num_tokens = 0
 
-    def begin(self, num_query: int, *, is_prompt: bool, num_skipped: list[int] | None = None) -> None:
+    def begin(
+        self, num_query: int, *, is_prompt: bool, num_skipped: list[int] | None = None
+    ) -> None:
         """Prepare for a forward of Q tokens.
 
         Each row's states already include the first `num_skipped` [B] of them.
@@ -212,7 +236,9 @@ class RecurrentStates:
         """Return a function to restore the current states, even in the middle of a forward."""
         saved = []
         for history in self.histories.values():
-            saved.append((history.layer, states_of(history.layer), dict(history.layer.has_previous_state)))
+            saved.append(
+                (history.layer, states_of(history.layer), dict(history.layer.has_previous_state))
+            )
             history.detach()  # the cache continues with copies
         self.restart()
 
@@ -242,12 +268,16 @@ def mixed_rows(by_count: Mapping[int, States], counts: Sequence[int]) -> dict[Sl
     Recurrent states are written into those shared by most rows.
     """
     (common, _), *others = Counter(counts).most_common()
-    rows = {count: [row for row, row_count in enumerate(counts) if row_count == count] for count, _ in others}
+    rows = {
+        count: [row for row, row_count in enumerate(counts) if row_count == count]
+        for count, _ in others
+    }
     mixed = {}
     for slot, state in by_count[common].items():
         if slot.type == "conv":  # a view of a tensor shared with states after other tokens
             state = state.clone(memory_format=torch.contiguous_format)
-        with torch.inference_mode(state.is_inference()):  # only inference mode may write to its tensors
+        # only inference mode may write to its tensors
+        with torch.inference_mode(state.is_inference()):
             for count, indices in rows.items():
                 source = by_count[count][slot]
                 if len(indices) <= _MAX_SINGLE_ROWS:

@@ -19,41 +19,56 @@ from hf_speculate.models.language_model import device_of
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.reading import Reading, RowsObserver
-from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowSource, alike, left_padded
+from hf_speculate.options.refill.row_prompts import (
+    RowPrompt,
+    RowResult,
+    RowSource,
+    alike,
+    left_padded,
+)
 from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds
 
-PREFILL_CHUNK_TOKENS = 512  # prompt tokens, of all rows, read between two rounds of the running rows
+# prompt tokens, of all rows, read between two rounds of the running rows
+PREFILL_CHUNK_TOKENS = 512
 
 
 @dataclass
 class ContinuousDecoder:
     """Decoder for continuous batching.
 
-    It decodes prompts of a source and refills finished rows. A row gets the same tokens as its prompt gets alone: with
-    greedy decoding, and with a fixed draft length also with sampling by seed. A failed row ends alone; its result holds
-    the error. Rows with another verifier (such as greedy rows among sampled ones) or another draft length run in a
-    separate batch. The batches take turns, round by round.
+    It decodes prompts of a source and refills finished rows. A row gets the same tokens as its
+    prompt gets alone: with greedy decoding, and with a fixed draft length also with sampling by
+    seed. A failed row ends alone; its result holds the error. Rows with another verifier (such as
+    greedy rows among sampled ones) or another draft length run in a separate batch. The batches
+    take turns, round by round.
     """
 
     model: PreTrainedModel  # the target, enabled or not
     num_rows: int  # rows decoded at once, >= 1
-    arguments: Mapping[str, Any]  # arguments of `generate()` for all rows, `assistant_model` for example
+    # arguments of `generate()` for all rows, `assistant_model` for example
+    arguments: Mapping[str, Any]
     pad_token_id: int = 0  # pads prompts read together
-    stats: SpeculationStats = field(default_factory=SpeculationStats)  # statistics of all rows; written to
-    on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before the prefill
-    # Called after each round with the prompt and all new tokens of each unfinished row; False cancels the row. After an
-    # error in a batch, its rows are decoded again one by one, to find the failing row; their tokens then begin anew.
+    # statistics of all rows; written to
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    # called with prompts before the prefill
+    on_begin: Callable[[Sequence[RowPrompt]], object] | None = None
+    # Called after each round with the prompt and all new tokens of each unfinished row; False
+    # cancels the row. After an error in a batch, its rows are decoded again one by one, to find the
+    # failing row; their tokens then begin anew.
     on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None
-    ends_rows: bool = False  # whether wrong arguments and a lack of memory also end only the row, not the run
+    # whether wrong arguments and a lack of memory also end only the row, not the run
+    ends_rows: bool = False
 
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
         self._clock = StageClock()
         self._readings: list[Reading] = []  # in order of arrival; short ones may overtake long ones
-        self._may_overtake = False  # whether the oldest reading had a chunk since others overtook it
-        self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier, length and source
+        # whether the oldest reading had a chunk since others overtook it
+        self._may_overtake = False
+        # by sampling, verifier, length and source
+        self._running: dict[tuple[Any, ...], RunningBatch] = {}
         self._prompts: dict[int, RowPrompt] = {}  # prompts of unfinished rows
         self._observer = RowsObserver(self._prompts)
         self._num_begun = 0
@@ -69,7 +84,11 @@ class ContinuousDecoder:
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
         """Decode until no row is left and the source is empty; yield the results of each round."""
-        models = [model for model in (self.model, *self.arguments.values()) if isinstance(model, PreTrainedModel)]
+        models = [
+            model
+            for model in (self.model, *self.arguments.values())
+            if isinstance(model, PreTrainedModel)
+        ]
         with folded_attention_for(models):
             while True:
                 finished = self._admit(source)
@@ -95,7 +114,11 @@ class ContinuousDecoder:
             if self.on_tokens is not None:
                 ids, prompts = running.row_ids, self._prompts
                 finished += running.cancel(
-                    [row_id for row_id in ids if not self.on_tokens(prompts[row_id], running.new_ids(row_id))]
+                    [
+                        row_id
+                        for row_id in ids
+                        if not self.on_tokens(prompts[row_id], running.new_ids(row_id))
+                    ]
                 )
             if not running.row_ids:
                 del self._running[batch_key]
@@ -105,13 +128,17 @@ class ContinuousDecoder:
     def _admit(self, source: RowSource) -> list[RowResult]:
         """Begin to read the next prompts into free rows and return failed rows."""
         waiting: list[RowPrompt] = []
-        while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None:
+        while (
+            len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None
+        ):
             waiting.append(prompt)
         if waiting and self.on_begin is not None:
             self.on_begin(waiting)
         results: list[RowResult] = []
         for group in alike(waiting):
-            for prompts in [group] if self._can_be_padded(group[0]) else [[prompt] for prompt in group]:
+            for prompts in (
+                [group] if self._can_be_padded(group[0]) else [[prompt] for prompt in group]
+            ):
                 results += self._begin(prompts)
         return results
 
@@ -165,7 +192,9 @@ class ContinuousDecoder:
                     finished, num_left = [], 0
                     self._readings.insert(queue_index, reading)
                 else:
-                    finished = [FinishedRow(row_id, [], 0, 0, 0, None) for row_id in reading.row_ids]
+                    finished = [
+                        FinishedRow(row_id, [], 0, 0, 0, None) for row_id in reading.row_ids
+                    ]
             except Exception as error:
                 if not self._ends_a_row(error):
                     raise
@@ -190,25 +219,39 @@ class ContinuousDecoder:
         decoder, plan, finished = reading.decoder, reading.plan, reading.finished()
         if len(finished) < len(plan.call.row_ids):
             kind = type(plan.source)  # only drafters of the same kind can join
-            batch_key = plan.call.do_sample, plan.config.verifier or "", _most_drafted(plan.config), kind
+            batch_key = (
+                plan.call.do_sample,
+                plan.config.verifier or "",
+                _most_drafted(plan.config),
+                kind,
+            )
             running = self._running.pop(batch_key, None)  # an error leaves it half joined
             with torch.no_grad(), self._clock:
                 self._clock.enter(Stage.DRAFT)
                 if running is None:
-                    running = RunningBatch(decoder, reading.batch, self.stats, self._clock, self._observer)
+                    running = RunningBatch(
+                        decoder, reading.batch, self.stats, self._clock, self._observer
+                    )
                 else:
                     running.join(decoder, reading.batch)
                 self._clock.enter(None)
             self._running[batch_key] = running
         given = plan.config.speculation_stats
-        stats, prefill_stats = self.stats, given if isinstance(given, SpeculationStats) else SpeculationStats()
+        stats, prefill_stats = (
+            self.stats,
+            given if isinstance(given, SpeculationStats) else SpeculationStats(),
+        )
         stats.add_seconds(StageSeconds(*prefill_stats.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
         stats.add_seconds(seconds)
         stats.status |= prefill_stats.status
         stats.rounds_s += seconds.draft  # plain decoding has no prefill of a draft model
         if not stats.plan:
-            stats.plan, stats.verifier, stats.cache = prefill_stats.plan, prefill_stats.verifier, prefill_stats.cache
+            stats.plan, stats.verifier, stats.cache = (
+                prefill_stats.plan,
+                prefill_stats.verifier,
+                prefill_stats.cache,
+            )
         for reason in prefill_stats.fallbacks:
             stats.add_fallback(reason)
         return finished
@@ -222,7 +265,9 @@ class ContinuousDecoder:
         running |= {row_id for reading in self._readings for row_id in reading.row_ids}
         failed = sorted(set(self._prompts) - running)
         prompts = [self._prompts.pop(row_id) for row_id in failed]
-        self._sources = {row_id: source for row_id, source in self._sources.items() if row_id not in failed}
+        self._sources = {
+            row_id: source for row_id, source in self._sources.items() if row_id not in failed
+        }
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]
         alone, results = replace(self), []
@@ -250,21 +295,33 @@ class ContinuousDecoder:
             source.keep_row(row.token_ids, lambda: prompt.token_ids)
         return RowResult(prompt, *row[1:])
 
-    def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> SpeculativeDecoder:
+    def _prepare(
+        self, prompts: Sequence[RowPrompt], is_chunked: bool = False
+    ) -> SpeculativeDecoder:
         """Return the decoder of prompts with equal arguments, left-padded, chunked if long."""
         first_row = self._num_begun
         self._num_begun += len(prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
         input_ids, attention_mask = left_padded(token_ids, self.pad_token_id, device_of(self.model))
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
-        arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
+        arguments = {
+            "pad_token_id": self.pad_token_id,
+            **self.arguments,
+            **prompts[0].arguments,
+            **seeds,
+        }
         if isinstance(arguments.get("num_assistant_tokens"), list):
             arguments["num_assistant_tokens"] = arguments["num_assistant_tokens"] * len(prompts)
         config = arguments.get("generation_config") or self.model.generation_config
         is_long = is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS
         if is_long and config.prefill_chunk_size is None and reads_prompts_in_chunks(self.model):
-            arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
-        return prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
+            arguments = {
+                "prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1),
+                **arguments,
+            }
+        return prepare(
+            self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments
+        )
 
 
 def _is_short(reading: Reading) -> bool:

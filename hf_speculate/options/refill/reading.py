@@ -26,7 +26,8 @@ class Reading:
     def __init__(self, decoder: SpeculativeDecoder, observer: Observer):
         self.plan, self.batch = decoder.plan, Batch.of(decoder.plan)
         self.decoder = replace(decoder, observers=[*decoder.observers, observer])
-        self._chunks: deque[PromptChunk] | None = None  # unread by the target; None before the first read
+        # unread by the target; None before the first read
+        self._chunks: deque[PromptChunk] | None = None
 
     @property
     def row_ids(self) -> list[int]:
@@ -57,7 +58,9 @@ class Reading:
         batch = self.batch
         left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
         ended = [row_id for row_id in self.row_ids if left.get(row_id, True)]
-        return [FinishedRow(row_id, self.decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended]
+        return [
+            FinishedRow(row_id, self.decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended
+        ]
 
     @property
     def _chunk_size(self) -> int | None:
@@ -86,7 +89,8 @@ class Reading:
 class RowsObserver(Observer):
     """Observer for callbacks of rows.
 
-    It passes each round and the target's logits of new tokens to `on_round` and `on_logits` of prompts.
+    It passes each round and the target's logits of new tokens to `on_round` and `on_logits` of
+    prompts.
     """
 
     stage = Stage.REPORT
@@ -101,4 +105,6 @@ class RowsObserver(Observer):
                 prompt.on_logits(num_before, token_ids, record.scored.logits[row, :num_emitted])
             if prompt.on_round is not None:
                 num_accepted = min(record.verified.num_accepted[row], num_emitted)
-                prompt.on_round(RowRound(num_before, num_emitted, num_accepted, record.drafted_by(row)))
+                prompt.on_round(
+                    RowRound(num_before, num_emitted, num_accepted, record.drafted_by(row))
+                )

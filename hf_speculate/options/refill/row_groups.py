@@ -32,10 +32,14 @@ class RefilledRows(RowLists):
     def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
         return ProcessorGroups(processors, num_rows)
 
-    def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
+    def criteria(
+        self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int
+    ) -> RowCriteria:
         if not criteria.is_row_wise:
             return criteria
-        return StoppingGroups(criteria, [min(max_length, criteria.max_length or max_length)] * num_rows)
+        return StoppingGroups(
+            criteria, [min(max_length, criteria.max_length or max_length)] * num_rows
+        )
 
 
 class ProcessorGroups:
@@ -84,7 +88,9 @@ class ProcessorGroups:
         for processors, rows in self._groups:
             if not any(map(offers_forced_text, processors)):
                 continue
-            group_texts = processors.forced_texts(_some_of(tokens, rows), [is_asked[row] for row in rows])
+            group_texts = processors.forced_texts(
+                _some_of(tokens, rows), [is_asked[row] for row in rows]
+            )
             for row, text in zip(rows, group_texts, strict=True):
                 texts[row] = text
         return texts
@@ -103,7 +109,9 @@ class ProcessorGroups:
 
     def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
         selected = _selected(self._groups, indices)
-        self._groups = [(processors.rows(group_rows), rows) for processors, group_rows, rows in selected]
+        self._groups = [
+            (processors.rows(group_rows), rows) for processors, group_rows, rows in selected
+        ]
         return self
 
     def join(self, other: "ProcessorGroups") -> None:
@@ -118,8 +126,12 @@ class StoppingGroups:
 
     def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
         self._max_lengths = list(max_lengths)
-        others = BlockStoppingCriteria(criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria)
-        self._groups: list[_Group[BlockStoppingCriteria]] = [(others, list(range(len(max_lengths))))]
+        others = BlockStoppingCriteria(
+            criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria
+        )
+        self._groups: list[_Group[BlockStoppingCriteria]] = [
+            (others, list(range(len(max_lengths))))
+        ]
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
@@ -127,7 +139,9 @@ class StoppingGroups:
             verdict = criteria(_some_of(tokens, rows), [new_ids[row] for row in rows])
             for row, num_tokens, done in zip(rows, *verdict, strict=True):
                 num_emitted[row], is_done[row] = num_tokens, done
-        for row, (length, max_len, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
+        for row, (length, max_len, ids) in enumerate(
+            zip(tokens.lens, self._max_lengths, new_ids, strict=True)
+        ):
             if ids and length + num_emitted[row] >= max_len:
                 num_emitted[row], is_done[row] = max(1, max_len - length), True
         return StopVerdict(num_emitted, is_done)
@@ -161,12 +175,14 @@ def _selected(
 ) -> Iterator[tuple[Settings, list[int], list[int]]]:
     """Select the rows `indices` of groups.
 
-    Yields for each group with remaining rows: its settings, the indices of these rows in the group, and their new
-    indices in the batch.
+    Yields for each group with remaining rows: its settings, the indices of these rows in the group,
+    and their new indices in the batch.
     """
     new_indices = {row: new_index for new_index, row in enumerate(indices)}
     for settings, rows in groups:
-        pairs = sorted((new_indices[row], index) for index, row in enumerate(rows) if row in new_indices)
+        pairs = sorted(
+            (new_indices[row], index) for index, row in enumerate(rows) if row in new_indices
+        )
         if pairs:
             yield settings, [index for _, index in pairs], [new_index for new_index, _ in pairs]
 
@@ -197,10 +213,14 @@ def is_equal(mine: Any, other: Any) -> bool:
     if isinstance(mine, Tensor):
         return mine.device == other.device and torch.equal(mine, other)
     if isinstance(mine, dict):
-        return mine.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in mine.items())
+        return mine.keys() == other.keys() and all(
+            is_equal(value, other[key]) for key, value in mine.items()
+        )
     if isinstance(mine, list | tuple):
         return len(mine) == len(other) and all(map(is_equal, mine, other))
-    if isinstance(mine, bool | int | float | str | bytes | frozenset | set | torch.device | torch.dtype | None):
+    if isinstance(
+        mine, bool | int | float | str | bytes | frozenset | set | torch.device | torch.dtype | None
+    ):
         return bool(mine == other)
     if not isinstance(mine, LogitsProcessor | StoppingCriteria):
         return False

@@ -29,17 +29,19 @@ class RowPrompt:
 
     token_ids: Sequence[int]
     seed: int | None = None  # seed of the row when sampling; None to draw one
-    # Further arguments of `generate()`, beside the decoder's; `num_assistant_tokens` may be a list of one number.
+    # Further arguments of `generate()`, beside the decoder's; `num_assistant_tokens` may be a list
+    # of one number.
     arguments: Mapping[str, Any] = field(default_factory=dict)
     key: Any = None  # passed on to the result
-    # Called in each round with the number of new tokens before it, its N tokens and their logits [N, V]: the target's,
-    # before processors, valid only during the call.
+    # Called in each round with the number of new tokens before it, its N tokens and their logits
+    # [N, V]: the target's, before processors, valid only during the call.
     on_logits: Callable[[int, Sequence[int], Tensor], object] | None = None
     # Called in each round, and for the first token after the prompt.
     on_round: Callable[[RowRound], object] | None = None
 
 
-# Returns the next prompt, or None if there is none now. It is called again after each round with a free row.
+# Returns the next prompt, or None if there is none now. It is called again after each round with a
+# free row.
 RowSource = Callable[[], RowPrompt | None]
 
 
@@ -54,11 +56,17 @@ class RowResult(NamedTuple):
     error: Exception | None = None  # cause of the row's end, if it failed
 
 
-def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def left_padded(
+    prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Left-pad B prompts and return `input_ids` and `attention_mask`, both [B, T] int64."""
     rows = [torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in prompts]
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
-    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    input_ids = pad_sequence(
+        rows, batch_first=True, padding_value=pad_token_id, padding_side="left"
+    )
+    attention_mask = pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
+    )
     return input_ids.to(device), attention_mask.to(device)
 
 
@@ -67,7 +75,9 @@ def alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
     groups = [[prompt] for prompt in prompts[:1]]
     for prompt in prompts[1:]:
         first, lens = groups[-1][0], [len(member.token_ids) for member in (*groups[-1], prompt)]
-        is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (prompt.seed is None)
+        is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (
+            prompt.seed is None
+        )
         if is_like and max(lens) * len(lens) <= _MAX_PADDING * sum(lens):
             groups[-1].append(prompt)
         else:

@@ -100,14 +100,16 @@ class RunningBatch:
 class _RowObserver(Observer):
     """Observer of rows.
 
-    It counts each row's rounds. When sampling, it collects errors of rows with logits that define no distribution.
+    It counts each row's rounds. When sampling, it collects errors of rows with logits that define
+    no distribution.
     """
 
     stage = Stage.RECORD
 
     def __init__(self, samples: bool):
         self._samples = samples
-        self.counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0])  # rounds, drafted, accepted tokens
+        # rounds, drafted, accepted tokens
+        self.counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self.errors: dict[int, BadLogitsError] = {}
 
     def on_round(self, record: RoundRecord) -> None:

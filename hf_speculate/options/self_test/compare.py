@@ -39,7 +39,8 @@ from hf_speculate.models.quirks import is_known_type, token_without_position
 LOGGER = logging.getLogger("hf_speculate")
 MAX_TOKENS = 16  # largest number of tokens per forward
 _MAX_SETS = 16  # largest number of foreign-code sets with stored results
-NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
+# read together; the third and fourth, or the second and third, are read again after a rollback
+NUM_TOKENS = 4
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _LARGEST_LOGIT = 1e30  # larger values stand for -inf
 
@@ -58,20 +59,25 @@ def check_decoding(call: Call, source: DraftSource) -> str:
     if model.training:  # dropout differs between forwards
         return "skipped, for the model is in training mode"
     situation, padding = _situation(call, num_tokens)
-    owner = type(model) if is_known_type(model) else model  # a known type is new only by its version
+    # a known type is new only by its version
+    owner = type(model) if is_known_type(model) else model
     differences: dict[Hashable, float] = model_state(owner).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
-    if call.ranks.max(int(math.isnan(difference))):  # all ranks must run the same number of forwards
+    # all ranks must run the same number of forwards
+    if call.ranks.max(int(math.isnan(difference))):
         difference = _measure(call, num_tokens, source)
         differences[situation] = difference = call.ranks.broadcast_number(difference)
-        LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
+        LOGGER.debug(
+            "self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference
+        )
     dtype = _dtype(model)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance
     if call.ranks.max(int(has_failed)):
         got = f"a difference of {difference:.2g} with {padding} padding and {counted(call.batch_size, 'row')}"
         raise UnsupportedModelError(
-            f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "
+            f"{type(model).__name__} must give the same logits for several tokens in one forward "
+            "as one by one, to "
             f"{tolerance:g} of their spread in {str(dtype).removeprefix('torch.')}, got "
             f"{got if has_failed else 'another difference on another rank'}; {source.hint}"
         )
@@ -84,18 +90,25 @@ def foreign_code_obstacle(call: Call, source: DraftSource) -> str:
     Each set of foreign code is compared once; its hooks see the comparison's forwards.
     """
     model = call.target
-    num_tokens = min(max(NUM_TOKENS, call.config.max_draft_tokens + 1), MAX_TOKENS, call.max_new_tokens - 1)
+    num_tokens = min(
+        max(NUM_TOKENS, call.config.max_draft_tokens + 1), MAX_TOKENS, call.max_new_tokens - 1
+    )
     if num_tokens < 1:
         return ""
-    by_code: dict[Hashable, dict[Hashable, str]] = model_state(model).get(foreign_code_obstacle, dict)
+    by_code: dict[Hashable, dict[Hashable, str]] = model_state(model).get(
+        foreign_code_obstacle, dict
+    )
     obstacles = by_code.setdefault(call.foreign_code, {})
     situation, _ = _situation(call, num_tokens)
-    if call.ranks.max(int(situation not in obstacles)):  # all ranks must run the same number of forwards
+    # all ranks must run the same number of forwards
+    if call.ranks.max(int(situation not in obstacles)):
         obstacles[situation] = _compared(call, num_tokens, source)
         while len(by_code) > _MAX_SETS:
             del by_code[next(iter(by_code))]
     obstacle = obstacles[situation]
-    return obstacle or ("the target of another rank differs" if call.ranks.max(int(bool(obstacle))) else "")
+    return obstacle or (
+        "the target of another rank differs" if call.ranks.max(int(bool(obstacle))) else ""
+    )
 
 
 def _compared(call: Call, num_tokens: int, source: DraftSource) -> str:
@@ -109,7 +122,8 @@ def _compared(call: Call, num_tokens: int, source: DraftSource) -> str:
     if difference <= tolerance:
         return ""
     return (
-        f"several tokens in one forward give other logits than one by one, a difference of {difference:.2g} where "
+        "several tokens in one forward give other logits than one by one, a difference of "
+        f"{difference:.2g} where "
         f"{tolerance:g} is allowed"
     )
 
@@ -141,7 +155,9 @@ def relative_difference(plain: Tensor, ours: Tensor) -> float:
         values = values.where(is_number, 0)
         return (values - values.sum(-1, keepdim=True) / num_finite).where(is_number, 0)
 
-    norms = torch.maximum(centred(plain).norm(dim=-1), 1e-3 * plain.where(is_number, 0).norm(dim=-1))
+    norms = torch.maximum(
+        centred(plain).norm(dim=-1), 1e-3 * plain.where(is_number, 0).norm(dim=-1)
+    )
     distances = centred(ours - plain).norm(dim=-1) / norms.clamp_min(1e-30)  # [B, N]
     return float(distances.mean(dim=1).max())
 
@@ -151,9 +167,13 @@ def _measure(call: Call, num_tokens: int, source: DraftSource) -> float:
     model = call.target
     with _same_randomness(model):
         plain_kwargs = {**call.model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
-        plain = plain_steps(model, call.prompts.input_ids, call.generation_config, plain_kwargs, num_tokens)
+        plain = plain_steps(
+            model, call.prompts.input_ids, call.generation_config, plain_kwargs, num_tokens
+        )
     del plain_kwargs  # free the first cache before the second is made
-    ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
+    ours = replace(
+        call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs)
+    )
     folded = folded_attention_for([] if call.recorded.attentions else [model])
     try:
         cache = plan_target(ours, call.config, source).make_cache(call.batch_size)
@@ -164,7 +184,8 @@ def _measure(call: Call, num_tokens: int, source: DraftSource) -> float:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} must read several tokens in one forward as it reads them one by one, got "
+            f"{type(model).__name__} must read several tokens in one forward as it reads them one "
+            "by one, got "
             f"{type(error).__name__}: {error}; {source.hint}"
         ) from error
 
@@ -172,8 +193,12 @@ def _measure(call: Call, num_tokens: int, source: DraftSource) -> float:
 def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: int) -> float:
     model, batch_size, device = call.target, call.batch_size, call.prompts.input_ids.device
     is_watched = bool(call.foreign_code)
-    language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs, is_watched=is_watched)
-    for chunk in call.prompts.query_ids.split(call.prefill_chunk_size or call.prompts.query_ids.shape[1], dim=1):
+    language_model = LanguageModel(
+        model, call.max_position, extra_inputs=call.target_inputs, is_watched=is_watched
+    )
+    for chunk in call.prompts.query_ids.split(
+        call.prefill_chunk_size or call.prompts.query_ids.shape[1], dim=1
+    ):
         logits = language_model.forward(chunk, cache, logits_to_keep=1)
     cache.begin_recording()
     num_tokens = min(num_tokens, _num_read_together(plain.token_ids, token_without_position(model)))
@@ -188,15 +213,23 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
         num_kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
         cache.crop(num_tokens - num_kept)
         columns = (num_kept[:, None] + torch.arange(num_reread, device="cpu")).to(device)  # [B, Q]
-        again = language_model.forward(token_ids.gather(1, columns), cache, logits_to_keep=num_reread)
+        again = language_model.forward(
+            token_ids.gather(1, columns), cache, logits_to_keep=num_reread
+        )
         index = (columns + 1)[..., None].expand(-1, -1, plain.logits.shape[2])
-        differences.append(relative_difference(plain.logits.gather(1, index.to(plain.logits.device)), again))
+        differences.append(
+            relative_difference(plain.logits.gather(1, index.to(plain.logits.device)), again)
+        )
     return max(differences)
 
 
 def _num_read_together(token_ids: Tensor, no_position: int | None) -> int:
     """Return the number of leading tokens [B, N] allowed in one forward, at least 1."""
-    ends = (token_ids == no_position).any(0).nonzero()[:, 0].tolist() if no_position is not None else []
+    ends = (
+        (token_ids == no_position).any(0).nonzero()[:, 0].tolist()
+        if no_position is not None
+        else []
+    )
     return int(ends[0]) + 1 if ends else token_ids.shape[1]
 
 
@@ -212,5 +245,7 @@ def _dtype(model: PreTrainedModel) -> torch.dtype:
     device_type = model.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    is_coarse = dtype_of(model) == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    is_coarse = (
+        dtype_of(model) == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    )
     return torch.bfloat16 if is_coarse else dtype_of(model)

@@ -29,18 +29,23 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
         obstacle = "its layers do not lie in base_model.layers"
     elif base.config is not model.config or len(layers) != base.config.num_hidden_layers:
         obstacle = "its config is not that of its layers alone"
-    elif any(getattr(model.config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")):
+    elif any(
+        getattr(model.config, name, None)
+        for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")
+    ):
         obstacle = "its layers share states, or read inputs made for all of them at once"
     elif "forward" in vars(model) or "forward" in vars(base):
         obstacle = "it has a forward of its own (device_map or torch.compile)"
     if obstacle:
         raise UnsupportedModelError(
-            f"assistant_early_exit needs a model whose layers can be left out, got {type(model).__name__}: {obstacle}; "
+            "assistant_early_exit needs a model whose layers can be left out, got "
+            f"{type(model).__name__}: {obstacle}; "
             "leave it out, or pass a draft model as assistant_model"
         )
     if not is_int(num_layers) or not 1 <= num_layers < len(layers):
         raise ConfigError(
-            f"assistant_early_exit must be in 1..{len(layers) - 1} for {counted(len(layers), 'layer')}, got "
+            f"assistant_early_exit must be in 1..{len(layers) - 1} for "
+            f"{counted(len(layers), 'layer')}, got "
             f"{num_layers!r}; leave it out to decode without speculation"
         )
     config = copy.copy(model.config)
@@ -50,7 +55,8 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
         config.layer_types = list(types)[:num_layers]
     if _has_recurrence_alone(config) and not _has_recurrence_alone(model.config):
         raise ConfigError(
-            f"assistant_early_exit must leave an attention layer in {type(model).__name__}, got {num_layers} recurrent "
+            f"assistant_early_exit must leave an attention layer in {type(model).__name__}, got "
+            f"{num_layers} recurrent "
             "ones; leave more layers"
         )
     short_base = _with_parts(base, config, {"layers": nn.ModuleList(layers[:num_layers])})
@@ -69,7 +75,8 @@ def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn
     """Copy a module shallowly, with another config and some children replaced."""
     module_copy: Any = copy.copy(module)
     state = vars(module_copy)
-    state["_modules"] = {**state["_modules"], **parts}  # assigning a child would write to the original's own table
+    # assigning a child would write to the original's own table
+    state["_modules"] = {**state["_modules"], **parts}
     module_copy.config = config
     return module_copy
 

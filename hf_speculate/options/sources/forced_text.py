@@ -1,10 +1,10 @@
 """Draft forced text, the only continuation that a logits processor allows.
 
-A grammar often allows one continuation only, such as the names of a JSON schema and the quotes around
-them. The processor returns this text, the call's tokenizer splits it, and the target verifies the
-tokens under the grammar's mask like any draft. A split other than the target's lowers acceptance and
-changes no text. Rows with several allowed continuations use the call's other draft source, and so do
-rows that expect more tokens from a draft model or head.
+A grammar often allows one continuation only, such as the names of a JSON schema and the quotes
+around them. The processor returns this text, the call's tokenizer splits it, and the target
+verifies the tokens under the grammar's mask like any draft. A split other than the target's lowers
+acceptance and changes no text. Rows with several allowed continuations use the call's other draft
+source, and so do rows that expect more tokens from a draft model or head.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,8 +90,8 @@ class Continuation:
     def tokens(self, tail: Sequence[int], text: str) -> tuple[list[int], bool]:
         """Return the first tokens of `text` after the tokens `tail`, and whether these are all.
 
-        The text is tokenised together with the tail, so words across the border are split as usual. If
-        the result does not begin with the tail, `text` is split alone.
+        The text is tokenised together with the tail, so words across the border are split as usual.
+        If the result does not begin with the tail, `text` is split alone.
         """
         shown = text[: _CHARS_PER_TOKEN * self.max_tokens]
         token_ids = self._behind(tail, shown)
@@ -170,7 +170,8 @@ class ForcedTextDrafter(PerRow, Drafter):
         self,
         rest: Drafter,
         continuation: Continuation,
-        make_rates: Callable[[], SharedRates],  # called for each row; acceptance rates of forced tokens
+        # called for each row; acceptance rates of forced tokens
+        make_rates: Callable[[], SharedRates],
         max_model_tokens: int,  # limit of the other drafter, unless it proposes
         device: torch.device,
     ):
@@ -204,7 +205,9 @@ class ForcedTextDrafter(PerRow, Drafter):
         for row, text in zip(self._rows, self._texts, strict=True):
             if text and row.is_live:
                 row.propose(*self._tokens(row.tail, text))
-        return [row.probabilities or others for row, others in zip(self._rows, proposed, strict=True)]
+        return [
+            row.probabilities or others for row, others in zip(self._rows, proposed, strict=True)
+        ]
 
     def serves_all(self, num_draft_tokens: int) -> bool:
         return all(self._prefers(row, num_draft_tokens) or not row.is_live for row in self._rows)
@@ -219,13 +222,17 @@ class ForcedTextDrafter(PerRow, Drafter):
         num_draft_tokens, forced = request.num_draft_tokens, []
         for row in self._rows:
             is_forced = self._prefers(row, num_draft_tokens)
-            row.num_model = 0 if is_forced or not row.is_live else self._num_of_rest(num_draft_tokens)
+            row.num_model = (
+                0 if is_forced or not row.is_live else self._num_of_rest(num_draft_tokens)
+            )
             forced.append(row.token_ids[:num_draft_tokens] if is_forced else [])
         drafted = self.rest.draft(request)
         if not any(forced):
             return drafted
         num_rows, num_drafted = drafted.token_ids.shape
-        cached = drafted.cached or CachedDraft(0 if request.kv_cache is None else num_drafted - 1, [True] * num_rows)
+        cached = drafted.cached or CachedDraft(
+            0 if request.kv_cache is None else num_drafted - 1, [True] * num_rows
+        )
         is_own = [own and not ids for own, ids in zip(cached.is_own, forced, strict=True)]
         return self._mixed(forced, drafted)._replace(cached=cached._replace(is_own=is_own))
 
@@ -253,7 +260,9 @@ class ForcedTextDrafter(PerRow, Drafter):
 
     def _prefers(self, row: ForcedRow, num_draft_tokens: int) -> bool:
         """Return whether a row expects at least as many tokens as from the other drafter."""
-        return row.prefers(row.probabilities[:num_draft_tokens], self._num_of_rest(num_draft_tokens))
+        return row.prefers(
+            row.probabilities[:num_draft_tokens], self._num_of_rest(num_draft_tokens)
+        )
 
     def _num_of_rest(self, num_draft_tokens: int) -> int:
         return min(num_draft_tokens, self._max_model_tokens)
@@ -297,10 +306,13 @@ class ForcedText(DraftSource):
     def step_bytes(self, target: PreTrainedModel) -> int | None:
         return self.rest.step_bytes(target)
 
-    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
+    def make_drafter(
+        self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
+    ) -> Drafter:
         drafter = self.rest.make_drafter(setup, runners, meet)
         shared = SharedRates.of_forced_texts(setup.target)
-        # A row's choice between two sources depends on its own tokens only, as if it were decoded alone.
+        # A row's choice between two sources depends on its own tokens only, as if it were decoded
+        # alone.
         make_rates = forced_rates if is_costly(drafter) else lambda: shared
         continuation = Continuation(self._tokenizer, setup.max_draft_tokens, setup.vocab_size)
         max_model_tokens = setup.config.max_model_tokens

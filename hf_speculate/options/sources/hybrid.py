@@ -79,8 +79,8 @@ class HybridRow(RowChoice):
 class HybridDrafter(PerRow, Drafter):
     """A `Drafter` of suffix matches or a draft model.
 
-    Each row chooses by expected tokens. The choice depends on past tokens of the row only, so each row's proposal
-    keeps its distribution.
+    Each row chooses by expected tokens. The choice depends on past tokens of the row only, so each
+    row's proposal keeps its distribution.
 
     Source:
         Oliaro et al., "SuffixDecoding" (arXiv:2411.04975), section 4.
@@ -93,7 +93,13 @@ class HybridDrafter(PerRow, Drafter):
     proposes = True
     drafts_fewer = True
 
-    def __init__(self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device):
+    def __init__(
+        self,
+        model: ModelDrafter,
+        settings: SuffixSettings,
+        max_model_tokens: int,
+        device: torch.device,
+    ):
         self.model, self.matches = model, SuffixDrafter(settings, device)
         self.min_query_len, self.can_join = model.min_query_len, model.can_join
         self.awaits_prompt = model.awaits_prompt
@@ -121,8 +127,13 @@ class HybridDrafter(PerRow, Drafter):
         num_draft_tokens = request.num_draft_tokens
         num_model = min(num_draft_tokens, self.max_model_tokens)
         matched = self.matches.cut_proposal(num_draft_tokens)
-        uses_match, max_model_lens = [], [self._max_model_len(text, num_model) for text in self.matches.texts]
-        for row, text, model_len in zip(self._rows, self.matches.texts, max_model_lens, strict=True):
+        uses_match, max_model_lens = (
+            [],
+            [self._max_model_len(text, num_model) for text in self.matches.texts],
+        )
+        for row, text, model_len in zip(
+            self._rows, self.matches.texts, max_model_lens, strict=True
+        ):
             num_match = min(len(text.proposal.token_ids), num_draft_tokens)
             uses_match.append(row.prefers_match(text, num_match, model_len))
             row.num_model = model_len if row.is_live and not uses_match[-1] else 0
@@ -135,7 +146,9 @@ class HybridDrafter(PerRow, Drafter):
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
-        return mixed_draft(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
+        return mixed_draft(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(
+            cached=cached
+        )
 
     def is_callers(self, error: Exception) -> bool:
         return self.matches.is_callers(error) or self.model.is_callers(error)
@@ -162,7 +175,9 @@ class HybridDrafter(PerRow, Drafter):
         query = request.query_token_ids
         if not self.model.reads_host_tokens:
             query = send(query, self.device)
-        model_request = request._replace(query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept)
+        model_request = request._replace(
+            query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept
+        )
         drafted = self.model.draft(model_request)
         for row in self._rows:
             row.unread = []
@@ -177,19 +192,25 @@ def mixed_draft(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> Dra
     num_drafted = drafted.token_ids.shape[1]
     width = max(matched.token_ids.shape[1], num_drafted)
     matched_ids, drafted_ids = (
-        torch.nn.functional.pad(draft.token_ids, (0, width - draft.token_ids.shape[1])) for draft in (matched, drafted)
+        torch.nn.functional.pad(draft.token_ids, (0, width - draft.token_ids.shape[1]))
+        for draft in (matched, drafted)
     )
     token_ids = torch.where(uses_match[:, None], matched_ids, drafted_ids)  # [B, K]
     lens = torch.where(uses_match, matched.lens, drafted.lens)
     if drafted.token_logits is None or drafted.logsumexp is None:
         return drafted._replace(token_ids=token_ids, lens=lens, token_logits=None, logsumexp=None)
     model_logits = drafted.token_logits
-    logits = model_logits.new_full((*token_ids.shape, model_logits.shape[-1]), -torch.inf)  # [B, K, V]
+    # [B, K, V]
+    logits = model_logits.new_full((*token_ids.shape, model_logits.shape[-1]), -torch.inf)
     logits.scatter_(-1, token_ids.clamp(0, model_logits.shape[-1] - 1)[..., None], 0.0)
-    logits[:, :num_drafted] = torch.where(uses_match[:, None, None], logits[:, :num_drafted], model_logits)
+    logits[:, :num_drafted] = torch.where(
+        uses_match[:, None, None], logits[:, :num_drafted], model_logits
+    )
     logsumexp = drafted.logsumexp.masked_fill(uses_match[:, None], 0.0)
     logsumexp = torch.nn.functional.pad(logsumexp, (0, width - num_drafted))
-    return drafted._replace(token_ids=token_ids, lens=lens, token_logits=logits, logsumexp=logsumexp)
+    return drafted._replace(
+        token_ids=token_ids, lens=lens, token_logits=logits, logsumexp=logsumexp
+    )
 
 
 class HybridSource(DraftSource):
@@ -232,8 +253,13 @@ class HybridSource(DraftSource):
         draft, (name, _) = self.with_model.history_key()
         return HistoryKey(draft, (name, True))
 
-    def make_drafter(self, setup: DrafterSetup, runners: Runners, meet: Callable[[], None] | None = None) -> Drafter:
-        model, settings = self.with_model.make_drafter(setup, runners, meet), self.lookup.suffix_settings(setup)
+    def make_drafter(
+        self, setup: DrafterSetup, runners: Runners, meet: Callable[[], None] | None = None
+    ) -> Drafter:
+        model, settings = (
+            self.with_model.make_drafter(setup, runners, meet),
+            self.lookup.suffix_settings(setup),
+        )
         return HybridDrafter(model, settings, setup.config.max_model_tokens, setup.device)
 
     def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
@@ -243,4 +269,6 @@ class HybridSource(DraftSource):
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HybridSource:
     """Return the draft source for a model or early exit with `prompt_lookup_num_tokens`."""
     name = "assistant_early_exit" if values.get("assistant_model") is None else "assistant_model"
-    return HybridSource(make_part(name, target, values), make_part("prompt_lookup_num_tokens", target, values))
+    return HybridSource(
+        make_part(name, target, values), make_part("prompt_lookup_num_tokens", target, values)
+    )

@@ -24,17 +24,21 @@ class StoredOutput(NamedTuple):
     token_ids: Sequence[int]
 
 
-def write_outputs(path: Path, outputs: Sequence[StoredOutput], tokenizer: PreTrainedTokenizerBase) -> None:
+def write_outputs(
+    path: Path, outputs: Sequence[StoredOutput], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Write outputs, the oldest first, atomically.
 
-    Tensors: `token_ids` [N] int32 of all outputs, `lens` [M] int64, `keys` [M] int64, the indices of their keys in
-    `key_names` [S] uint8, a list in JSON.
+    Tensors: `token_ids` [N] int32 of all outputs, `lens` [M] int64, `keys` [M] int64, the indices
+    of their keys in `key_names` [S] uint8, a list in JSON.
     """
     key_indices: dict[Hashable, int] = {}
     keys = [key_indices.setdefault(output.key, len(key_indices)) for output in outputs]
     names = json.dumps([_as_json(key) for key in key_indices]).encode()
     tensors: dict[str, Any] = {
-        "token_ids": np.array([token for output in outputs for token in output.token_ids], dtype=np.int32),
+        "token_ids": np.array(
+            [token for output in outputs for token in output.token_ids], dtype=np.int32
+        ),
         "lens": np.array([len(output.token_ids) for output in outputs], dtype=np.int64),
         "keys": np.array(keys, dtype=np.int64),
         "key_names": np.frombuffer(names, dtype=np.uint8),
@@ -58,10 +62,13 @@ def read_outputs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StoredO
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise ConfigError(f"a suffix store must be in {path}, got another file; choose another path")
+                raise ConfigError(
+                    f"a suffix store must be in {path}, got another file; choose another path"
+                )
             if metadata.get("tokenizer") != fingerprint(tokenizer):
                 raise ConfigError(
-                    f"the suffix store in {path} must be of this tokenizer, got one of another vocabulary; choose "
+                    f"the suffix store in {path} must be of this tokenizer, got one of another "
+                    "vocabulary; choose "
                     "another file"
                 )
             token_ids, lens, keys, names = (
@@ -69,12 +76,16 @@ def read_outputs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StoredO
             )
         key_names = [_as_key(name) for name in json.loads(names.tobytes())]
         outputs = np.split(token_ids, np.cumsum(lens)[:-1]) if len(lens) else []
-        return [StoredOutput(key_names[key], output.tolist()) for key, output in zip(keys, outputs, strict=True)]
+        return [
+            StoredOutput(key_names[key], output.tolist())
+            for key, output in zip(keys, outputs, strict=True)
+        ]
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"a suffix store must be in {path}, got a file that cannot be read ({error}); choose another path"
+            f"a suffix store must be in {path}, got a file that cannot be read ({error}); choose "
+            "another path"
         ) from error
 
 
@@ -90,7 +101,8 @@ def _as_json(key: Hashable) -> Any:
     if key is None or (isinstance(key, str | int) and not isinstance(key, bool)):
         return key
     raise ConfigError(
-        f"keys must be strings, integers or tuples of them to be saved, got {type(key).__name__}; return a string"
+        f"keys must be strings, integers or tuples of them to be saved, got {type(key).__name__}; "
+        "return a string"
     )
 
 

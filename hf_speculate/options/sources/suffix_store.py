@@ -17,7 +17,8 @@ from hf_speculate.options.sources.store_file import StoredOutput, read_outputs, 
 
 MIN_BYTES = 1 << 20
 _CHUNK_TOKENS = 256  # appended between two checks of the size
-_PROMPT_TOKENS = 8  # last tokens of a prompt, stored before its outputs so their beginning can be matched
+# last tokens of a prompt, stored before its outputs so their beginning can be matched
+_PROMPT_TOKENS = 8
 _KEY_BYTES = 2048  # bytes of the index of one key without its tokens, at most
 _ID_BYTES = 40  # bytes of an id in a key, at most
 _OUTPUT_BYTES = 192  # bytes of one output without its tokens, at most
@@ -41,7 +42,8 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.index = SuffixIndex()
-        self.begins: list[tuple[int, int]] = []  # number of each output in the store, and its offset in the index
+        # number of each output in the store, and its offset in the index
+        self.begins: list[tuple[int, int]] = []
         self.num_tokens = 0
 
     def bytes_under(self, key: Hashable) -> int:
@@ -100,7 +102,8 @@ class _Memory:
             chunk = text[begin : begin + _CHUNK_TOKENS]
             if self._is_full(len(chunk), 0 if key in self.newer.by_key else _bytes_of(key)):
                 self.newer, self.older, is_begin = _Generation(), self.newer, True
-            # Removed meanwhile, because after an interrupt the index is inconsistent and must not be searched.
+            # Removed meanwhile, because after an interrupt the index is inconsistent and must not
+            # be searched.
             outputs = self.newer.forget(key)
             if is_begin:
                 outputs.begins.append((self.num_added, len(outputs.index.token_ids)))
@@ -110,25 +113,28 @@ class _Memory:
 
     def _is_full(self, num_tokens: int, key_bytes: int) -> bool:
         num_bytes = self.newer.num_bytes + num_tokens * MAX_TOKEN_BYTES + key_bytes
-        return num_bytes > self.max_bytes // 2 or self.newer.num_tokens + num_tokens > self.max_tokens // 2
+        return (
+            num_bytes > self.max_bytes // 2
+            or self.newer.num_tokens + num_tokens > self.max_tokens // 2
+        )
 
 
 class SuffixStore:
     """Outputs of earlier calls, in bounded memory.
 
-    Use it as `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`. Every call without an error adds the new
-    tokens of its rows. Near a bound, the older half is dropped. One store serves one tokenizer; threads may share it.
+    Use it as `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`. Every call without
+    an error adds the new tokens of its rows. Near a bound, the older half is dropped. One store
+    serves one tokenizer; threads may share it.
 
-    With `key`, a row searches and extends the outputs of its own key only, so the rollouts of a prompt draft from each
-    other. `store.of(key)` does the same for all prompts of a call.
+    With `key`, a row searches and extends the outputs of its own key only, so the rollouts of a
+    prompt draft from each other. `store.of(key)` does the same for all prompts of a call.
 
     Args:
         max_bytes: maximum memory, at least 1 MiB.
         max_tokens: maximum number of tokens, at least 1,024.
             None for `max_bytes` as the only bound.
-        key: a function of a prompt's token ids, a list, such as `tuple`. It returns a key of strings, integers and
-            tuples of them.
-            None for one key for all prompts.
+        key: a function of a prompt's token ids, a list, such as `tuple`. It returns a key of
+            strings, integers and tuples of them. None for one key for all prompts.
         tokenizer: the tokenizer of the tokens; only `save` needs it.
 
     Raises:
@@ -144,13 +150,18 @@ class SuffixStore:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         if not is_int(max_bytes) or max_bytes < MIN_BYTES:
-            raise ConfigError(f"max_bytes must be an int of at least {MIN_BYTES}, got {max_bytes!r}; leave it out")
+            raise ConfigError(
+                f"max_bytes must be an int of at least {MIN_BYTES}, got {max_bytes!r}; leave it out"
+            )
         if max_tokens is not None and (not is_int(max_tokens) or max_tokens < 4 * _CHUNK_TOKENS):
             raise ConfigError(
-                f"max_tokens must be an int of at least {4 * _CHUNK_TOKENS}, got {max_tokens!r}; leave it out"
+                f"max_tokens must be an int of at least {4 * _CHUNK_TOKENS}, got {max_tokens!r}; "
+                "leave it out"
             )
         if key is not None and not callable(key):
-            raise ConfigError(f"key must be a function of token ids, got {type(key).__name__}; use store.of(key)")
+            raise ConfigError(
+                f"key must be a function of token ids, got {type(key).__name__}; use store.of(key)"
+            )
         self.max_bytes, self.max_tokens, self.tokenizer = max_bytes, max_tokens, tokenizer
         self._key_of: PromptKey | None = key
         self._key: Hashable = None  # key of all prompts
@@ -218,7 +229,8 @@ class SuffixStore:
         """
         if _bytes_of(key) > self.max_bytes // 8:
             raise ConfigError(
-                f"key must take at most {self.max_bytes // 8} bytes, an eighth of max_bytes, got {_bytes_of(key)}; "
+                f"key must take at most {self.max_bytes // 8} bytes, an eighth of max_bytes, got "
+                f"{_bytes_of(key)}; "
                 "return a digest of the ids, or raise max_bytes"
             )
         view = copy.copy(self)
@@ -238,7 +250,8 @@ class SuffixStore:
             hash(key)
         except Exception as error:
             raise ConfigError(
-                f"key must return a hashable value for the ids of a prompt, got {type(error).__name__}: {error}; "
+                "key must return a hashable value for the ids of a prompt, got "
+                f"{type(error).__name__}: {error}; "
                 "return a number, a text or a tuple"
             ) from error
         return self.of(key)
@@ -272,7 +285,9 @@ class SuffixStore:
             ConfigError: the store has no tokenizer, or a key cannot be written.
         """
         if self.tokenizer is None:
-            raise ConfigError("tokenizer must be given to save a store, got None; pass it to SuffixStore")
+            raise ConfigError(
+                "tokenizer must be given to save a store, got None; pass it to SuffixStore"
+            )
         with self._memory.lock:
             numbered = [
                 (number, StoredOutput(key, ids))
@@ -280,7 +295,9 @@ class SuffixStore:
                 for key, outputs in generation.by_key.items()
                 for number, ids in outputs.numbered()
             ]
-        write_outputs(Path(path), [output for _, output in sorted(numbered, key=_number_of)], self.tokenizer)
+        write_outputs(
+            Path(path), [output for _, output in sorted(numbered, key=_number_of)], self.tokenizer
+        )
 
     def find(self, last: "array[int]", num: int) -> Proposal:
         """Return at most `num` tokens after the longest match of the `last` tokens.
@@ -291,7 +308,10 @@ class SuffixStore:
         with memory.lock:
             proposal = Proposal(0, [])
             for outputs in (memory.newer.by_key.get(self._key), memory.older.by_key.get(self._key)):
-                if outputs is not None and (match := outputs.index.find(last)).length > proposal.match_len:
+                if (
+                    outputs is not None
+                    and (match := outputs.index.find(last)).length > proposal.match_len
+                ):
                     proposal = Proposal(match.length, outputs.index.continuation(match.end, num))
             return proposal
 

@@ -30,7 +30,8 @@ class Span(NamedTuple):
 
         The result is [B, K+1] bool.
         """
-        marks = (token_ids == self.open_id).long() - (token_ids == self.close_id).long()  # [B, K]: 1 opens, -1 closes
+        # [B, K]: 1 opens, -1 closes
+        marks = (token_ids == self.open_id).long() - (token_ids == self.close_id).long()
         marks = torch.cat([was_open.long()[:, None] * 2 - 1, marks], dim=1)  # [B, K+1]
         columns = torch.arange(marks.shape[1], device=marks.device)
         newest = torch.where(marks != 0, columns, 0).cummax(dim=1).values
@@ -62,10 +63,14 @@ class SpanVerifier:
         only_lossy = inside.device.type == "cpu" and bool(inside.all())
         exact = lossy if only_lossy else self.exact.verify(single_logits, single_draft, single_keys)
         is_lossy = inside.flatten()
-        token_ids = torch.where(is_lossy, lossy.token_ids[:, 0], exact.token_ids[:, 0]).view(inside.shape)
-        accepted = torch.where(is_lossy, lossy.num_accepted, exact.num_accepted).view(inside.shape)  # 0 or 1
+        token_ids = torch.where(is_lossy, lossy.token_ids[:, 0], exact.token_ids[:, 0]).view(
+            inside.shape
+        )
+        # 0 or 1
+        accepted = torch.where(is_lossy, lossy.num_accepted, exact.num_accepted).view(inside.shape)
         status = torch.where(is_lossy, lossy.status, exact.status).view(inside.shape)
-        num_accepted = accepted.cumprod(dim=1).sum(dim=1)  # [B]; nothing was drafted for the last position
+        # [B]; nothing was drafted for the last position
+        num_accepted = accepted.cumprod(dim=1).sum(dim=1)
         here = num_accepted[:, None]
         columns = torch.arange(inside.shape[1], device=inside.device)
         token_ids = token_ids.masked_fill(columns > here, -1)  # [B, K+1]
@@ -91,11 +96,15 @@ class Spans(PerRow):
         lens = torch.tensor(host_tokens.lens, device="cpu")
         width = max(int((lens - self._num_read).max()), 0)
         columns = self._num_read[:, None] + torch.arange(width, device="cpu")  # [B, width], unread
-        news = host_tokens.token_ids.gather(1, columns.clamp(max=host_tokens.token_ids.shape[1] - 1))
+        news = host_tokens.token_ids.gather(
+            1, columns.clamp(max=host_tokens.token_ids.shape[1] - 1)
+        )
         news = news.masked_fill(columns >= lens[:, None], -1)
         self._is_open, self._num_read = self.span.open_after_each(news, self._is_open)[:, -1], lens
         is_open = send(self._is_open, token_ids.device)
-        return SpanVerifier(lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1])
+        return SpanVerifier(
+            lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1]
+        )
 
 
 def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans:
@@ -105,7 +114,9 @@ def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[in
     return Spans(Span(int(open_id), int(close_id)), exact, num_pads)
 
 
-def _token_by_token(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:
+def _token_by_token(
+    target_logits: Tensor, draft: DraftOut, keys: NoiseKeys
+) -> tuple[Tensor, DraftOut, NoiseKeys]:
     """Split B rounds of K+1 positions into N = B (K+1) rounds of one drafted token.
 
     A bonus position gets no drafted token.
@@ -116,10 +127,15 @@ def _token_by_token(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> 
     singles = draft._replace(
         token_ids=pad(draft.token_ids, (0, 1)).reshape(-1, 1),
         lens=(draft.lens[:, None] - offsets).clamp(0, 1).reshape(-1).to(torch.int32),
-        token_logits=None if logits is None else pad(logits, (0, 0, 0, 1)).reshape(-1, 1, vocab_size),
+        token_logits=None
+        if logits is None
+        else pad(logits, (0, 0, 0, 1)).reshape(-1, 1, vocab_size),
         logsumexp=None if sums is None else pad(sums, (0, 1)).reshape(-1, 1),
     )
     positions = (keys.positions[:, None] + offsets).reshape(-1)
-    seeds, rounds = (values.repeat_interleave(num_positions) for values in (keys.seeds, keys.rounds))
-    logits = target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1)  # the second position's sample is unused
+    seeds, rounds = (
+        values.repeat_interleave(num_positions) for values in (keys.seeds, keys.rounds)
+    )
+    # the second position's sample is unused
+    logits = target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1)
     return logits, singles, NoiseKeys(seeds, rounds, positions)

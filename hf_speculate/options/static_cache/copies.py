@@ -53,9 +53,13 @@ def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> C
             copies[0].layers[index] = StaticLayer(max_cache_len=layers[index].keys.shape[2])
     copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
     write_back(cache, copy)
-    for source, layer in zip(holding(text_cache(cache).layers), holding(text_cache(copy).layers), strict=True):
+    for source, layer in zip(
+        holding(text_cache(cache).layers), holding(text_cache(copy).layers), strict=True
+    ):
         if isinstance(source, LinearAttentionCacheLayerMixin):
-            vars(layer).update((name, getattr(source, name)) for name in vars(LinearAttentionLayer()))
+            vars(layer).update(
+                (name, getattr(source, name)) for name in vars(LinearAttentionLayer())
+            )
     return copy
 
 
@@ -63,20 +67,33 @@ def write_back(cache: Cache, static: Cache) -> None:
     """Update a static cache in place with a dynamic one's states; undo this after an error."""
     # The oldest column of a full window is not written: the next token drops it unread.
     layers: list[list[Any]] = [
-        [layer for source_part in parts_of(any_cache) for layer in attention_layers(source_part.layers)]
+        [
+            layer
+            for source_part in parts_of(any_cache)
+            for layer in attention_layers(source_part.layers)
+        ]
         for any_cache in (cache, static)
     ]
-    pairs = [(source, layer) for source, layer in zip(*layers, strict=True) if source.is_initialized]
+    pairs = [
+        (source, layer) for source, layer in zip(*layers, strict=True) if source.is_initialized
+    ]
     for source, layer in pairs:
-        if not isinstance(layer, StaticSlidingWindowLayer) and _num_tokens(source) > layer.max_cache_len:
+        if (
+            not isinstance(layer, StaticSlidingWindowLayer)
+            and _num_tokens(source) > layer.max_cache_len
+        ):
             raise UnsupportedGenerationError(
                 "every layer of a StaticCache must have room for its states, got "
-                f"{counted(layer.max_cache_len, 'column')} for {_num_tokens(source)}; leave the cache out, or make "
+                f"{counted(layer.max_cache_len, 'column')} for {_num_tokens(source)}; leave the "
+                "cache out, or make "
                 "layers of pictures as long as what they hold"
             )
     initialized = [layer for _, layer in pairs if layer.is_initialized]
-    windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]  # other layers only gain columns
+    windows: list[Any] = [
+        layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)
+    ]
+    # other layers only gain columns
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]
     try:
         for source, layer in pairs:
             if not layer.is_initialized:
@@ -102,7 +119,9 @@ def write_back(cache: Cache, static: Cache) -> None:
 
 def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
     """Return the capacity of a static cache in tokens; None if it only has window layers."""
-    layers = zip(holding(DynamicCache(config=config).layers), holding(parts_of(cache)[0].layers), strict=True)
+    layers = zip(
+        holding(DynamicCache(config=config).layers), holding(parts_of(cache)[0].layers), strict=True
+    )
     capacities = [
         int(static.max_cache_len)
         for index, (layer, static) in enumerate(layers)
@@ -113,4 +132,8 @@ def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
 
 def _num_tokens(layer: Any) -> int:
     """Return the number of tokens seen by a dynamic layer."""
-    return layer.cumulative_length if isinstance(layer, DynamicSlidingWindowLayer) else int(layer.keys.shape[2])
+    return (
+        layer.cumulative_length
+        if isinstance(layer, DynamicSlidingWindowLayer)
+        else int(layer.keys.shape[2])
+    )

@@ -22,7 +22,15 @@ from hf_speculate.tools.bench.methods import OURS, PLAIN, SAMPLING_NAMES, TRANSF
 
 _WARM_UP_TOKENS = 8
 # Errors of transformers' assisted generation for unsupported pairs.
-_ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_ASSISTED_ERRORS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 ItemT = TypeVar("ItemT")
 
 
@@ -37,7 +45,9 @@ class Batch(NamedTuple):
     @property
     def rows(self) -> list[Tensor]:
         """Token ids [T] of each prompt without padding."""
-        return [ids[mask != 0] for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)]
+        return [
+            ids[mask != 0] for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)
+        ]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -56,7 +66,12 @@ def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | N
     by_category: dict[str, list[ItemT]] = defaultdict(list)
     for item, category in zip(items, categories, strict=True):
         by_category[category].append(item)
-    return [item for turn in itertools.zip_longest(*by_category.values()) for item in turn if item is not None][:num]
+    return [
+        item
+        for turn in itertools.zip_longest(*by_category.values())
+        for item in turn
+        if item is not None
+    ][:num]
 
 
 def make_batches(
@@ -91,7 +106,8 @@ class Run(NamedTuple):
     seconds: float
     texts: list[list[int]]  # new token ids of each row, up to EOS
     stats: SpeculationStats | None  # None for other engines
-    first_token_s: float | None = None  # time from the call to the end of the target's first forward
+    # time from the call to the end of the target's first forward
+    first_token_s: float | None = None
     peak_bytes: int | None = None  # peak memory on a CUDA device; None elsewhere
 
     @property
@@ -126,15 +142,23 @@ class Decoder:
 
     Args:
         target: the target model.
-        draft_arguments: draft source of the methods: `assistant_model`, `drafter` or the like, and tokenizers.
+        draft_arguments: draft source of the methods: `assistant_model`, `drafter` or the like, and
+            tokenizers.
         arguments: arguments of `generate()` for all methods.
     """
 
-    def __init__(self, target: PreTrainedModel, draft_arguments: Mapping[str, Any], arguments: Mapping[str, Any]):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft_arguments: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+    ):
         self.target = _view(unwrapped(target))
         self.tokenizer: PreTrainedTokenizerBase | None = draft_arguments.get("tokenizer")
         eos = getattr(self.target.generation_config, "eos_token_id", None)
-        self.eos_token_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
+        self.eos_token_ids = frozenset(
+            eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        )
         self.draft: PreTrainedModel | None = None  # None for a draft head too
         self._draft_arguments = dict(draft_arguments)
         draft = unwrapped(draft_arguments.get("assistant_model"), "assistant_model")
@@ -145,10 +169,16 @@ class Decoder:
 
     def options(self, do_sample: bool) -> dict[str, Any]:
         """Return the common arguments of all sampling methods, or of all greedy methods."""
-        arguments = {name: value for name, value in self._arguments.items() if do_sample or name not in SAMPLING_NAMES}
+        arguments = {
+            name: value
+            for name, value in self._arguments.items()
+            if do_sample or name not in SAMPLING_NAMES
+        }
         return arguments | {"do_sample": do_sample}
 
-    def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Run:
+    def __call__(
+        self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None
+    ) -> Run:
         """Decode a batch, wait for the device and return the timed run."""
         options = {**self.options(method.do_sample), **method.options}
         if max_new_tokens is not None:
@@ -158,7 +188,12 @@ class Decoder:
             torch.manual_seed(seed)
         if method.engine == OURS:
             stats, seeded = SpeculationStats(), {"seed": seed} if method.do_sample else {}
-            options |= {**self._draft_arguments, **seeded, **method.fields, "speculation_stats": stats}
+            options |= {
+                **self._draft_arguments,
+                **seeded,
+                **method.fields,
+                "speculation_stats": stats,
+            }
         device = self.target.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -175,7 +210,9 @@ class Decoder:
             if method.engine == TRANSFORMERS:
                 new_ids = self._assisted(method, batch, options)
             else:
-                decode: Any = self.target.generate if stats is None else partial(generate, self.target)
+                decode: Any = (
+                    self.target.generate if stats is None else partial(generate, self.target)
+                )
                 output = decode(**batch.inputs, **{"tokenizer": self.tokenizer, **options})
                 new_ids = list(output[:, batch.input_ids.shape[1] :])
         finally:
@@ -196,7 +233,10 @@ class Decoder:
         new_ids = []
         for ids in batch.rows:
             output: Any = self.target.generate(  # type: ignore[operator]
-                input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], **arguments, **options
+                input_ids=ids[None],
+                attention_mask=torch.ones_like(ids)[None],
+                **arguments,
+                **options,
             )
             new_ids.append(output[0, len(ids) :])
         return new_ids
@@ -235,7 +275,8 @@ def _view(model: PreTrainedModel) -> PreTrainedModel:
 
 
 Runs = dict[str, list[Run]]  # name of the method -> its runs
-OnStep = Callable[[Method, Run | None], object]  # called after each call; the run is None for a warm-up
+# called after each call; the run is None for a warm-up
+OnStep = Callable[[Method, Run | None], object]
 
 
 class Measured(NamedTuple):
@@ -258,8 +299,8 @@ def measure(
 ) -> Measured:
     """Time all methods on all batches.
 
-    The methods decode each batch in turn, so a change of the machine's load hits all of them. Ctrl-C ends the
-    measurement and returns the calls so far.
+    The methods decode each batch in turn, so a change of the machine's load hits all of them.
+    Ctrl-C ends the measurement and returns the calls so far.
 
     Args:
         methods: methods with different names.
@@ -273,7 +314,9 @@ def measure(
     runs: Runs = {method.name: [] for method in methods}
     left_out: dict[str, str] = {}
 
-    def attempt(method: Method, batch: Batch, index: int, max_new_tokens: int | None = None) -> Run | None:
+    def attempt(
+        method: Method, batch: Batch, index: int, max_new_tokens: int | None = None
+    ) -> Run | None:
         if method.name in left_out:
             return None
         try:
@@ -312,22 +355,32 @@ def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
 def of_equal_texts(runs: Runs, methods: Iterable[Method]) -> Runs:
     """Select the batches and repetitions with equal texts in all exact greedy methods.
 
-    After a near-tie a method may decode another text, with other drafts and perhaps fewer tokens. Its speed is then
-    not comparable. Sampling and lossy methods are not compared; their runs are selected by the same keys.
+    After a near-tie a method may decode another text, with other drafts and perhaps fewer tokens.
+    Its speed is then not comparable. Sampling and lossy methods are not compared; their runs are
+    selected by the same keys.
     """
-    exact = [method.name for method in methods if not (method.do_sample or method.is_lossy) and method.name in runs]
+    exact = [
+        method.name
+        for method in methods
+        if not (method.do_sample or method.is_lossy) and method.name in runs
+    ]
     by_key: dict[tuple[int, int], set[str]] = defaultdict(set)
     for name in exact:
         for run in runs[name]:
             by_key[run.key].add(str(run.texts))
     return {
-        name: [run for run in method_runs if len(by_key.get(run.key, ())) < 2] for name, method_runs in runs.items()
+        name: [run for run in method_runs if len(by_key.get(run.key, ())) < 2]
+        for name, method_runs in runs.items()
     }
 
 
 def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
     """Select the batches decoded by all plain methods, and leave out methods without any."""
-    plain_keys = [{run.key for run in runs[method.name]} for method in methods if method.engine == PLAIN]
+    plain_keys = [
+        {run.key for run in runs[method.name]} for method in methods if method.engine == PLAIN
+    ]
     keys = set.intersection(*plain_keys) if plain_keys else set()
-    comparable = {name: [run for run in method_runs if run.key in keys] for name, method_runs in runs.items()}
+    comparable = {
+        name: [run for run in method_runs if run.key in keys] for name, method_runs in runs.items()
+    }
     return {name: method_runs for name, method_runs in comparable.items() if method_runs}

@@ -62,7 +62,8 @@ def parse_draft_len(text: str) -> DraftLen:
     digits = max_len if is_adaptive else text
     if not digits.isdecimal() and (colon or not is_adaptive):
         raise ConfigError(
-            f"--num-assistant-tokens must be a number, adaptive or adaptive:16, got {text!r}; write 5 or adaptive"
+            f"--num-assistant-tokens must be a number, adaptive or adaptive:16, got {text!r}; "
+            "write 5 or adaptive"
         )
     draft_len = DraftLen(int(digits) if digits else None, is_adaptive)
     SpeculationConfig(**draft_len.fields)
@@ -72,7 +73,9 @@ def parse_draft_len(text: str) -> DraftLen:
 def parse_draft_lens(text: str) -> list[DraftLen]:
     lens = [parse_draft_len(word) for word in split(text)]
     if not lens:
-        raise ConfigError("--num-assistant-tokens must name at least one number, got none; write 5,adaptive")
+        raise ConfigError(
+            "--num-assistant-tokens must name at least one number, got none; write 5,adaptive"
+        )
     return lens
 
 
@@ -80,7 +83,9 @@ def parse_thresholds(text: str) -> list[float]:
     try:
         thresholds = [float(word) for word in split(text)]
     except ValueError as error:
-        raise ConfigError(f"--thresholds must be numbers in (0, 1), got {text!r} ({error}); write 0.05,0.2") from None
+        raise ConfigError(
+            f"--thresholds must be numbers in (0, 1), got {text!r} ({error}); write 0.05,0.2"
+        ) from None
     for threshold in thresholds:
         SpeculationConfig(posterior_threshold=threshold)
     return thresholds
@@ -135,7 +140,8 @@ def our_methods(
     for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
         method_fields, name = dict(fields), verifier
         if threshold is not None:
-            # Like the defaults, alpha is the square root. A threshold above alpha would have no effect.
+            # Like the defaults, alpha is the square root. A threshold above alpha would have no
+            # effect.
             alpha = round(math.sqrt(threshold), 6)
             method_fields = {"posterior_alpha": alpha, **fields, "posterior_threshold": threshold}
             name = f"{verifier} {threshold:g}"
@@ -144,5 +150,7 @@ def our_methods(
         check_verifier(config)
         is_lossy = not is_lossless(config)
         if is_lossy or threshold is None:
-            methods.append(Method(f"{name}, {draft_len.label}", OURS, method_fields, do_sample, is_lossy))
+            methods.append(
+                Method(f"{name}, {draft_len.label}", OURS, method_fields, do_sample, is_lossy)
+            )
     return methods

@@ -1,7 +1,7 @@
 """Check the outputs of methods before their speed counts.
 
-Greedy outputs of lossless methods are compared with plain decoding's. Outputs of lossy methods drift from the target's;
-quality rules bound the drift.
+Greedy outputs of lossless methods are compared with plain decoding's. Outputs of lossy methods
+drift from the target's; quality rules bound the drift.
 """
 
 import math
@@ -22,15 +22,25 @@ from hf_speculate.generation.defaults import plain as without_drafts
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
-from hf_speculate.tools.checks.near_ties import DifferenceCheck, GapRecorder, ParityRow, keep_logits, logits_after_text
+from hf_speculate.tools.checks.near_ties import (
+    DifferenceCheck,
+    GapRecorder,
+    ParityRow,
+    keep_logits,
+    logits_after_text,
+)
 
 _TRANSFORMERS_TOKENS = 20  # default draft length of transformers' assisted generation
 _NUM_WIDE = 64  # rows of logits converted to float32 at once
 _EXACT = "exact"
 _BOUNDS = {
-    "agreement": real("in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example"),
+    "agreement": real(
+        "in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example"
+    ),
     "drop": real(
-        "at least 0 nats per token and finite", lambda drop: 0 <= drop < math.inf, "write drop=0.05, for example"
+        "at least 0 nats per token and finite",
+        lambda drop: 0 <= drop < math.inf,
+        "write drop=0.05, for example",
     ),
 }
 
@@ -78,21 +88,38 @@ class TextCheck:
         positions = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
         last = max((position for position in positions if position is not None), default=None)
         gaps = [] if last is None else self._gaps(run, last + 1)
-        for row, (ids, others, position) in enumerate(zip(plain, run.texts, positions, strict=True)):
+        for row, (ids, others, position) in enumerate(
+            zip(plain, run.texts, positions, strict=True)
+        ):
             if position is None:
-                reason = f"a text ends after {len(others)} tokens, plain decoding's after {len(ids)}"
-                yield ParityRow() if len(ids) == len(others) else ParityRow(verdict="bug", reason=reason)
+                reason = (
+                    f"a text ends after {len(others)} tokens, plain decoding's after {len(ids)}"
+                )
+                yield (
+                    ParityRow()
+                    if len(ids) == len(others)
+                    else ParityRow(verdict="bug", reason=reason)
+                )
                 continue
             prompt = run.batch.rows[row]
             text = torch.cat([prompt, prompt.new_tensor(others[:position])])
-            logits_of = partial(logits_after_text, token_ids=text, block_len=num_drafted + 1, num_rows=num_rows)
-            yield self._check((ids[position], others[position]), float(gaps[position][row]), position, logits_of)
+            logits_of = partial(
+                logits_after_text, token_ids=text, block_len=num_drafted + 1, num_rows=num_rows
+            )
+            yield self._check(
+                (ids[position], others[position]), float(gaps[position][row]), position, logits_of
+            )
 
     def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
         """Decode plainly and return each step's score gaps [B] float64 to the run's tokens."""
         ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
-        recorder = GapRecorder(torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1))
-        options = self._options | {"max_new_tokens": num_steps, "logits_processor": LogitsProcessorList([recorder])}
+        recorder = GapRecorder(
+            torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1)
+        )
+        options = self._options | {
+            "max_new_tokens": num_steps,
+            "logits_processor": LogitsProcessorList([recorder]),
+        }
         with without_drafts(self._target):
             self._target.generate(**run.batch.inputs, **options)  # type: ignore[operator]
         return recorder.gaps
@@ -101,7 +128,9 @@ class TextCheck:
 def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
     """Find the first position with different tokens; None if one text is a prefix of the other."""
     pairs = enumerate(zip(ids, others, strict=False))
-    return next((position for position, (token_id, other_id) in pairs if token_id != other_id), None)
+    return next(
+        (position for position, (token_id, other_id) in pairs if token_id != other_id), None
+    )
 
 
 class Drift(NamedTuple):
@@ -110,7 +139,8 @@ class Drift(NamedTuple):
     The fields are sums over tokens; `+` adds them.
     """
 
-    log_likelihood: float = 0.0  # log-likelihood under the target in nats, without temperature and other processors
+    # log-likelihood under the target in nats, without temperature and other processors
+    log_likelihood: float = 0.0
     num_best: int = 0  # tokens equal to the target's greedy choice
     num_tokens: int = 0  # tokens of the outputs
 
@@ -131,12 +161,16 @@ class Drift(NamedTuple):
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
     """Measure the drift of all outputs; each has at least one token."""
     total = Drift()
-    for prompt_ids, new_ids in (pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True)):
+    for prompt_ids, new_ids in (
+        pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True)
+    ):
         text, num_new = prompt_ids.new_tensor(new_ids), len(new_ids)  # [N]
         ids = torch.cat([prompt_ids, text])[None]  # [1, T+N]
         output = model(input_ids=ids, use_cache=False, **keep_logits(model, num_new + 1))
         logits = output.logits[0, -num_new - 1 : -1]  # [N, V]
-        for rows, chosen in zip(logits.split(_NUM_WIDE), text.to(logits.device).split(_NUM_WIDE), strict=True):
+        for rows, chosen in zip(
+            logits.split(_NUM_WIDE), text.to(logits.device).split(_NUM_WIDE), strict=True
+        ):
             wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
             log_likelihood = -float(cross_entropy(wide, chosen, reduction="none").double().sum())
             total += Drift(log_likelihood, int((wide.argmax(-1) == chosen).sum()), len(chosen))
@@ -150,8 +184,8 @@ class Rule(NamedTuple):
     """
 
     min_agreement: float | None = None  # smallest `Drift.agreement`, in [0, 1]
-    # largest drop of the log-likelihood below plain decoding's in nats per token; when sampling also the largest rise
-    # above it
+    # largest drop of the log-likelihood below plain decoding's in nats per token; when sampling
+    # also the largest rise above it
     max_drop: float | None = None
 
     @property
@@ -175,7 +209,9 @@ class Rule(NamedTuple):
 
     def __str__(self) -> str:
         bounds = [("agreement >= ", self.min_agreement), ("drop <= ", self.max_drop)]
-        return ", ".join(f"{name}{value:g}" for name, value in bounds if value is not None) or _EXACT
+        return (
+            ", ".join(f"{name}{value:g}" for name, value in bounds if value is not None) or _EXACT
+        )
 
 
 def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
@@ -203,7 +239,8 @@ def parse_rule(text: str) -> Rule:
             check, bounds[name] = _BOUNDS[name], float(bound)
         except (KeyError, ValueError):
             raise ConfigError(
-                f"--quality must be exact, or bounds such as agreement=0.95, got {word!r}; quote > and <, or write ="
+                f"--quality must be exact, or bounds such as agreement=0.95, got {word!r}; quote > "
+                "and <, or write ="
             ) from None
         check(name, bounds[name])
     return Rule(bounds.get("agreement"), bounds.get("drop"))

@@ -19,13 +19,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, Runs, measure, of_equal_texts, ratios
+from hf_speculate.tools.bench.decoding import (
+    Batch,
+    Decoder,
+    OnStep,
+    Run,
+    Runs,
+    measure,
+    of_equal_texts,
+    ratios,
+)
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
 from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of
 
 MIN_CALLS = 5
-MAX_SPREAD = 1.5  # maximum over minimum of plain decoding's time per token; below 1.2 on idle machines
+# maximum over minimum of plain decoding's time per token; below 1.2 on idle machines
+MAX_SPREAD = 1.5
 NOISE_MARGIN = 1.1
 _SAMPLE_TOKENS = 120  # tokens of each method's sample text
 
@@ -75,7 +85,11 @@ def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
 
 
 def method_entry(
-    method: Method, runs: Sequence[Run], plain: Sequence[Run], checked: str | None, cost: float = 0.0
+    method: Method,
+    runs: Sequence[Run],
+    plain: Sequence[Run],
+    checked: str | None,
+    cost: float = 0.0,
 ) -> dict[str, Any]:
     """Summarise one method; values not counted by its engine are None."""
     stats, first = total_stats(runs), runs[0].stats
@@ -94,7 +108,9 @@ def method_entry(
         "is_noise": bound is not None and median(speedups) > NOISE_MARGIN * bound,
         "first_token_s": spread(run.first_token_s for run in runs),
         "ms_per_token": spread(run.ms_per_token for run in runs),
-        "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
+        "peak_bytes": max(
+            (run.peak_bytes for run in runs if run.peak_bytes is not None), default=None
+        ),
         "num_tokens": sum(run.num_tokens for run in runs),
         "mean_acceptance_length": stats and stats.mean_acceptance_length,
         "acceptance_rate": stats and stats.acceptance_rate,
@@ -109,7 +125,9 @@ def method_entry(
     return entry
 
 
-def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) -> list[dict[str, Any]]:
+def category_entries(
+    method: Method, runs: Sequence[Run], plain: Sequence[Run]
+) -> list[dict[str, Any]]:
     """Summarise one method by category of prompts; empty without categories."""
     categories: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -127,7 +145,9 @@ def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) 
     ]
 
 
-def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift: Drift) -> dict[str, Any]:
+def drift_entry(
+    method: Method, runs: Sequence[Run], plain: Sequence[Run], drift: Drift
+) -> dict[str, Any]:
     """Summarise speed and drift of a lossy method, or of plain decoding for reference."""
     return {
         "verifier": method.verifier or method.name,
@@ -151,7 +171,8 @@ def reliability(plain: Sequence[Run], repeats: int, num_prompts: int) -> dict[st
     times = [time for run in plain if (time := run.ms_per_token) is not None]
     if times and max(times) > MAX_SPREAD * min(times):
         reasons.append(
-            f"plain decoding took {min(times):.3g} to {max(times):.3g} ms per token: the machine was busy, not reliable"
+            f"plain decoding took {min(times):.3g} to {max(times):.3g} ms per token: the machine "
+            "was busy, not reliable"
         )
     return {"is_reliable": not reasons, "reasons": reasons}
 
@@ -169,7 +190,10 @@ def counted_runs(runs: Runs, methods: Sequence[Method], reasons: list[str]) -> t
     words = f"{num_equal} of {num_runs} calls of each method, whose greedy texts are equal in all exact methods"
     if num_equal or not num_runs:
         return equal, words
-    reasons.append("no greedy text is equal in all exact methods: speeds are of different texts; use --dtype float32")
+    reasons.append(
+        "no greedy text is equal in all exact methods: speeds are of different texts; use --dtype "
+        "float32"
+    )
     return runs, words
 
 
@@ -192,7 +216,8 @@ def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    methods: Sequence[Method]  # at least one method besides plain decoding; all or none of them sample
+    # at least one method besides plain decoding; all or none of them sample
+    methods: Sequence[Method]
     drift_methods: Sequence[Method]  # lossy methods, measured for speed and drift only
     batches: Sequence[Batch]  # at least one
     repeats: int = 1  # calls per method and batch
@@ -219,12 +244,16 @@ class Comparison:
         Ctrl-C while timing skips the comparison and the drift.
         """
         methods = self.all_methods
-        measured = measure(methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step)
+        measured = measure(
+            methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step
+        )
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
         base, left_out = methods[0], dict(measured.left_out)
         plain = measured.runs.get(base.name, [])
         entries, categories, drift, is_interrupted = [], [], [], measured.is_interrupted
-        doubts = reliability(plain, self.repeats, sum(len(batch.rows) for batch in self.batches))["reasons"]
+        doubts = reliability(plain, self.repeats, sum(len(batch.rows) for batch in self.batches))[
+            "reasons"
+        ]
         reported, checked = [base] if plain else [], {}
         for method in self.methods:
             if (runs := measured.runs.get(method.name)) is None:
@@ -237,7 +266,9 @@ class Comparison:
                 else:
                     checked[method.name] = str(compared)
                     if compared.num_wrong:
-                        left_out[method.name] = f"its output differs from plain decoding's: {compared}"
+                        left_out[method.name] = (
+                            f"its output differs from plain decoding's: {compared}"
+                        )
                         continue
             reported.append(method)
         counted, num_counted = measured.runs, None
@@ -247,7 +278,10 @@ class Comparison:
             if not (runs := counted[method.name]):  # Ctrl-C came before the first counted run
                 continue
             sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}
-            entries.append(method_entry(method, runs, counted[base.name], checked.get(method.name), cost) | sample)
+            entries.append(
+                method_entry(method, runs, counted[base.name], checked.get(method.name), cost)
+                | sample
+            )
             if method is not base:
                 categories += category_entries(method, runs, counted[base.name])
         for method in methods if self.drift_methods and not is_interrupted else ():

@@ -13,11 +13,19 @@ from transformers import AutoConfig, GenerationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, measure, ratios
-from hf_speculate.tools.bench.methods import DraftLen, Method, default_verifier, our_methods, plain_method, split
+from hf_speculate.tools.bench.methods import (
+    DraftLen,
+    Method,
+    default_verifier,
+    our_methods,
+    plain_method,
+    split,
+)
 from hf_speculate.tools.bench.quality import Compared, Drift, Rule, drop_of
 from hf_speculate.tools.bench.results import counted_runs, finite, reliability, spread, total_stats
 
-_VERIFIERS = {False: ("greedy", "typical"), True: ("rejection", "block", "coupled", "typical")}  # by do_sample
+# by do_sample
+_VERIFIERS = {False: ("greedy", "typical"), True: ("rejection", "block", "coupled", "typical")}
 _FIRST_BATCHES = 2
 _MIN_LEFT = 2  # methods in the last rung
 FILE = "generation_config.json"
@@ -36,7 +44,8 @@ class Instruments(NamedTuple):
 class Trial:
     method: Method
     runs: list[Run] = field(default_factory=list)  # its calls so far
-    # runs compared for speed: those with equal greedy texts in all exact methods, or all runs if there are none
+    # runs compared for speed: those with equal greedy texts in all exact methods, or all runs if
+    # there are none
     counted: list[Run] = field(default_factory=list)
     drift: Drift = field(default_factory=Drift)  # drift of a lossy method's outputs
     complaint: str = ""  # reason for leaving the race; empty before
@@ -55,7 +64,11 @@ class Tuned:
     def fields(self) -> dict[str, Any]:
         """Fields for a generation config, without a default verifier."""
         default = ("verifier", default_verifier(self.do_sample))
-        return {} if self.winner is None else dict(item for item in self.winner.fields.items() if item != default)
+        return (
+            {}
+            if self.winner is None
+            else dict(item for item in self.winner.fields.items() if item != default)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -63,7 +76,9 @@ class Tuned:
             "fields": self.fields,
             "plain_tokens_per_s": spread(run.tokens_per_s for run in self.plain_runs),
             "is_interrupted": self.is_interrupted,
-            "reliability": reliability(self.plain_runs, 1, sum(len(run.texts) for run in self.plain_runs)),
+            "reliability": reliability(
+                self.plain_runs, 1, sum(len(run.texts) for run in self.plain_runs)
+            ),
             "tried": [self._entry(trial) for trial in self.trials],
         }
 
@@ -78,7 +93,9 @@ class Tuned:
             "speedup": spread(ratios(trial.counted, self.plain_runs)),
             "acceptance_rate": (stats := total_stats(trial.runs)) and stats.acceptance_rate,
             "agreement_with_greedy": trial.drift.agreement if is_read else None,
-            "drop": finite(drop_of(trial.drift, self.plain_drift, self.do_sample)) if is_read else None,
+            "drop": finite(drop_of(trial.drift, self.plain_drift, self.do_sample))
+            if is_read
+            else None,
             "out": trial.complaint or None,
         }
 
@@ -93,10 +110,13 @@ def candidates(
 ) -> list[Method]:
     """Make the grid of methods.
 
-    Each allowed verifier is combined with each draft length, and each lossy verifier with each threshold too.
+    Each allowed verifier is combined with each draft length, and each lossy verifier with each
+    threshold too.
     """
     names = split(verifiers) or _VERIFIERS[do_sample]
-    methods = [method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy]
+    methods = [
+        method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy
+    ]
     if not rule.is_exact:
         methods += our_methods(names, lens, do_sample, fields, thresholds)
     return methods
@@ -118,15 +138,24 @@ def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
 
 def num_steps(num_methods: int, num_batches: int) -> int:
     """Return the maximum number of calls, plain decoding and warm-ups included."""
-    return num_methods + 1 + sum((max_methods + 1) * size for max_methods, size in rungs(num_methods, num_batches))
+    return (
+        num_methods
+        + 1
+        + sum((max_methods + 1) * size for max_methods, size in rungs(num_methods, num_batches))
+    )
 
 
 def tune(
-    methods: Sequence[Method], batches: Sequence[Batch], rule: Rule, instruments: Instruments, seed: int = 0
+    methods: Sequence[Method],
+    batches: Sequence[Batch],
+    rule: Rule,
+    instruments: Instruments,
+    seed: int = 0,
 ) -> Tuned:
     """Find the fastest allowed method by successive halving.
 
-    All methods decode a few batches. The faster half of the allowed methods decodes twice as many, and so on.
+    All methods decode a few batches. The faster half of the allowed methods decodes twice as many,
+    and so on.
     """
     do_sample = methods[0].do_sample
     plain = plain_method(do_sample)
@@ -166,7 +195,9 @@ def tune(
                 trial.complaint = rule.complaint(trial.drift, plain_drift, do_sample)
             elif not do_sample:
                 compared = instruments.check(method, new_runs, new_plain)
-                trial.complaint = f"differs from plain decoding: {compared}" if compared.num_wrong else ""
+                trial.complaint = (
+                    f"differs from plain decoding: {compared}" if compared.num_wrong else ""
+                )
         dropped = [trial for trial in ranked if trial.complaint] + dropped
         ranked = [trial for trial in ranked if not trial.complaint]
         all_runs = {plain.name: plain_runs} | {trial.method.name: trial.runs for trial in ranked}
@@ -186,16 +217,23 @@ def settings_in(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"the folder of --write must hold a generation_config.json or config.json, got {folder}; name the "
+                "the folder of --write must hold a generation_config.json or config.json, got "
+                f"{folder}; name the "
                 "target's folder, or leave --write out"
             )
-        return dict(GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict())
+        return dict(
+            GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict()
+        )
     try:
         settings = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} must be a JSON object, got none ({error}); repair the file") from error
+        raise ConfigError(
+            f"{path} must be a JSON object, got none ({error}); repair the file"
+        ) from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must be a JSON object, got {type(settings).__name__}; repair the file")
+        raise ConfigError(
+            f"{path} must be a JSON object, got {type(settings).__name__}; repair the file"
+        )
     return settings
 
 
@@ -205,8 +243,11 @@ def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
     Returns:
         Path of the file.
     """
-    replaced = {*TUNED_NAMES, "_from_model_config"}  # with `_from_model_config` transformers drops unknown fields
+    # with `_from_model_config` transformers drops unknown fields
+    replaced = {*TUNED_NAMES, "_from_model_config"}
     settings = {name: value for name, value in settings_in(folder).items() if name not in replaced}
     path = folder / FILE
-    replace_file(path, [json.dumps(settings | dict(fields), indent=2, sort_keys=True).encode(), b"\n"])
+    replace_file(
+        path, [json.dumps(settings | dict(fields), indent=2, sort_keys=True).encode(), b"\n"]
+    )
     return path

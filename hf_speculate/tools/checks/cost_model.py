@@ -45,7 +45,9 @@ class Gain:
     speedup: float  #: speed-up over plain decoding; 1.0 without drafts
 
 
-def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_per_value: float = 2.0) -> ModelSize:
+def size_of(
+    model: PreTrainedModel, bytes_per_param: float | None = None, bytes_per_value: float = 2.0
+) -> ModelSize:
     """Count a model's parameters and bytes; it may be on the meta device.
 
     Args:
@@ -57,7 +59,11 @@ def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_
     config, lookup = model.config.get_text_config(decoder=True), _lookup_table(model)
     num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
     for name, parameter in model.named_parameters():
-        size = weight_bytes(parameter) if bytes_per_param is None else parameter.numel() * bytes_per_param
+        size = (
+            weight_bytes(parameter)
+            if bytes_per_param is None
+            else parameter.numel() * bytes_per_param
+        )
         num_params += parameter.numel()
         num_bytes += size
         num_lookup_bytes += size * (parameter is lookup)
@@ -78,7 +84,10 @@ def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_
 
 
 def expected_speedup(
-    acceptance_probability: float, num_draft_tokens: int, draft_cost: float, verify_cost: float = 1.0
+    acceptance_probability: float,
+    num_draft_tokens: int,
+    draft_cost: float,
+    verify_cost: float = 1.0,
 ) -> float:
     """Return the speed-up over plain decoding, (1 + a + ... + a^K) / (K c + v).
 

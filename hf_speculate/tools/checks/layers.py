@@ -27,7 +27,8 @@ class LayerCheck(NamedTuple):
     """
 
     layers: tuple[int, ...]  # layer ids of the head
-    accuracies: dict[int, float]  # accuracy by shift of all ids: 0, and +1 and -1 if these layers exist
+    # accuracy by shift of all ids: 0, and +1 and -1 if these layers exist
+    accuracies: dict[int, float]
     num_tokens: int  # predictions per shift
 
     @property
@@ -39,18 +40,22 @@ class LayerCheck(NamedTuple):
 
 @torch.no_grad()
 def check_layers(
-    head: DraftHead, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
+    head: DraftHead,
+    target: PreTrainedModel,
+    prompts: Tensor | Mapping[str, Tensor],
+    num_tokens: int = 200,
 ) -> LayerCheck:
     """Measure whether a draft head reads the layers of its training.
 
-    A layer id off by one raises no error, it only lowers the acceptance rate. The head predicts each next token of the
-    prompts from the target's states, with its layer ids and with the ids shifted by one. Each prediction is compared
-    with the target's greedy choice.
+    A layer id off by one raises no error, it only lowers the acceptance rate. The head predicts
+    each next token of the prompts from the target's states, with its layer ids and with the ids
+    shifted by one. Each prediction is compared with the target's greedy choice.
 
     Args:
         head: draft head with auxiliary layers.
         target: model of the head.
-        prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for padding.
+        prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for
+            padding.
         num_tokens: number of predictions per shift, at most.
 
     Returns:
@@ -66,27 +71,42 @@ def check_layers(
         )
     target = unwrapped(target, "target")
     shifted = {shift: tuple(layer + shift for layer in head.hidden_layers) for shift in _SHIFTS}
-    shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= head.shape.num_layers}
+    shifted = {
+        shift: ids
+        for shift, ids in shifted.items()
+        if min(ids) >= 0 and max(ids) <= head.shape.num_layers
+    }
     texts = texts_of(prompts, device_of(target), num_tokens)
     is_correct: dict[int, list[bool]] = {shift: [] for shift in shifted}
-    with LayerCapture(target, sorted({layer for ids in shifted.values() for layer in ids})) as capture:
+    with LayerCapture(
+        target, sorted({layer for ids in shifted.values() for layer in ids})
+    ) as capture:
         for text in texts:
             choices = target(text[None], use_cache=False).logits[0].argmax(-1)  # [T]
             for shift, ids in shifted.items():
-                states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)
-                is_correct[shift] += _predictions(head.with_layers(ids), target, text, states, choices)
-    accuracies = {shift: sum(predictions) / len(predictions) for shift, predictions in is_correct.items()}
+                states = torch.cat(
+                    [capture.state(layer).to(target.device) for layer in ids], dim=-1
+                )
+                is_correct[shift] += _predictions(
+                    head.with_layers(ids), target, text, states, choices
+                )
+    accuracies = {
+        shift: sum(predictions) / len(predictions) for shift, predictions in is_correct.items()
+    }
     check = LayerCheck(head.hidden_layers, accuracies, len(is_correct[0]))
     if accuracies[0] + MARGIN < max(accuracies.values()):
         warn_user(
-            f"the head predicts {max(accuracies.values()):.0%} of {len(is_correct[0])} tokens from layers "
+            f"the head predicts {max(accuracies.values()):.0%} of {len(is_correct[0])} tokens from "
+            "layers "
             f"{check.best_layers}, and {accuracies[0]:.0%} from {head.hidden_layers}; load it with "
             f"aux_layers={list(check.best_layers)}"
         )
     return check
 
 
-def _predictions(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor) -> list[bool]:
+def _predictions(
+    head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor
+) -> list[bool]:
     """Draft one token after each prefix of a text, and compare it with the target's choice.
 
     Args:
@@ -115,7 +135,9 @@ def _predictions(head: DraftHead, target: PreTrainedModel, text: Tensor, states:
     states = drafter.project_states(states)
     for num_read in range(min(FEWEST_READ, len(text) // 2) + 1, len(text) + 1):
         count = torch.tensor([num_read - num_drafter_read], dtype=torch.int32, device="cpu")
-        emitted = Kept(ids[:, num_drafter_read:num_read], count, states[:, num_drafter_read - 1 : num_read - 1])
+        emitted = Kept(
+            ids[:, num_drafter_read:num_read], count, states[:, num_drafter_read - 1 : num_read - 1]
+        )
         draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=emitted))
         is_correct.append(bool(draft.token_ids[0, 0] == choices[num_read - 1]))
         num_drafter_read = num_read

@@ -1,8 +1,9 @@
 """Classify the first difference of two greedy sequences: a near-tie or an error.
 
-The order of summation in a kernel depends on the shape of the forward, and so do the last bits of the logits. Two
-tokens with nearly equal logits may then swap. This noise is small compared with the logits and shrinks with a wider
-dtype. A gap within the noise measured at the position is a near-tie; a larger gap is an error.
+The order of summation in a kernel depends on the shape of the forward, and so do the last bits of
+the logits. Two tokens with nearly equal logits may then swap. This noise is small compared with the
+logits and shrinks with a wider dtype. A gap within the noise measured at the position is a
+near-tie; a larger gap is an error.
 """
 
 import copy
@@ -25,7 +26,8 @@ from hf_speculate.generation.generate import generate
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
 _MAX_ULPS = 64  # largest noise accepted without a confirmation in float64
 _NOISE_MARGIN = 2.0  # the measured noise is one sample, and each of the two logits has its own
-_EXACT_TOLERANCE = 1e-4  # relative, in float64: many models compute norms and softmax in float32 there too
+# relative, in float64: many models compute norms and softmax in float32 there too
+_EXACT_TOLERANCE = 1e-4
 _EXACT_BYTES = 2**31  # largest copy in float64
 _SOURCES = ("assistant_model", "drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 
@@ -42,19 +44,29 @@ class ParityRow:
     position: int | None = None  #: number of new tokens before the difference
     plain_id: int | None = None  #: plain decoding's token
     speculative_id: int | None = None  #: speculative decoding's token
-    top_gap: float | None = None  #: the target's largest logit minus the second largest, in its own dtype
+    #: the target's largest logit minus the second largest, in its own dtype
+    top_gap: float | None = None
     exact_top_gap: float | None = None  #: the same in float64, if it was computed
-    gap: float | None = None  #: score of the plain token minus the other's, after all logits processors
-    noise: float | None = None  #: change of the two logits between forwards over one row and several, one token and K+1
+    #: score of the plain token minus the other's, after all logits processors
+    gap: float | None = None
+    #: change of the two logits between forwards over one row and several, one token and K+1
+    noise: float | None = None
     bound: float | None = None  #: the largest gap explained by rounding
     reason: str = ""  #: reason of the verdict
 
     def __str__(self) -> str:
         if self.verdict == "equal":
             return f"row {self.index}: equal"
-        numbers = {"gap": self.gap, "bound": self.bound, "noise": self.noise, "top gap": self.top_gap}
+        numbers = {
+            "gap": self.gap,
+            "bound": self.bound,
+            "noise": self.noise,
+            "top gap": self.top_gap,
+        }
         numbers["top gap in float64"] = self.exact_top_gap
-        details = "".join(f", {name} {value:.3g}" for name, value in numbers.items() if value is not None)
+        details = "".join(
+            f", {name} {value:.3g}" for name, value in numbers.items() if value is not None
+        )
         ids = f"plain {self.plain_id}, speculative {self.speculative_id}"
         return f"row {self.index}, position {self.position}: {self.verdict}, {ids}{details}; {self.reason}"
 
@@ -72,13 +84,16 @@ def _noise_in(logits: Tensor, chosen: tuple[int, int]) -> _LogitNoise:
     at_chosen = logits[:, list(chosen)]  # [N, 2]
     noise = (at_chosen[0] - at_chosen[1:]).abs().max()
     top = logits[0].topk(2).values
-    return _LogitNoise(float(top[0] - top[1]), float(noise), float(logits[0][logits[0].isfinite()].abs().max()))
+    return _LogitNoise(
+        float(top[0] - top[1]), float(noise), float(logits[0][logits[0].isfinite()].abs().max())
+    )
 
 
 class DifferenceCheck:
     """Check of a row's first difference.
 
-    It decides whether rounding explains the difference between the plain and the speculative sequence.
+    It decides whether rounding explains the difference between the plain and the speculative
+    sequence.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -100,7 +115,11 @@ class DifferenceCheck:
         return copy.deepcopy(model).to(torch.float64)  # type: ignore[arg-type,no-any-return]
 
     def __call__(
-        self, chosen: tuple[int, int], gap: float, position: int, logits_of: Callable[[PreTrainedModel], Tensor]
+        self,
+        chosen: tuple[int, int],
+        gap: float,
+        position: int,
+        logits_of: Callable[[PreTrainedModel], Tensor],
     ) -> ParityRow:
         """Classify two different tokens at the same position of a row.
 
@@ -114,7 +133,8 @@ class DifferenceCheck:
         exactly = None if self._exact is None else _noise_in(logits_of(self._exact), chosen)
         measured = _noise_in(logits_of(self.model), chosen)
         is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
-        eps = max(torch.finfo(dtype).eps for dtype in (self.model.dtype, torch.float32))  # scores are float32 at best
+        # scores are float32 at best
+        eps = max(torch.finfo(dtype).eps for dtype in (self.model.dtype, torch.float32))
         ulp = eps * measured.magnitude
         # Large noise counts as rounding only if float64 confirms it.
         noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
@@ -122,7 +142,9 @@ class DifferenceCheck:
         verdict, reason = "tie", "the gap is within rounding"
         if exactly is not None and not is_confirmed:
             verdict = "bug"
-            reason = "in float64 too, a forward over several tokens gives other logits than one over one"
+            reason = (
+                "in float64 too, a forward over several tokens gives other logits than one over one"
+            )
         elif not gap <= bound:  # NaN is not a tie
             verdict, reason = "bug", "the gap is larger than rounding explains"
         return ParityRow(
@@ -156,13 +178,18 @@ class GapRecorder(LogitsProcessor):
         column = input_ids.shape[1]
         gaps = torch.full_like(best.values, torch.inf, dtype=torch.float64)
         if column < self.token_ids.shape[1]:
-            gaps = best.values.double() - scores.gather(-1, self.token_ids[:, column, None])[:, 0].double()
+            gaps = (
+                best.values.double()
+                - scores.gather(-1, self.token_ids[:, column, None])[:, 0].double()
+            )
         self.gaps.append(gaps)
         return scores
 
 
 @torch.no_grad()
-def logits_after_text(model: PreTrainedModel, *, token_ids: Tensor, block_len: int, num_rows: int) -> Tensor:
+def logits_after_text(
+    model: PreTrainedModel, *, token_ids: Tensor, block_len: int, num_rows: int
+) -> Tensor:
     """Compute the logits after a text by three forwards of different shapes.
 
     Args:
@@ -172,11 +199,14 @@ def logits_after_text(model: PreTrainedModel, *, token_ids: Tensor, block_len: i
         num_rows: batch size of the second and third forward.
 
     Returns:
-        Logits [3, V] float64: one token of one row, one token of `num_rows`, `block_len` tokens of `num_rows`.
+        Logits [3, V] float64: one token of one row, one token of `num_rows`, `block_len` tokens of
+        `num_rows`.
     """
     ids = token_ids[None].to(model.device)  # [1, T]
     forwards = (1, 1), (num_rows, 1), (num_rows, block_len)
-    return torch.stack([_last_logits(model, ids.expand(rows, -1), num_tokens) for rows, num_tokens in forwards])
+    return torch.stack(
+        [_last_logits(model, ids.expand(rows, -1), num_tokens) for rows, num_tokens in forwards]
+    )
 
 
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
@@ -198,7 +228,11 @@ def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
 
     The result is empty for models without `logits_to_keep`.
     """
-    return {"logits_to_keep": num} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    return (
+        {"logits_to_keep": num}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters
+        else {}
+    )
 
 
 def logits_in_call(
@@ -233,13 +267,21 @@ def logits_in_call(
             if isinstance(option, Tensor) and option.is_floating_point()
         }
         options |= {name: option.double() for name, option in reals.items()}
-    processors = LogitsProcessorList([*(options.get("logits_processor") or []), _ForcedTokens(token_ids)])
-    options |= {"logits_processor": processors, "return_dict_in_generate": True, "output_logits": True}
+    processors = LogitsProcessorList(
+        [*(options.get("logits_processor") or []), _ForcedTokens(token_ids)]
+    )
+    options |= {
+        "logits_processor": processors,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     drafting = {name: speculation[name] for name in _SOURCES if name in speculation}
     drafting |= {"verifier": "greedy", "num_assistant_tokens": max(block_len - 1, 1)}
 
     def logits(num_tokens: int, **more: Any) -> Tensor:
-        output: Any = generate(model, **{**options, "max_new_tokens": position + num_tokens, **more})
+        output: Any = generate(
+            model, **{**options, "max_new_tokens": position + num_tokens, **more}
+        )
         top_logits: Tensor = output.logits[position][row].double()
         return top_logits  # [V]
 
@@ -251,7 +293,8 @@ def logits_in_call(
 class _ForcedTokens(LogitsProcessor):
     """Logits processor that forces given tokens.
 
-    It is not registered as row-wise: each call gets the scores of all rows, like `token_ids` [B, T] int64.
+    It is not registered as row-wise: each call gets the scores of all rows, like `token_ids` [B, T]
+    int64.
     """
 
     def __init__(self, token_ids: Tensor):

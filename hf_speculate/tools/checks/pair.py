@@ -97,21 +97,31 @@ class PairReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the report to JSON-serialisable values."""
-        overlap = None if self.overlap is None else {**asdict(self.overlap), "share": self.overlap.share}
+        overlap = (
+            None if self.overlap is None else {**asdict(self.overlap), "share": self.overlap.share}
+        )
         return asdict(self) | {"overlap": overlap}
 
     def __str__(self) -> str:
-        models = [("target", self.target_params, self.target_memory), ("draft", self.draft_params, self.draft_memory)]
+        models = [
+            ("target", self.target_params, self.target_memory),
+            ("draft", self.draft_params, self.draft_memory),
+        ]
         lines = [f"{self.level}: {self.draft} as a draft for {self.target}"]
         lines += [parameter_line(role, num, memory) for role, num, memory in models]
-        lines.append(f"  a draft step reads {self.size_ratio:.3f} of the bytes that a target step reads")
+        lines.append(
+            f"  a draft step reads {self.size_ratio:.3f} of the bytes that a target step reads"
+        )
         if self.overlap is not None:
-            lines.append(f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens")
+            lines.append(
+                f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens"
+            )
         lines += [f"  {finding.level}: {finding.text}" for finding in self.findings]
         lines.append("  upper bound of the speed-up over plain decoding:")
         lines.append("    verified acceptance rate   best K   speed-up")
         lines += [
-            f"    {gain.acceptance_probability:>24.1f}   {gain.num_draft_tokens:>6}   {gain.speedup:>7.2f}x"
+            f"    {gain.acceptance_probability:>24.1f}   {gain.num_draft_tokens:>6}   "
+            f"{gain.speedup:>7.2f}x"
             for gain in self.gains
         ]
         return "\n".join(lines)
@@ -138,8 +148,8 @@ def check_pair(
 ) -> PairReport:
     """Check whether `draft` can draft for `target`, and estimate memory and speed-up.
 
-    Only configs and tokenizers are read, never weights. A config, name or path becomes a model on the meta device.
-    `generate(assistant_model=draft)` raises the same errors.
+    Only configs and tokenizers are read, never weights. A config, name or path becomes a model on
+    the meta device. `generate(assistant_model=draft)` raises the same errors.
 
     Args:
         target: a model, a config, or the name or path of a model.
@@ -151,7 +161,8 @@ def check_pair(
             None takes the dtype in each config.
         draft_revision: branch, tag or commit of the draft on the Hub.
             None takes its main branch.
-        **options: options of `from_pretrained`: `local_files_only`, `revision` (of the target), `trust_remote_code`.
+        **options: options of `from_pretrained`: `local_files_only`, `revision` (of the target),
+            `trust_remote_code`.
 
     Returns:
         A printable report; `.ok` is False if `generate()` would refuse the pair.
@@ -165,10 +176,13 @@ def check_pair(
     if draft_revision is not None:
         draft_options["revision"] = draft_revision
     of_draft = describe("draft", draft, draft_tokenizer, dtype, draft_options)
-    reads_target = variant_of(of_draft.model) is not None  # the draft uses the target's KV states and tokenizer
+    # the draft uses the target's KV states and tokenizer
+    reads_target = variant_of(of_draft.model) is not None
     if reads_target:
         size = of_draft.size._replace(kv_bytes_per_token=0)
-        of_draft = of_draft._replace(tokenizer=of_target.tokenizer, eos_token_ids=of_target.eos_token_ids, size=size)
+        of_draft = of_draft._replace(
+            tokenizer=of_target.tokenizer, eos_token_ids=of_target.eos_token_ids, size=size
+        )
     overlap = None
     if of_target.tokenizer is not None and of_draft.tokenizer is not None:
         overlap = vocabulary_overlap(of_target.tokenizer, of_draft.tokenizer)
@@ -189,8 +203,12 @@ def check_pair(
         draft_params=of_draft.size.num_params,
         size_ratio=of_draft.size.num_read_bytes() / of_target.size.num_read_bytes(),
         gains=estimate_gains(of_target.size, of_draft.size),
-        target_memory=Memory(of_target.dtype, of_target.size.num_bytes, of_target.size.kv_bytes_per_token),
-        draft_memory=Memory(of_draft.dtype, of_draft.size.num_bytes, of_draft.size.kv_bytes_per_token),
+        target_memory=Memory(
+            of_target.dtype, of_target.size.num_bytes, of_target.size.kv_bytes_per_token
+        ),
+        draft_memory=Memory(
+            of_draft.dtype, of_draft.size.num_bytes, of_draft.size.kv_bytes_per_token
+        ),
     )
 
 
@@ -219,7 +237,10 @@ def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
     if not any(alone) and (text := unsupported(target.model, draft.model)):
         yield Finding("does not fit", text)
     if not draft.model.can_generate():
-        yield Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
+        yield Finding(
+            "not supported",
+            f"assistant_model must be able to generate, got {type(draft.model).__name__}",
+        )
     for described in (target, draft):
         yield from recurrent_findings(described)
     yield from rope_findings(target)
@@ -229,11 +250,16 @@ def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
         of_target = "has no bound" if contexts[0] is None else f"is {lens[0]}"
         how = ", padding included" if contexts[1] is not None and contexts[1].counts_padding else ""
         yield _warning(
-            f"the draft's context is {lens[1]} tokens{how}, and the target's {of_target}: longer rows decode plainly"
+            f"the draft's context is {lens[1]} tokens{how}, and the target's {of_target}: longer "
+            "rows decode plainly"
         )
-    longest = encoder_context_len(draft.model.config) if draft.model.config.is_encoder_decoder else None
+    longest = (
+        encoder_context_len(draft.model.config) if draft.model.config.is_encoder_decoder else None
+    )
     if longest is not None and longest < (encoder_context_len(target.model.config) or math.inf):
-        yield _warning(f"the draft's encoder reads {longest} tokens at most: longer texts are decoded plainly")
+        yield _warning(
+            f"the draft's encoder reads {longest} tokens at most: longer texts are decoded plainly"
+        )
 
 
 def recurrent_findings(described: Described) -> Iterator[Finding]:
@@ -242,7 +268,9 @@ def recurrent_findings(described: Described) -> Iterator[Finding]:
     if stepped is not None and not stepped.obstacle:
         size = f"{stepped.num_bytes / 2**20:.3g} MiB a row, for each token of a round"
         yield Finding(
-            "ok", f"the {described.role} has recurrent layers: its cache is hybrid, and its states take {size}"
+            "ok",
+            f"the {described.role} has recurrent layers: its cache is hybrid, and its states take "
+            f"{size}",
         )
 
 
@@ -250,7 +278,8 @@ def rope_findings(target: Described) -> Iterator[Finding]:
     rope = growing_rope(target.model)
     if rope is not None:
         yield _warning(
-            f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
+            f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} "
+            "rotary embeddings"
         )
 
 
@@ -262,19 +291,30 @@ def unsupported(*models: PreTrainedModel) -> str:
     return ""
 
 
-def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | None) -> Iterator[Finding]:
+def vocabulary_findings(
+    target: Described, draft: Described, overlap: Overlap | None
+) -> Iterator[Finding]:
     """Compare the tokenizers and the vocabulary sizes."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     if target.tokenizer is None or draft.tokenizer is None or overlap is None:
-        missing = " and ".join(described.role for described in (target, draft) if described.tokenizer is None)
-        unknown = f"no tokenizer was found for {missing}: whether token ids mean the same is unknown"
+        missing = " and ".join(
+            described.role for described in (target, draft) if described.tokenizer is None
+        )
+        unknown = (
+            f"no tokenizer was found for {missing}: whether token ids mean the same is unknown"
+        )
         counts = f"{sizes[0]} and {sizes[1]} tokens"
         if sizes[0] == sizes[1]:
             yield _warning(unknown)
-        elif abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids:
+        elif (
+            abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids
+        ):
             yield _warning(f"{unknown}; vocabularies of {counts} count as padding")
         else:
-            yield Finding("does not fit", f"{unknown}, and {counts} differ by more than padding; pass both tokenizers")
+            yield Finding(
+                "does not fit",
+                f"{unknown}, and {counts} differ by more than padding; pass both tokenizers",
+            )
     elif not overlap.is_same:
         try:
             vocabulary = intersect_vocabularies(
@@ -284,21 +324,39 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
             yield Finding("does not fit", str(error))
             return
         shared = f"{int(vocabulary.table.is_shared.sum())} of the target's {overlap.num_target} tokens can be drafted"
-        yield _warning(f"different tokenizers: {shared}; pass tokenizer= and assistant_tokenizer= to generate()")
+        yield _warning(
+            f"different tokenizers: {shared}; pass tokenizer= and assistant_tokenizer= to "
+            "generate()"
+        )
     elif sizes[0] != sizes[1]:
-        yield _warning(f"one tokenizer, but vocabularies padded to {sizes[0]} and {sizes[1]} tokens")
+        yield _warning(
+            f"one tokenizer, but vocabularies padded to {sizes[0]} and {sizes[1]} tokens"
+        )
 
 
 def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Compare EOS token ids and chat templates."""
     if target.eos_token_ids != draft.eos_token_ids:
-        ids = [", ".join(map(str, sorted(described.eos_token_ids))) or "none" for described in (target, draft)]
+        ids = [
+            ", ".join(map(str, sorted(described.eos_token_ids))) or "none"
+            for described in (target, draft)
+        ]
         yield _warning(
-            f"EOS token ids differ: {ids[0]} in the target, {ids[1]} in the draft; the target's end the output"
+            f"EOS token ids differ: {ids[0]} in the target, {ids[1]} in the draft; the target's "
+            "end the output"
         )
-    templates = [getattr(described.tokenizer, "chat_template", None) for described in (target, draft)]
-    if target.tokenizer is not None and draft.tokenizer is not None and templates[0] != templates[1]:
-        yield _warning("chat templates differ: prompts follow the target's, on which the draft may not be trained")
+    templates = [
+        getattr(described.tokenizer, "chat_template", None) for described in (target, draft)
+    ]
+    if (
+        target.tokenizer is not None
+        and draft.tokenizer is not None
+        and templates[0] != templates[1]
+    ):
+        yield _warning(
+            "chat templates differ: prompts follow the target's, on which the draft may not be "
+            "trained"
+        )
 
 
 def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
@@ -307,23 +365,31 @@ def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
         yield from quantisation_findings(described)
     yield from expert_findings(target)
     if draft.size.num_bytes >= target.size.num_bytes:
-        yield _warning("the draft has as many bytes as the target: the adaptive schedule never calls it")
+        yield _warning(
+            "the draft has as many bytes as the target: the adaptive schedule never calls it"
+        )
     elif all(gain.num_draft_tokens == 0 for gain in estimate_gains(target.size, draft.size)):
         max_rate = max(ACCEPTANCE_PROBABILITIES)
-        yield _warning(f"the draft is too large for a speed-up up to a verified acceptance rate of {max_rate:.0%}")
+        yield _warning(
+            "the draft is too large for a speed-up up to a verified acceptance rate of "
+            f"{max_rate:.0%}"
+        )
 
 
 def quantisation_findings(described: Described) -> Iterator[Finding]:
     if described.quantisation:
         yield _warning(
-            f"the {described.role} is quantised ({described.quantisation}): its kernels may take longer than its bytes "
-            "suggest, and a forward over several tokens may round differently from one over a single token"
+            f"the {described.role} is quantised ({described.quantisation}): its kernels may take "
+            "longer than its bytes "
+            "suggest, and a forward over several tokens may round differently from one over a "
+            "single token"
         )
 
 
 def expert_findings(target: Described) -> Iterator[Finding]:
     if target.size.num_experts > 1:
         yield _warning(
-            f"the target routes each token to {target.size.num_chosen} of {target.size.num_experts} experts: verifying "
+            f"the target routes each token to {target.size.num_chosen} of "
+            f"{target.size.num_experts} experts: verifying "
             "several tokens reads more experts, which estimates of the speed-up include"
         )

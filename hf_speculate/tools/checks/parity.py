@@ -54,7 +54,9 @@ class ParityReport:
         return self.num_drafted > 0 and all(row.verdict != "bug" for row in self.rows)
 
     def __str__(self) -> str:
-        counts = {name: sum(row.verdict == name for row in self.rows) for name in ("equal", "tie", "bug")}
+        counts = {
+            name: sum(row.verdict == name for row in self.rows) for name in ("equal", "tie", "bug")
+        }
         line = f"{counts['equal']} of {counted(len(self.rows), 'row')} equal plain greedy decoding in {self.dtype}"
         lines = [f"{line}, {counts['tie']} differ at a near-tie, {counts['bug']} by a bug"]
         if self.num_drafted == 0:
@@ -74,33 +76,44 @@ def check_parity(
 ) -> ParityReport:
     """Decode greedily with and without speculation, and classify the first difference of each row.
 
-    At a difference the target runs again on the common prefix: over one token and over several as in a verification,
-    in its own dtype and, if a copy takes less than 2 GiB, in float64. The row is a "tie" if the gap between the two
-    tokens is within the noise between these forwards; a wrong token with such a close logit counts as a tie too.
-    Otherwise it is a "bug" of this library, the verifier or the model. Tokens after the first difference are not
-    compared. For a target with an encoder or with image inputs the whole call is repeated instead.
+    At a difference the target runs again on the common prefix: over one token and over several as
+    in a verification, in its own dtype and, if a copy takes less than 2 GiB, in float64. The row is
+    a "tie" if the gap between the two tokens is within the noise between these forwards; a wrong
+    token with such a close logit counts as a tie too. Otherwise it is a "bug" of this library, the
+    verifier or the model. Tokens after the first difference are not compared. For a target with an
+    encoder or with image inputs the whole call is repeated instead.
 
     Args:
         model: the target, enabled or not, with or without a PEFT wrapper. Neither model is changed.
         assistant: the draft model.
             None with `prompt_lookup_num_tokens` or `drafter`.
-        prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of tensors with
-            `input_ids` and other model inputs such as `attention_mask`, `pixel_values`, `decoder_input_ids`. Batches
-            of a decoder are left-padded. Strings need the tokenizer and form one batch.
+        prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of
+            tensors with `input_ids` and other model inputs such as `attention_mask`,
+            `pixel_values`, `decoder_input_ids`. Batches of a decoder are left-padded. Strings need
+            the tokenizer and form one batch.
         tokenizer: encodes strings. Without a padding token each string is decoded alone.
         max_new_tokens: maximum number of new tokens per row.
-        **generate_kwargs: other arguments of both `generate()` calls, and fields of `SpeculationConfig`. Without
-            `num_assistant_tokens` and its schedule, 5 tokens are drafted in every round.
+        **generate_kwargs: other arguments of both `generate()` calls, and fields of
+            `SpeculationConfig`. Without `num_assistant_tokens` and its schedule, 5 tokens are
+            drafted in every round.
 
     Raises:
         ConfigError: an argument cannot be used in the comparison.
-        UnsupportedModelError: the target's main input is not token ids (Whisper); and see `generate`.
+        UnsupportedModelError: the target's main input is not token ids (Whisper); and see
+            `generate`.
         UnsupportedGenerationError: see `generate`.
     """
     model = unwrapped(model)
     _check_arguments(model, assistant, generate_kwargs)
-    options = {"verifier": "greedy", **generate_kwargs, "do_sample": False, "max_new_tokens": max_new_tokens}
-    if (assistant is not None or options.get("drafter")) and "num_assistant_tokens_schedule" not in options:
+    options = {
+        "verifier": "greedy",
+        **generate_kwargs,
+        "do_sample": False,
+        "max_new_tokens": max_new_tokens,
+    }
+    if (
+        assistant is not None or options.get("drafter")
+    ) and "num_assistant_tokens_schedule" not in options:
         options.setdefault("num_assistant_tokens", DEFAULT_ASSISTANT_TOKENS)
     options["assistant_model"] = assistant
     stats = options.pop("speculation_stats", None) or SpeculationStats()
@@ -117,24 +130,30 @@ def check_parity(
 def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[str, Any]) -> None:
     if model.main_input_name != "input_ids":
         raise UnsupportedModelError(
-            f"model must have input_ids as its main input, got {type(model).__name__} with {model.main_input_name}; "
+            f"model must have input_ids as its main input, got {type(model).__name__} with "
+            f"{model.main_input_name}; "
             "compare generate() with and without assistant_model yourself"
         )
-    if assistant is None and all(kwargs.get(name) is None for name in ("prompt_lookup_num_tokens", "drafter")):
+    if assistant is None and all(
+        kwargs.get(name) is None for name in ("prompt_lookup_num_tokens", "drafter")
+    ):
         raise ConfigError(
-            "assistant must be a model if neither prompt_lookup_num_tokens nor drafter is set, got None; pass one of "
+            "assistant must be a model if neither prompt_lookup_num_tokens nor drafter is set, got "
+            "None; pass one of "
             "the three, or nothing is drafted"
         )
     for config in (kwargs.get("generation_config"), model.generation_config):
         if getattr(config, "prompt_lookup_num_tokens", None) is not None:
             raise ConfigError(
-                "prompt_lookup_num_tokens must be a keyword here, got it in a generation config, which plain decoding "
+                "prompt_lookup_num_tokens must be a keyword here, got it in a generation config, "
+                "which plain decoding "
                 "reads too; unset it there"
             )
     refused = [name for name in _REFUSED if kwargs.get(name) not in (None, False)]
     if refused:
         raise ConfigError(
-            f"arguments must not include {', '.join(_REFUSED)}, got {', '.join(refused)}; leave them out: check_parity "
+            f"arguments must not include {', '.join(_REFUSED)}, got {', '.join(refused)}; leave "
+            "them out: check_parity "
             "compares whole greedy calls"
         )
     verifier = kwargs.get("verifier")
@@ -148,42 +167,68 @@ def _calls(
     several = [prompts] if isinstance(prompts, str | Tensor | Mapping) else list(prompts)
     texts = [prompt for prompt in several if isinstance(prompt, str)]
     if texts and tokenizer is None:
-        raise ConfigError("tokenizer must be the target's for prompts that are strings, got None; pass it")
+        raise ConfigError(
+            "tokenizer must be the target's for prompts that are strings, got None; pass it"
+        )
     if tokenizer is not None and texts:
         for batch in [texts] if tokenizer.pad_token is not None else [[text] for text in texts]:
-            yield dict(tokenizer(batch, return_tensors="pt", padding=len(batch) > 1, padding_side="left").to(device))
+            yield dict(
+                tokenizer(
+                    batch, return_tensors="pt", padding=len(batch) > 1, padding_side="left"
+                ).to(device)
+            )
     for prompt in several:
         if isinstance(prompt, str):
             continue
-        inputs: Any = {"input_ids": torch.atleast_2d(prompt)} if isinstance(prompt, Tensor) else prompt
+        inputs: Any = (
+            {"input_ids": torch.atleast_2d(prompt)} if isinstance(prompt, Tensor) else prompt
+        )
         values = inputs if isinstance(inputs, Mapping) else {}
-        if "input_ids" not in values or not all(isinstance(value, Tensor) for value in values.values()):
+        if "input_ids" not in values or not all(
+            isinstance(value, Tensor) for value in values.values()
+        ):
             types = ", ".join(f"{name} ({type(value).__name__})" for name, value in values.items())
             raise ConfigError(
-                "a prompt must be a string, or must hold input_ids as a tensor or in a mapping of tensors, got "
-                f'{types or type(prompt).__name__}; wrap ids in torch.tensor, or tokenise with return_tensors="pt"'
+                "a prompt must be a string, or must hold input_ids as a tensor or in a mapping of "
+                "tensors, got "
+                f"{types or type(prompt).__name__}; wrap ids in torch.tensor, or tokenise with "
+                'return_tensors="pt"'
             )
         yield {name: value.to(device) for name, value in values.items()}
 
 
 def _compared(
-    check: DifferenceCheck, inputs: dict[str, Tensor], options: dict[str, Any], stats: SpeculationStats
+    check: DifferenceCheck,
+    inputs: dict[str, Tensor],
+    options: dict[str, Any],
+    stats: SpeculationStats,
 ) -> Iterator[ParityRow]:
     """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
     model = check.model
     speculative: Any = generate(model, **{**options, **inputs, "speculation_stats": stats})
     recorder = GapRecorder(speculative)
-    plain_options = {name: value for name, value in options.items() if name not in _SPECULATIVE} | inputs
+    plain_options = {
+        name: value for name, value in options.items() if name not in _SPECULATIVE
+    } | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
     with without_drafts(model):
         plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
-    prompt_len, block_len = plain.shape[1] - len(recorder.gaps), max(stats.rounds_by_draft_len, default=0) + 1
-    num_both, pad = min(plain.shape[1], speculative.shape[1]) - prompt_len, _pad_token_id(model, options)
+    prompt_len, block_len = (
+        plain.shape[1] - len(recorder.gaps),
+        max(stats.rounds_by_draft_len, default=0) + 1,
+    )
+    num_both, pad = (
+        min(plain.shape[1], speculative.shape[1]) - prompt_len,
+        _pad_token_id(model, options),
+    )
     passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
     is_text = not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
-    is_text = is_text and reads_prompts_in_chunks(model)  # otherwise a forward over several tokens loses states
+    # otherwise a forward over several tokens loses states
+    is_text = is_text and reads_prompts_in_chunks(model)
     for row in range(len(speculative)):
-        plain_ids, speculative_ids = (ids[row, prompt_len:].tolist() for ids in (plain, speculative))
+        plain_ids, speculative_ids = (
+            ids[row, prompt_len:].tolist() for ids in (plain, speculative)
+        )
         pairs = enumerate(zip_longest(plain_ids, speculative_ids, fillvalue=pad))
         difference = next(((index, ids) for index, ids in pairs if ids[0] != ids[1]), None)
         if difference is None:
@@ -206,7 +251,9 @@ def _compared(
             logits_of = partial(logits_after_text, token_ids=text, num_rows=len(speculative))
         else:
             text = plain[:, : prompt_len + position]
-            logits_of = partial(logits_in_call, options=plain_options, speculation=options, token_ids=text)
+            logits_of = partial(
+                logits_in_call, options=plain_options, speculation=options, token_ids=text
+            )
             logits_of = partial(logits_of, row=row, position=position)
         gap = float(recorder.gaps[position][row])
         yield check(chosen, gap, position, partial(logits_of, block_len=block_len))

@@ -32,17 +32,21 @@ class PositionCheck(NamedTuple):
 
 @torch.no_grad()
 def check_positions(
-    assistant: Gemma4Assistant, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
+    assistant: Gemma4Assistant,
+    target: PreTrainedModel,
+    prompts: Tensor | Mapping[str, Tensor],
+    num_tokens: int = 200,
 ) -> PositionCheck:
     """Measure an assistant's accuracy at both query positions.
 
-    The assistant predicts each next token of the prompts, and each prediction is compared with the target's greedy
-    choice.
+    The assistant predicts each next token of the prompts, and each prediction is compared with the
+    target's greedy choice.
 
     Args:
         assistant: Gemma 4 assistant with a `position`.
         target: model of the assistant.
-        prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for padding.
+        prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for
+            padding.
         num_tokens: number of predictions per position, at most.
 
     Returns:
@@ -57,26 +61,36 @@ def check_positions(
     texts = texts_of(prompts, target.device, num_tokens)
     is_correct: dict[int, list[bool]] = {LAST_READ: [], NEWEST: []}
     for text in texts:
-        output: Any = target(text[None], use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
-        embeddings, choices = target.get_input_embeddings()(text), output.logits[0].argmax(-1)  # [T, D], [T]
+        output: Any = target(
+            text[None], use_cache=False, output_hidden_states=True, return_shared_kv_states=True
+        )
+        # [T, D], [T]
+        embeddings, choices = target.get_input_embeddings()(text), output.logits[0].argmax(-1)
         for num_read in range(min(FEWEST_READ, len(text) // 2), len(text)):
             for position, predictions in is_correct.items():
                 context = _context_of(assistant, output.shared_kv_states, num_read, position)
                 state = output.hidden_states[-1][:, num_read - 1]  # [1, D]
                 logits, _ = assistant.step(embeddings[num_read][None], state, context)
                 predictions.append(bool(logits.argmax(-1)[0] == choices[num_read]))
-    accuracies = {position: sum(predictions) / len(predictions) for position, predictions in is_correct.items()}
+    accuracies = {
+        position: sum(predictions) / len(predictions)
+        for position, predictions in is_correct.items()
+    }
     check = PositionCheck(accuracies, len(is_correct[NEWEST]))
     if check.accuracies[assistant.position] + MARGIN < check.accuracies[check.best]:
         warn_user(
-            f"the assistant predicts {check.accuracies[check.best]:.0%} of {check.num_tokens} tokens at position "
-            f"{check.best}, and {check.accuracies[assistant.position]:.0%} at {assistant.position}; pass "
+            f"the assistant predicts {check.accuracies[check.best]:.0%} of {check.num_tokens} "
+            "tokens at position "
+            f"{check.best}, and {check.accuracies[assistant.position]:.0%} at "
+            f"{assistant.position}; pass "
             f"Gemma4Assistant(model, position={check.best})"
         )
     return check
 
 
-def texts_of(prompts: Tensor | Mapping[str, Tensor], device: torch.device, num_tokens: int) -> list[Tensor]:
+def texts_of(
+    prompts: Tensor | Mapping[str, Tensor], device: torch.device, num_tokens: int
+) -> list[Tensor]:
     """Remove padding and cut the prompts to `num_tokens` predictions in all.
 
     Returns:
@@ -87,15 +101,21 @@ def texts_of(prompts: Tensor | Mapping[str, Tensor], device: torch.device, num_t
     """
     batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts
     masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    texts = [row[mask.bool()].to(device) for row, mask in zip(batch["input_ids"], masks, strict=True)]
+    texts = [
+        row[mask.bool()].to(device) for row, mask in zip(batch["input_ids"], masks, strict=True)
+    ]
     max_len = FEWEST_READ + -(-num_tokens // max(len(texts), 1))
     texts = [text[:max_len] for text in texts if len(text) > 2]
     if not texts:
-        raise ConfigError("prompts must hold a text of at least three tokens, got none; pass some lines of text")
+        raise ConfigError(
+            "prompts must hold a text of at least three tokens, got none; pass some lines of text"
+        )
     return texts
 
 
-def _context_of(assistant: Gemma4Assistant, shared: Mapping[str, Any], num_read: int, position: int) -> Context:
+def _context_of(
+    assistant: Gemma4Assistant, shared: Mapping[str, Any], num_read: int, position: int
+) -> Context:
     """Return the target KV states that a query attends to after `num_read` tokens."""
     states: dict[str, tuple[Tensor, Tensor]] = {}
     for layer_type, window in assistant.windows.items():

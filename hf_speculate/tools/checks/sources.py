@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.text_decoder import unwrapped
@@ -19,7 +24,8 @@ _AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
     (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
 )
-_BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # defaults for configs without `bits`
+# defaults for configs without `bits`
+_BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}
 
 
 class Described(NamedTuple):
@@ -57,12 +63,22 @@ def describe(
     source = unwrapped(source, role)
     if isinstance(source, PreTrainedModel):
         model, config, generation_config = source, source.config, source.generation_config
-        name, dtype, bytes_per_param = config.name_or_path or type(model).__name__, model.dtype, None
+        name, dtype, bytes_per_param = (
+            config.name_or_path or type(model).__name__,
+            model.dtype,
+            None,
+        )
     else:
         config = read_config(role, source, options)
-        name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
+        name = (
+            str(source)
+            if isinstance(source, str | Path)
+            else config.name_or_path or type(config).__name__
+        )
         model = meta_model(role, config, **options)
-        generation_config = _load_or_none(transformers.GenerationConfig, name, options) or model.generation_config
+        generation_config = (
+            _load_or_none(transformers.GenerationConfig, name, options) or model.generation_config
+        )
         load_dtype = getattr(config, "dtype", None) if dtype_name in (None, "auto") else dtype_name
         load_dtype = getattr(torch, load_dtype) if isinstance(load_dtype, str) else load_dtype
         dtype = load_dtype if isinstance(load_dtype, torch.dtype) else torch.bfloat16
@@ -78,7 +94,9 @@ def describe(
         size_of(model, bytes_per_param, dtype.itemsize),
         str(dtype).removeprefix("torch."),
         str(_quantisation(config).get("quant_method", "")),
-        tokenizer if tokenizer is not None else _load_or_none(transformers.AutoTokenizer, name, options),
+        tokenizer
+        if tokenizer is not None
+        else _load_or_none(transformers.AutoTokenizer, name, options),
         frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
     )
 
@@ -88,19 +106,22 @@ def read_config(role: str, source: object, options: Mapping[str, Any]) -> PreTra
         return source
     if not isinstance(source, str | Path):
         raise ConfigError(
-            f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; pass one of these"
+            f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; "
+            "pass one of these"
         )
     try:
         config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(source, **options)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{role} must be of an architecture that this transformers knows, got {str(source)!r} "
-            f"({str(error).partition('. ')[0]}); update transformers, pass trust_remote_code, or name another model"
+            f"({str(error).partition('. ')[0]}); update transformers, pass trust_remote_code, or "
+            "name another model"
         ) from error
     except OSError as error:
         where = "in the local cache" if options.get("local_files_only") else "on the Hub"
         raise ConfigError(
-            f"{role} must be a folder with a config.json or the name of a model {where}, got {str(source)!r}; "
+            f"{role} must be a folder with a config.json or the name of a model {where}, got "
+            f"{str(source)!r}; "
             "check the spelling, the network and your access to the model"
         ) from error
     return config
@@ -113,17 +134,26 @@ def _load_or_none(auto_class: Any, name: str, options: Mapping[str, Any]) -> Any
         return None
 
 
-def meta_model(role: str, config: PreTrainedConfig, *, trust_remote_code: bool = False, **_: Any) -> PreTrainedModel:
+def meta_model(
+    role: str, config: PreTrainedConfig, *, trust_remote_code: bool = False, **_: Any
+) -> PreTrainedModel:
     classes = [auto_class for auto_class, mapping in _AUTO_CLASSES if type(config) in mapping]
-    if trust_remote_code and not classes and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+    if (
+        trust_remote_code
+        and not classes
+        and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    ):
         classes = [AutoModelForCausalLM]
     if not classes:
         raise UnsupportedModelError(
-            f"{role} must have a language modelling head, got a {type(config).__name__}; name a causal language model"
+            f"{role} must have a language modelling head, got a {type(config).__name__}; name a "
+            "causal language model"
         )
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     with torch.device("meta"):  # eager attention needs no optional package
-        model: PreTrainedModel = classes[0].from_config(copy.deepcopy(config), attn_implementation="eager", **options)
+        model: PreTrainedModel = classes[0].from_config(
+            copy.deepcopy(config), attn_implementation="eager", **options
+        )
     return model
 
 

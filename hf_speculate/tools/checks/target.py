@@ -43,12 +43,21 @@ class TargetReport:
         return asdict(self) | {"ok": self.ok}
 
     def __str__(self) -> str:
-        lines = [f"{self.level}: {self.target} as a target", parameter_line("target", self.num_params, self.memory)]
-        return "\n".join([*lines, *(f"  {finding.level}: {finding.text}" for finding in self.findings)])
+        lines = [
+            f"{self.level}: {self.target} as a target",
+            parameter_line("target", self.num_params, self.memory),
+        ]
+        return "\n".join(
+            [*lines, *(f"  {finding.level}: {finding.text}" for finding in self.findings)]
+        )
 
 
 def check_target(
-    target: ModelSource, *, tokenizer: PreTrainedTokenizerBase | None = None, dtype: str | None = None, **options: Any
+    target: ModelSource,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: str | None = None,
+    **options: Any,
 ) -> TargetReport:
     """Check whether `target` can decode speculatively; arguments and errors as in `check_pair`."""
     described = describe("target", target, tokenizer, dtype, options)
@@ -70,6 +79,9 @@ def _findings(target: Described) -> Iterator[Finding]:
     makers = recurrent_findings, rope_findings, quantisation_findings, expert_findings
     yield from chain.from_iterable(findings(target) for findings in makers)
     config = target.model.config
-    if is_mtp_checkpoint(config.to_dict(), config.model_type) and config.model_type in SERVED_TARGETS:
+    if (
+        is_mtp_checkpoint(config.to_dict(), config.model_type)
+        and config.model_type in SERVED_TARGETS
+    ):
         yield Finding("ok", "its checkpoint has layers that draft: pass use_mtp=True to generate()")
     yield Finding("ok", "prompt lookup drafts without another model; --draft names one to check")

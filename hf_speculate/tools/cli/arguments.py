@@ -19,9 +19,18 @@ from hf_speculate.tools.dataset.tables import read_data_set
 from hf_speculate.verify.base import check_verifier
 
 _OWN_OPTIONS = ("max_new_tokens", *SAMPLING_NAMES, "repetition_penalty")
-# Not supported by `--set`: these have an option, or change the number of rows or the return value of `generate()`.
-_EXCLUDED = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_generate", "transformers_version"}
-_THEIRS = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _EXCLUDED
+# Not supported by `--set`: these have an option, or change the number of rows or the return value
+# of `generate()`.
+_EXCLUDED = {
+    *_OWN_OPTIONS,
+    "do_sample",
+    "num_return_sequences",
+    "return_dict_in_generate",
+    "transformers_version",
+}
+_THEIRS = {
+    name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))
+} - _EXCLUDED
 SETTINGS = {*PLAIN_NAMES, *_THEIRS}  # names for `--set`
 
 
@@ -31,12 +40,16 @@ class Decoding(NamedTuple):
 
 
 def decoding_of(options: Generation, max_new_tokens: int = 256) -> Decoding:
-    set_options = {name: value for name in _OWN_OPTIONS if (value := getattr(options, name)) is not None}
+    set_options = {
+        name: value for name in _OWN_OPTIONS if (value := getattr(options, name)) is not None
+    }
     for name, value in set_options.items():
         ROW_SETTINGS[name]._replace(hint="leave it out for the default")(_option(name), value)
     sampling = [name for name in SAMPLING_NAMES if name in set_options]
     if sampling and not options.sample:
-        raise ConfigError(f"{_option(sampling[0])} must come with --sample, got it alone; add --sample")
+        raise ConfigError(
+            f"{_option(sampling[0])} must come with --sample, got it alone; add --sample"
+        )
     fields, others = _settings_of(options.settings or ())
     plain = {"max_new_tokens": max_new_tokens, "do_sample": options.sample, **set_options, **others}
     return Decoding(plain, fields)
@@ -46,7 +59,9 @@ def arguments_of(options: Speculation) -> dict[str, Any]:
     """Return all arguments of `generate()`, those of speculative decoding included."""
     decoding = decoding_of(options)
     named = {"verifier": options.verifier, "seed": options.seed}
-    fields = {name: value for name, value in named.items() if value is not None} | drafting_of(options)
+    fields = {name: value for name, value in named.items() if value is not None} | drafting_of(
+        options
+    )
     fields |= decoding.fields
     check_verifier(SpeculationConfig(**fields).resolve(options.sample))
     return decoding.plain | fields
@@ -69,12 +84,19 @@ def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any
     for setting in settings:
         name, equals, text = setting.partition("=")
         if name in {*_OWN_OPTIONS, "do_sample"}:
-            raise ConfigError(f"--set must leave out what has an option, got {name}; use {_option(name)}")
+            raise ConfigError(
+                f"--set must leave out what has an option, got {name}; use {_option(name)}"
+            )
         if not equals or name not in SETTINGS:
             nearest = nearest_name(name, SETTINGS - {name})
-            hint = f"did you mean {nearest}?" if nearest else "see the table of settings in the documentation"
+            hint = (
+                f"did you mean {nearest}?"
+                if nearest
+                else "see the table of settings in the documentation"
+            )
             raise ConfigError(
-                "--set must be name=value with a plain field of SpeculationConfig or GenerationConfig, "
+                "--set must be name=value with a plain field of SpeculationConfig or "
+                "GenerationConfig, "
                 f"got {setting!r}; {hint}"
             )
         try:
@@ -116,7 +138,9 @@ def _decoded(content: bytes | str, source: str) -> str:
     try:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts must be UTF-8, got other bytes in {source} ({error}); write it in UTF-8") from error
+        raise ConfigError(
+            f"prompts must be UTF-8, got other bytes in {source} ({error}); write it in UTF-8"
+        ) from error
 
 
 def read_prompts(
@@ -125,8 +149,8 @@ def read_prompts(
     """Read prompts.
 
     Args:
-        path: JSON lines if it is `.jsonl` or `-` (the standard input), or `text_as` is None; with a table also a data
-            set; else text.
+        path: JSON lines if it is `.jsonl` or `-` (the standard input), or `text_as` is None; with a
+            table also a data set; else text.
         text_as: "prompt" for one prompt per text file, "lines" for one per line.
             None reads all files as JSON lines.
         table: options of data sets.
@@ -135,17 +159,26 @@ def read_prompts(
     if table is not None and names_data_set(path):
         return read_data_set(path, table.column, table.split, table.subset)
     if table is not None and (table.subset is not None or table.split != "train"):
-        raise ConfigError(f"--split and --subset must come with a data set on the Hub, got {path}; leave them out")
+        raise ConfigError(
+            f"--split and --subset must come with a data set on the Hub, got {path}; leave them out"
+        )
     column = None if table is None else table.column
     if str(path) == "-":
         return rows_of(lines_of(sys.stdin.buffer, "standard input"), column)
     if path.suffix == ".jsonl" or text_as is None:
         return read_rows(path, column)
     if column is not None:
-        raise ConfigError(f"--column must come with JSON lines or a data set, got {path}; leave it out")
+        raise ConfigError(
+            f"--column must come with JSON lines or a data set, got {path}; leave it out"
+        )
     content = _decoded(path.read_bytes(), str(path))
     texts = enumerate(content.split("\n") if text_as == "lines" else [content], 1)
-    rows = [Row(number, text, source=f"{path.name}:{number}") for number, text in texts if text.strip()]
+    rows = [
+        Row(number, text, source=f"{path.name}:{number}") for number, text in texts if text.strip()
+    ]
     if not rows:
-        raise ConfigError(f"the file of prompts must hold at least one, got none in {path}; write one prompt per line")
+        raise ConfigError(
+            f"the file of prompts must hold at least one, got none in {path}; write one prompt per "
+            "line"
+        )
     return rows

@@ -17,7 +17,9 @@ def run(options: Check) -> int:
     options = with_named_target(options)
     target, draft = options.target, options.draft
     pair = f"{draft} as a draft for {target}" if draft is not None else f"{target} as a target"
-    load_options: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    load_options: dict[str, Any] = (
+        {} if options.revision is None else {"revision": options.revision}
+    )
     if options.trust_remote_code:
         load_options["trust_remote_code"] = True
     report: PairReport | HeadFit | TargetReport
@@ -34,7 +36,13 @@ def run(options: Check) -> int:
         ok, text, result = report.ok, str(report), report.as_dict()
     except UnsupportedModelError as error:  # the model or head is not supported in any pair
         ok, text = False, f"not supported: {pair}\n  not supported: {error}"
-        result = {"target": target, "draft": draft, "reason": str(error), "ok": False, "level": "not supported"}
+        result = {
+            "target": target,
+            "draft": draft,
+            "reason": str(error),
+            "ok": False,
+            "level": "not supported",
+        }
     answer(json.dumps(result, indent=2) if options.as_json else text)
     if options.output is not None:
         write_json(options.output, result)

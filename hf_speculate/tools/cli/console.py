@@ -15,7 +15,8 @@ from rich.text import Text
 from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.cli.option_names import option_line
 
-OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 plus the number of SIGINT
+# exit statuses; 130 is 128 plus the number of SIGINT
+OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 def notes(is_quiet: bool = False) -> Console:
@@ -46,7 +47,13 @@ class ProgressNotes:
     A terminal gets a bar. Other outputs get at most one line per `every_s` seconds.
     """
 
-    def __init__(self, log: Console, task: str, every_s: float = 0.0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        log: Console,
+        task: str,
+        every_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self.bar = _TwoLines(*columns, console=log, transient=True, disable=not log.is_terminal)
         self._task = self.bar.add_task(task, total=None, numbers="")
@@ -54,7 +61,9 @@ class ProgressNotes:
         self._shown_s = clock()
 
     def show(self, num_done: int, num: int, task: str, numbers: str) -> None:
-        self.bar.update(self._task, completed=num_done, total=num, description=task, numbers=numbers)
+        self.bar.update(
+            self._task, completed=num_done, total=num, description=task, numbers=numbers
+        )
         if not self._log.is_terminal and self._clock() - self._shown_s >= self._every_s:
             self._shown_s = self._clock()
             line = f"{num_done}/{num} {task} {numbers}".rstrip()
@@ -72,7 +81,8 @@ def first_line(error: BaseException) -> str:
 
 def error_line(error: Exception, hint: str = "") -> str:
     """Describe an error in one line; an unexpected error with its type and the `hint`."""
-    if hasattr(error, "possibilities") and hasattr(error, "option_name"):  # typer's error of an unknown option
+    # typer's error of an unknown option
+    if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         return option_line(error)
     format_message = getattr(error, "format_message", None)  # an error of typer or click
     if callable(format_message):

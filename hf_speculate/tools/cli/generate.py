@@ -13,7 +13,15 @@ from hf_speculate.errors import ConfigError, counted
 from hf_speculate.models.context import context_len
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.cli.arguments import arguments_of, read_input, read_input_line, read_prompts
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, error_line, note, notes, write_json
+from hf_speculate.tools.cli.console import (
+    INTERRUPTED,
+    OK,
+    answer,
+    error_line,
+    note,
+    notes,
+    write_json,
+)
 from hf_speculate.tools.cli.loading import Pair, load_pair, with_named_target
 from hf_speculate.tools.cli.options import ChatInTerminal, Generate
 from hf_speculate.tools.dataset.rows import Row, check_settings, encode_rows, token_ids_of
@@ -49,14 +57,18 @@ def run(options: Generate) -> int:
                 note(f"prompt {row.key}:", style="bold")
             seeded = {"seed": seed} if (seed := row.extras.get("seed")) is not None else {}
             row_arguments = arguments | row.settings | seeded
-            fields, line = _decode(pair, token_ids, row_arguments, None if is_silent else _Printer(pair.tokenizer))
+            fields, line = _decode(
+                pair, token_ids, row_arguments, None if is_silent else _Printer(pair.tokenizer)
+            )
             results.append({"id": row.id, **fields})
             if is_silent:
                 answer(json.dumps(results[-1]))
             note(line)
     except KeyboardInterrupt:
         where = "" if options.output is None else f", written to {options.output}"
-        note(f"\ninterrupted: {len(results)} of {len(prompts)} prompts are finished{where}", style="")
+        note(
+            f"\ninterrupted: {len(results)} of {len(prompts)} prompts are finished{where}", style=""
+        )
     if options.output is not None:
         write_json(options.output, {"results": results})
     return OK if len(results) == len(prompts) else INTERRUPTED
@@ -66,7 +78,9 @@ def run_chat(options: ChatInTerminal) -> int:
     arguments = arguments_of(options)
     pair = load_pair(with_named_target(options))
     if pair.tokenizer.chat_template is None:
-        raise ConfigError("the tokenizer must have a chat template to chat, got none; use generate for plain text")
+        raise ConfigError(
+            "the tokenizer must have a chat template to chat, got none; use generate for plain text"
+        )
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)
     while True:
@@ -82,11 +96,16 @@ def run_chat(options: ChatInTerminal) -> int:
             messages = list(start)
             continue
         if _COMMAND.fullmatch(command):
-            note(_COMMANDS if command == "/help" else f"no such command: {command}; {_COMMANDS}", style="")
+            note(
+                _COMMANDS if command == "/help" else f"no such command: {command}; {_COMMANDS}",
+                style="",
+            )
             continue
         printer = _Printer(pair.tokenizer)
         try:
-            messages = _answer(pair, [*messages, {"role": "user", "content": line}], arguments, printer)
+            messages = _answer(
+                pair, [*messages, {"role": "user", "content": line}], arguments, printer
+            )
         except Exception as error:  # noqa: BLE001  # models raise errors of all types
             if printer.printed:
                 answer("")
@@ -94,7 +113,10 @@ def run_chat(options: ChatInTerminal) -> int:
 
 
 def _note_failed_turn(error: Exception) -> None:
-    note(f"{error_line(error)}; the turn is left out, /clear starts over, /exit ends the chat", style="")
+    note(
+        f"{error_line(error)}; the turn is left out, /clear starts over, /exit ends the chat",
+        style="",
+    )
 
 
 def _answer(
@@ -106,15 +128,22 @@ def _answer(
     max_answer_len = max_new_tokens if context is None else context - len(token_ids)
     if max_answer_len < 1:
         raise ConfigError(
-            f"the conversation must have fewer tokens than the model's context of {context}, got {len(token_ids)}"
+            f"the conversation must have fewer tokens than the model's context of {context}, got "
+            f"{len(token_ids)}"
         )
     try:
         fields, line = _decode(
-            pair, token_ids, arguments | {"max_new_tokens": min(max_new_tokens, max_answer_len)}, printer
+            pair,
+            token_ids,
+            arguments | {"max_new_tokens": min(max_new_tokens, max_answer_len)},
+            printer,
         )
         note(line)
         if max_answer_len < max_new_tokens and fields["num_tokens"] == max_answer_len:
-            note(f"the answer was cut, because the model's context of {context} tokens is full; /clear starts over")
+            note(
+                f"the answer was cut, because the model's context of {context} tokens is full; "
+                "/clear starts over"
+            )
     except KeyboardInterrupt:
         note("\ninterrupted; /exit ends the chat")
     return [*messages, {"role": "assistant", "content": printer.printed}]
@@ -136,7 +165,9 @@ def _prompts(options: Generate) -> list[Row]:
     if prompt in (None, "-"):
         prompt = "" if prompt is None and sys.stdin.isatty() else read_input()
     if not prompt:
-        raise ConfigError("there must be a prompt, got none; write one, pipe it in, or name a --file")
+        raise ConfigError(
+            "there must be a prompt, got none; write one, pipe it in, or name a --file"
+        )
     return [Row(1, prompt)]
 
 

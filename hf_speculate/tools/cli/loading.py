@@ -63,7 +63,8 @@ def with_named_target(models: AnyModels) -> AnyModels:
     """Replace a draft head as TARGET by the target in its config.
 
     The head then drafts for this target. Its revision and trust in remote code do not apply to the
-    target, which the head's author has chosen. Options with a model as TARGET are returned unchanged.
+    target, which the head's author has chosen. Options with a model as TARGET are returned
+    unchanged.
     """
     head, config = models.target, _head_config(models)
     if config is None:
@@ -76,7 +77,8 @@ def with_named_target(models: AnyModels) -> AnyModels:
         PreTrainedConfig.get_config_dict(target)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"the target that the draft head {head} names must be in a folder, or on the Hub, got {target!r} "
+            f"the target that the draft head {head} names must be in a folder, or on the Hub, got "
+            f"{target!r} "
             f"({_reason(error)}); {remedy}"
         ) from error
     untrusted = f", but none of its code; to run that, {remedy}" if models.trust_remote_code else ""
@@ -142,9 +144,11 @@ def check_device(device: str) -> None:
         named = torch.device(device)
         reason = ""
         torch.zeros(1, device=named).item()  # reading fails on the meta device
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # the type depends on the device
+    # the type depends on the device
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(
-            f"--device must be auto, map or a device of this machine, got {device!r} ({reason or first_line(error)}); "
+            f"--device must be auto, map or a device of this machine, got {device!r} "
+            f"({reason or first_line(error)}); "
             "leave it out for auto"
         ) from error
 
@@ -158,7 +162,11 @@ def load_tokenizer(models: Models) -> PreTrainedTokenizerBase:
 
 
 def _load(models: Models, name: str, revision: str | None = None) -> PreTrainedModel:
-    options = {"attn_implementation": models.attn_implementation, "dtype": models.dtype, "revision": revision}
+    options = {
+        "attn_implementation": models.attn_implementation,
+        "dtype": models.dtype,
+        "revision": revision,
+    }
     options["device_map"] = "auto" if models.device == "map" else None
     model: PreTrainedModel = _read(AutoModelForCausalLM, models, name, **options).eval()
     if models.device == "map":
@@ -171,17 +179,26 @@ def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:
     """Call `from_pretrained`; raise `ConfigError` for its errors, which have all types."""
     options["trust_remote_code"] = models.trust_remote_code or None
     try:
-        return auto_class.from_pretrained(name, **{key: value for key, value in options.items() if value is not None})
+        return auto_class.from_pretrained(
+            name, **{key: value for key, value in options.items() if value is not None}
+        )
     except Exception as error:
         attention = models.attn_implementation
-        hint = "install it" if isinstance(error, ImportError) else "check the spelling, or download it again"
+        hint = (
+            "install it"
+            if isinstance(error, ImportError)
+            else "check the spelling, or download it again"
+        )
         if attention is not None and (isinstance(error, ImportError) or attention in str(error)):
             hint = "choose another --attn-implementation, or leave it out"
         if isinstance(error, ImportError):
-            raise ConfigError(f"what {name} needs must be installed, got an error: {_reason(error)}; {hint}") from error
+            raise ConfigError(
+                f"what {name} needs must be installed, got an error: {_reason(error)}; {hint}"
+            ) from error
         kind = "a tokenizer" if auto_class is AutoTokenizer else "a causal language model"
         raise ConfigError(
-            f"{kind} must be in a folder, or on the Hub, where transformers can read it, got {name!r} "
+            f"{kind} must be in a folder, or on the Hub, where transformers can read it, got "
+            f"{name!r} "
             f"({type(error).__name__}: {_reason(error)}); {hint}"
         ) from error
 
@@ -189,4 +206,6 @@ def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:
 def _reason(error: BaseException) -> str:
     """Return an error's text in one line, without its middle if it is long."""
     text, half = " ".join(str(error).split()), _REASON_LEN // 2
-    return text if len(text) <= _REASON_LEN else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
+    return (
+        text if len(text) <= _REASON_LEN else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
+    )

@@ -43,7 +43,14 @@ def _print_versions(is_asked: bool) -> None:
 @app.callback()
 def _common(
     show_version: Annotated[
-        bool, typer.Option("--version", "-V", is_eager=True, callback=_print_versions, help="Print versions and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            "-V",
+            is_eager=True,
+            callback=_print_versions,
+            help="Print versions and exit.",
+        ),
     ] = False,
     debug: Annotated[bool, typer.Option(_DEBUG, help="Print the traceback of an error.")] = False,
 ) -> None:
@@ -60,9 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        options = get_command(app)(args=words or ["--help"], prog_name=_NAME, standalone_mode=False, obj=words)
+        options = get_command(app)(
+            args=words or ["--help"], prog_name=_NAME, standalone_mode=False, obj=words
+        )
         if type(options) in COMMANDS:
-            return int(pkgutil.resolve_name(f"hf_speculate.tools.cli.{COMMANDS[type(options)][1]}")(options))
+            return int(
+                pkgutil.resolve_name(f"hf_speculate.tools.cli.{COMMANDS[type(options)][1]}")(
+                    options
+                )
+            )
         return OK if words else WRONG_USE
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK

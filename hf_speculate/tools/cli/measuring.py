@@ -23,7 +23,16 @@ from hf_speculate.tools.bench.report.page import write_html
 from hf_speculate.tools.bench.report.values import METHODS, MISSING, Columns, Result, field
 from hf_speculate.tools.bench.results import Comparison, environment
 from hf_speculate.tools.cli.arguments import Decoding, decoding_of, read_prompts
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, ProgressNotes, answer, note, notes, write_json
+from hf_speculate.tools.cli.console import (
+    INTERRUPTED,
+    OK,
+    REFUSED,
+    ProgressNotes,
+    answer,
+    note,
+    notes,
+    write_json,
+)
 from hf_speculate.tools.cli.loading import load_pair, names_head, with_named_target
 from hf_speculate.tools.cli.options import Bench, Measurement, Tune
 from hf_speculate.tools.dataset.rows import encode_rows
@@ -36,11 +45,17 @@ _PIPED_WIDTH = 160  # columns of tables without a terminal
 
 def run_bench(options: Bench) -> int:
     options = with_named_target(options)
-    decoding, sample, seed = decoding_of(options, max_new_tokens=128), options.sample, options.seed or 0
+    decoding, sample, seed = (
+        decoding_of(options, max_new_tokens=128),
+        options.sample,
+        options.seed or 0,
+    )
     fields, lens = _shared_fields(decoding, options), parse_draft_lens(options.num_assistant_tokens)
     verifiers = [methods.default_verifier(sample), "typical"]
     if options.verifiers is not None and not (verifiers := methods.split(options.verifiers)):
-        raise ConfigError("--verifiers must name at least one, got none; leave it out for the default ones")
+        raise ConfigError(
+            "--verifiers must name at least one, got none; leave it out for the default ones"
+        )
     compared = []
     if options.draft is not None and not names_head(options):  # transformers takes no heads
         compared = methods.assisted_methods(lens, sample)
@@ -77,13 +92,21 @@ def run_bench(options: Bench) -> int:
 
 def run_tune(options: Tune) -> int:
     options = with_named_target(options)
-    write, rule, decoding = options.write, parse_rule(options.quality), decoding_of(options, max_new_tokens=128)
+    write, rule, decoding = (
+        options.write,
+        parse_rule(options.quality),
+        decoding_of(options, max_new_tokens=128),
+    )
     fields, sample = _shared_fields(decoding, options), options.sample
-    lens, thresholds = parse_draft_lens(options.num_assistant_tokens), parse_thresholds(options.thresholds)
+    lens, thresholds = (
+        parse_draft_lens(options.num_assistant_tokens),
+        parse_thresholds(options.thresholds),
+    )
     tried = tuning.candidates(rule, lens, thresholds, sample, fields, options.verifiers or "")
     if not tried:
         raise ConfigError(
-            f"--verifiers must name one that --quality {rule} allows, got {options.verifiers}; leave it out"
+            f"--verifiers must name one that --quality {rule} allows, got {options.verifiers}; "
+            "leave it out"
         )
     if write is not None:
         tuning.settings_in(write)
@@ -100,7 +123,11 @@ def run_tune(options: Tune) -> int:
     say = note if options.as_json else answer
     if tuned.winner is None:
         is_allowed = any(not trial.complaint for trial in tuned.trials)
-        why = "plain decoding is as fast as any method" if is_allowed else "no method has the required quality"
+        why = (
+            "plain decoding is as fast as any method"
+            if is_allowed
+            else "no method has the required quality"
+        )
         say(f"do not speculate: {why}; nothing is written")
         return REFUSED
     say(f"best: {tuned.winner.name}\n{json.dumps(tuned.fields, indent=2, sort_keys=True)}")
@@ -114,10 +141,17 @@ def _shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
     varied = sorted(set(decoding.fields) & tuning.TUNED_NAMES - {"posterior_alpha"})
     if varied:
         hint = "use --verifiers, --num-assistant-tokens and --thresholds"
-        raise ConfigError(f"--set must leave out the fields in which methods differ, got {', '.join(varied)}; {hint}")
-    fields = decoding.fields | ({} if options.lookup is None else {"prompt_lookup_num_tokens": options.lookup})
+        raise ConfigError(
+            f"--set must leave out the fields in which methods differ, got {', '.join(varied)}; "
+            f"{hint}"
+        )
+    fields = decoding.fields | (
+        {} if options.lookup is None else {"prompt_lookup_num_tokens": options.lookup}
+    )
     if options.draft is None and fields.get("prompt_lookup_num_tokens") is None:
-        raise ConfigError("there must be --draft or --lookup, got neither; name a draft model, or add --lookup 10")
+        raise ConfigError(
+            "there must be --draft or --lookup, got neither; name a draft model, or add --lookup 10"
+        )
     return fields
 
 
@@ -135,21 +169,38 @@ def _load(
     if num_cut:
         note(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used")
     if ignored := sorted({name for prompt in prompts for name in prompt.settings}):
-        note(f"settings of single prompts are not used here, which would time other work: {', '.join(ignored)}")
+        note(
+            "settings of single prompts are not used here, which would time other work: "
+            f"{', '.join(ignored)}"
+        )
     target, tokenizer, draft_arguments = load_pair(options)
     token_ids = encode_rows(prompts, tokenizer, is_chat=options.chat)
-    categories, pad_token_id = [prompt.category for prompt in prompts], cast(int, tokenizer.pad_token_id)
+    categories, pad_token_id = (
+        [prompt.category for prompt in prompts],
+        cast(int, tokenizer.pad_token_id),
+    )
     batches = make_batches(token_ids, categories, pad_token_id, options.batch_size, target.device)
     dtype = str(target.dtype).removeprefix("torch.")
-    where = {**environment(target.device), "dtype": dtype, "target": options.target, "draft": options.draft}
+    where = {
+        **environment(target.device),
+        "dtype": dtype,
+        "target": options.target,
+        "draft": options.draft,
+    }
     logging.set_verbosity_error()  # warnings would break the progress bar
-    run_settings = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": fields}
+    run_settings = {
+        "batch_size": options.batch_size,
+        "prompts": str(options.prompts),
+        "fields": fields,
+    }
     result = {"environment": where, "settings": decoding.plain | run_settings}
     return Decoder(target, draft_arguments, decoding.plain), batches, result
 
 
 @contextmanager
-def progress(num_steps: int, log: Console | None = None) -> Iterator[Callable[[Method, Run | None], None]]:
+def progress(
+    num_steps: int, log: Console | None = None
+) -> Iterator[Callable[[Method, Run | None], None]]:
     """Show the progress of `num_steps` calls, and yield a function to call after each."""
     log = log or notes()
     steps, bar = itertools.count(1), ProgressNotes(log, "warming up")
@@ -173,8 +224,10 @@ def _show_comparison(result: dict[str, Any]) -> None:
     settings, where, entries = result["settings"], result["environment"], result["methods"]
     num_prompts = counted(settings["num_prompts"], "prompt")
     note(
-        f"{where['device']}, {counted(where['threads'], 'thread')}, {where['dtype']}, {num_prompts} in "
-        f"batches of {settings['batch_size']}, {'sampling' if settings['do_sample'] else 'greedy'}; "
+        f"{where['device']}, {counted(where['threads'], 'thread')}, {where['dtype']}, "
+        f"{num_prompts} in "
+        f"batches of {settings['batch_size']}, "
+        f"{'sampling' if settings['do_sample'] else 'greedy'}; "
         "medians (minimum to maximum) over batches"
     )
     if settings["counted"]:
@@ -185,7 +238,9 @@ def _show_comparison(result: dict[str, Any]) -> None:
         "tokens/s": lambda entry: f"{entry['tokens_per_s']['median']:.0f}",
         "speed-up": lambda entry: METHODS["speed-up"](entry).replace(" to ", "-"),
     }
-    columns = {head: cell for head, cell in (METHODS | short_columns).items() if head not in _HIDDEN}
+    columns = {
+        head: cell for head, cell in (METHODS | short_columns).items() if head not in _HIDDEN
+    }
     _show("speed", {_SHORT.get(head, head): cell for head, cell in columns.items()}, entries, 2)
     by_check: dict[str, list[str]] = {}
     for entry in entries:
@@ -193,11 +248,18 @@ def _show_comparison(result: dict[str, Any]) -> None:
             by_check.setdefault(entry["checked"], []).append(entry["name"])
     for outcome, names in by_check.items():
         answer(f"compared with plain decoding: {outcome}: {'; '.join(names)}\n")
-    noise = [f"{entry['name']} ({entry['speedup_bound']:.2f})" for entry in entries if entry["is_noise"]]
+    noise = [
+        f"{entry['name']} ({entry['speedup_bound']:.2f})" for entry in entries if entry["is_noise"]
+    ]
     if noise:
         answer(f"noise: the speed-up is above the bound of the pair: {'; '.join(noise)}\n")
     _show("latency", values.LATENCIES | name_column, entries, 1)
-    _show("by category", values.CATEGORIES, sorted(result["categories"], key=lambda entry: str(entry["category"])), 2)
+    _show(
+        "by category",
+        values.CATEGORIES,
+        sorted(result["categories"], key=lambda entry: str(entry["category"])),
+        2,
+    )
     _show("drift of lossy verifiers", values.DRIFT, result["drift"], 1)
     for name, reason in settings["left_out"].items():
         note(f"left out: {name}: {reason}", style="bold")
@@ -211,8 +273,14 @@ def _show_trials(result: dict[str, Any], rule: Rule) -> None:
         "tokens/s": values.tokens_per_s,
         "speed-up": field("speedup", 2),
         "accepted": values.share("acceptance_rate"),
-        **({} if rule.is_exact else {"agreement": values.share("agreement_with_greedy"), "drop": field("drop", 3)}),
-        "result": lambda trial: trial["out"] or ("best" if trial["name"] == result["winner"] else MISSING),
+        **(
+            {}
+            if rule.is_exact
+            else {"agreement": values.share("agreement_with_greedy"), "drop": field("drop", 3)}
+        ),
+        "result": lambda trial: (
+            trial["out"] or ("best" if trial["name"] == result["winner"] else MISSING)
+        ),
     }
     _show(f"methods tried with quality: {rule}", columns, result["tried"], 1)
 
@@ -222,11 +290,21 @@ def _show(title: str, columns: Columns, entries: Sequence[Result], num_names: in
     table = values.make_table(title, "", columns, entries, num_names)
     if table is None:
         return
-    rich_table = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    rich_table.title_justify, rich_table.title_style, rich_table.caption_justify = "left", "bold", "left"
-    for index, (head, column) in enumerate(zip(table.head, zip(*table.lines, strict=True), strict=True)):
+    rich_table = rich.table.Table(
+        title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    rich_table.title_justify, rich_table.title_style, rich_table.caption_justify = (
+        "left",
+        "bold",
+        "left",
+    )
+    for index, (head, column) in enumerate(
+        zip(table.head, zip(*table.lines, strict=True), strict=True)
+    ):
         is_number = all(cell == MISSING or cell.lstrip("-")[:1].isdigit() for cell in column)
-        justify: Literal["left", "right"] = "right" if is_number and index >= table.num_names else "left"
+        justify: Literal["left", "right"] = (
+            "right" if is_number and index >= table.num_names else "left"
+        )
         rich_table.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
     for line in table.lines:
         rich_table.add_row(*line)
@@ -236,7 +314,9 @@ def _show(title: str, columns: Columns, entries: Sequence[Result], num_names: in
     output.print(rich_table)
 
 
-def _finish(result: dict[str, Any], options: Measurement, show: Callable[[dict[str, Any]], None]) -> None:
+def _finish(
+    result: dict[str, Any], options: Measurement, show: Callable[[dict[str, Any]], None]
+) -> None:
     """Show results and doubts about them, then write them as JSON.
 
     The results are shown first, because writing may fail.

@@ -26,9 +26,15 @@ _SAME = {
 def option_line(error: Any) -> str:
     """Describe an unknown option in one line, with a suggestion if there is one."""
     name = error.option_name.replace("_", "-")
-    options = [option for parameter in error.ctx.command.params for option in parameter.opts] if error.ctx else []
+    options = (
+        [option for parameter in error.ctx.command.params for option in parameter.opts]
+        if error.ctx
+        else []
+    )
     meant = _meant(name, options, error.possibilities or ())
-    return f"No such option: {error.option_name}" + (f"; did you mean {meant}?" if meant else "; see --help")
+    return f"No such option: {error.option_name}" + (
+        f"; did you mean {meant}?" if meant else "; see --help"
+    )
 
 
 def _meant(name: str, options: Collection[str], similar: Sequence[str]) -> str:

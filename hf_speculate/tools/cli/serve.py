@@ -27,7 +27,9 @@ def run(options: Serve) -> int:
         models = with_named_target(options)
         stored = closing.enter_context(open_store(models))
         pair, name = load_pair(models), options.name or models.target
-        grammars = GrammarLimits(options.grammar_seconds, options.max_schema_bytes, options.grammar_memory_bytes)
+        grammars = GrammarLimits(
+            options.grammar_seconds, options.max_schema_bytes, options.grammar_memory_bytes
+        )
         return Engine(
             pair.target,
             pair.tokenizer,
@@ -65,13 +67,18 @@ def serve(
     with _listen(host, port) as listener:
         engine = load()
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        rows = f"{engine.num_rows} requests at once" if engine.num_rows > 1 else "one request at a time"
+        rows = (
+            f"{engine.num_rows} requests at once"
+            if engine.num_rows > 1
+            else "one request at a time"
+        )
         reason = f" ({engine.obstacle})" if engine.obstacle else ""
         page = f"; chat page on {address}/" if has_page else ""
         note(f"serving {engine.name} on {address}/v1, {rows}{reason}{page}; Ctrl-C stops", style="")
         try:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its shutdown
+                # uvicorn raises it again after its shutdown
+                signal.signal(signal.SIGTERM, lambda *_: None)
             with suppress(KeyboardInterrupt):
                 server = app.GracefulServer(engine, _GRACE_S, (host, *allowed_hosts), has_page)
                 server.run(sockets=[listener])
@@ -83,8 +90,11 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--host and --port must be free on this machine, got {host} and {port} ({error}); choose another port"
+            f"--host and --port must be free on this machine, got {host} and {port} ({error}); "
+            "choose another port"
         ) from error

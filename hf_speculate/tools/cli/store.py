@@ -26,7 +26,9 @@ def open_store(options: StoredModels, is_main: bool = True) -> Iterator[dict[str
     max_bytes = max(max_tokens * _BYTES_PER_TOKEN, 1 << 20)
     tokenizer = load_tokenizer(options)
     if options.store.exists():
-        store = SuffixStore.load(options.store, tokenizer, max_tokens=max_tokens, max_bytes=max_bytes)
+        store = SuffixStore.load(
+            options.store, tokenizer, max_tokens=max_tokens, max_bytes=max_bytes
+        )
     else:
         store = SuffixStore(max_bytes, max_tokens=max_tokens, tokenizer=tokenizer)
     num_added = store.num_added

@@ -20,7 +20,8 @@ from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of, check_settings, read_rows
 
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
-Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]  # (batches, seed, on_begin)
+# (batches, seed, on_begin)
+Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class DatasetReport:
     """Progress of a data set."""
 
     path: Path  #: file of the results
-    num_rows: int  #: rows of the data set; during a run of several ranks, this rank's unfinished rows
+    #: rows of the data set; during a run of several ranks, this rank's unfinished rows
+    num_rows: int
     num_resumed: int = 0  #: rows finished before this run
     num_finished: int = 0  #: rows finished so far
     num_tokens: int = 0  #: new tokens of this run
@@ -37,7 +39,8 @@ class DatasetReport:
     num_rounds: int = 0  #: rounds of this run, summed over rows
     num_failed: int = 0  #: rows of this run with an error
     num_in_flight: int = 0  #: rows in progress, if rows are refilled
-    fallback: str = ""  #: reason for static batches where refilled rows were requested; empty otherwise
+    #: reason for static batches where refilled rows were requested; empty otherwise
+    fallback: str = ""
     seconds: float = 0.0  #: seconds since the first batch, loading included
 
     @property
@@ -88,10 +91,14 @@ def decode_job(
         unfinished = [row for row in job.rows if row.key not in finished]
         batches = list(make_batches(unfinished))[ranks.index :: ranks.num] if unfinished else []
         num_before = len(finished) if ranks.num == 1 else 0  # each rank reports its own rows only
-        report = DatasetReport(job.output, num_before + sum(map(len, batches)), num_before, num_finished=num_before)
+        report = DatasetReport(
+            job.output, num_before + sum(map(len, batches)), num_before, num_finished=num_before
+        )
         path = job.output if ranks.num == 1 else job.part(ranks.index)
         begin = time.perf_counter()
-        for decoded in engine(batches, seed, partial(job.record_begun, ranks.index)) if batches else ():
+        for decoded in (
+            engine(batches, seed, partial(job.record_begun, ranks.index)) if batches else ()
+        ):
             append_json(path, decoded.results)
             report = replace(
                 report,
@@ -103,13 +110,22 @@ def decode_job(
             )
             if on_batch is not None:
                 on_batch(report)
-        sums: dict[str, Any] = dict(zip(_COUNTS, ranks.sums([getattr(report, name) for name in _COUNTS]), strict=True))
+        sums: dict[str, Any] = dict(
+            zip(_COUNTS, ranks.sums([getattr(report, name) for name in _COUNTS]), strict=True)
+        )
         ranks.wait()
         if ranks.is_main:
             job.complete()
         ranks.wait()
     num_rows = len(job.rows)
-    return replace(report, num_rows=num_rows, num_resumed=len(finished), num_finished=num_rows, num_in_flight=0, **sums)
+    return replace(
+        report,
+        num_rows=num_rows,
+        num_resumed=len(finished),
+        num_finished=num_rows,
+        num_in_flight=0,
+        **sums,
+    )
 
 
 def decode_dataset(
@@ -130,32 +146,37 @@ def decode_dataset(
 ) -> DatasetReport:
     """Decode prompts into a file with one JSON object per line; an interrupted run resumes.
 
-    A finished row is refilled with the next prompt, the longest prompts first. Each result is on the disk before
-    further rows start: a killed process loses the rows in flight. A line has "id", "text" (the new text),
-    "num_tokens", "finish_reason" ("stop", "length" or "error") and the prompt's extra fields. An error ends its row
-    only, and the row's line has an "error". The folder `<output>.run` holds the state for a later run.
+    A finished row is refilled with the next prompt, the longest prompts first. Each result is on
+    the disk before further rows start: a killed process loses the rows in flight. A line has "id",
+    "text" (the new text), "num_tokens", "finish_reason" ("stop", "length" or "error") and the
+    prompt's extra fields. An error ends its row only, and the row's line has an "error". The folder
+    `<output>.run` holds the state for a later run.
 
-    Fields of a prompt named "max_new_tokens", "stop_strings", "seed", "temperature", "top_k", "top_p", "min_p",
-    "typical_p", "repetition_penalty" or "no_repeat_ngram_size" replace the arguments for its row.
+    Fields of a prompt named "max_new_tokens", "stop_strings", "seed", "temperature", "top_k",
+    "top_p", "min_p", "typical_p", "repetition_penalty" or "no_repeat_ngram_size" replace the
+    arguments for its row.
 
-    If rows cannot be refilled, with a custom drafter for example, static batches of prompts of similar length are
-    decoded. If `accelerate launch` or `torchrun` started several processes, each decodes its share with its own model.
-    All must call this function with the same arguments and share the folder of the output.
+    If rows cannot be refilled, with a custom drafter for example, static batches of prompts of
+    similar length are decoded. If `accelerate launch` or `torchrun` started several processes, each
+    decodes its share with its own model. All must call this function with the same arguments and
+    share the folder of the output.
 
     Args:
         model: the target, enabled or not, with or without a PEFT wrapper.
         tokenizer: tokenizer of the target; not changed.
-        prompts: a file with one JSON value per line, or an iterable of such values: strings, or objects with "prompt",
-            "text", "messages" or "turns" (the first entry is used), and optionally "id" (default: the line's number).
+        prompts: a file with one JSON value per line, or an iterable of such values: strings, or
+            objects with "prompt", "text", "messages" or "turns" (the first entry is used), and
+            optionally "id" (default: the line's number).
         output: file of the results; created if it does not exist, and only appended to.
         max_new_tokens: maximum number of new tokens per row, >= 1.
         batch_size: rows decoded at once, >= 1.
         static_batches: whether to decode one batch after another, each until its slowest row ends.
-        seed: seed of the data set when sampling; each row's seed is derived from it and from the row's id.
-            None draws a seed and keeps it for later runs.
+        seed: seed of the data set when sampling; each row's seed is derived from it and from the
+            row's id. None draws a seed and keeps it for later runs.
         is_chat: whether to apply the chat template to texts too, as it is to messages.
         is_ordered: whether to sort the finished output like the prompts.
-        if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings differ from the earlier run's.
+        if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings differ from
+            the earlier run's.
         on_batch: called with this process's progress after each batch or finished row.
         **arguments: arguments of `generate()`, such as `assistant_model`.
 
@@ -163,7 +184,8 @@ def decode_dataset(
         The progress of all processes; `.results()` reads the output.
 
     Raises:
-        ConfigError: a prompt is invalid, ids repeat, the output belongs to another run, or a setting is wrong.
+        ConfigError: a prompt is invalid, ids repeat, the output belongs to another run, or a
+            setting is wrong.
         UnsupportedModelError: the model is distributed over several processes.
     """
     model, rows = unwrapped(model), read_rows(prompts)

@@ -25,7 +25,9 @@ _FORMAT = 1
 
 def append_json(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per value and flush them to the disk."""
-    _append(path, "".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in values).encode())
+    _append(
+        path, "".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in values).encode()
+    )
 
 
 def _append(path: Path, lines: bytes) -> None:
@@ -47,7 +49,9 @@ def cut_torn_line(path: Path) -> None:
         file.seek(end)
         torn = file.read().removeprefix(codecs.BOM_UTF8)
         if not _BEGIN.startswith(torn[: len(_BEGIN)]):
-            raise ConfigError(f"each line must be a result, got another one at the end of {path}; {_REPAIR}")
+            raise ConfigError(
+                f"each line must be a result, got another one at the end of {path}; {_REPAIR}"
+            )
         if torn:
             file.truncate(end)
             os.fsync(file.fileno())
@@ -64,9 +68,13 @@ def read_results(path: Path) -> Iterator[tuple[str, bytes]]:
             try:
                 key = str(json.loads(line)["id"])
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise ConfigError(f"each line must be a result, got another one at {source}; {_REPAIR}") from None
+                raise ConfigError(
+                    f"each line must be a result, got another one at {source}; {_REPAIR}"
+                ) from None
             if key in seen:
-                raise ConfigError(f"ids must be unique, got {key!r} again at {source}; remove that line")
+                raise ConfigError(
+                    f"ids must be unique, got {key!r} again at {source}; remove that line"
+                )
             seen.add(key)
             yield key, line
 
@@ -90,20 +98,25 @@ def move_results(part: Path, whole: Path) -> None:
 class Job:
     """Rows to decode, output and run folder.
 
-    The folder `<output>.run` has three kinds of files. `manifest.json` holds a digest of the prompts, the settings and
-    the seed. `rank-N.jsonl` holds results of rank N before they are moved to the output. `begun-N.jsonl` holds the ids
-    of each batch started by rank N, the running batch last.
+    The folder `<output>.run` has three kinds of files. `manifest.json` holds a digest of the
+    prompts, the settings and the seed. `rank-N.jsonl` holds results of rank N before they are moved
+    to the output. `begun-N.jsonl` holds the ids of each batch started by rank N, the running batch
+    last.
     """
 
     rows: Sequence[Row]  # in the order of the prompts
     output: Path  # file of the results, one line each
-    settings: Mapping[str, Any]  # settings with an effect on texts, as JSON values; must be equal in a resumed run
+    # settings with an effect on texts, as JSON values; must be equal in a resumed run
+    settings: Mapping[str, Any]
     seed: int | None = None  # seed of the data set; None draws a seed and keeps it for later runs
     is_ordered: bool = False  # whether to sort the finished output like the prompts
-    if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
+    # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
+    if_changed: str = "refuse"
 
     def __post_init__(self) -> None:
-        is_seed = Check("be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one")
+        is_seed = Check(
+            "be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one"
+        )
         is_seed("seed", self.seed)
         one_of("keep", "refuse", "restart")("if_changed", self.if_changed)
 
@@ -126,7 +139,8 @@ class Job:
         """
         if self.output.exists() and not self.manifest.exists():
             raise ConfigError(
-                f"the output must be new or written by an earlier run, got {self.output} without {self.manifest}; "
+                f"the output must be new or written by an earlier run, got {self.output} without "
+                f"{self.manifest}; "
                 "choose another output, or remove it"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +148,8 @@ class Job:
             lock = filelock.FileLock(self.folder / "lock").acquire(timeout=0)
         except filelock.Timeout:
             raise ConfigError(
-                f"{self.output} must have one run at a time, got another one; wait for it, or choose another output"
+                f"{self.output} must have one run at a time, got another one; wait for it, or "
+                "choose another output"
             ) from None
         with lock:
             try:
@@ -150,7 +165,12 @@ class Job:
         if seed is None:
             seed = secrets.randbits(62) if before is None else before["seed"]
         settings = json.loads(json.dumps(dict(self.settings)))
-        manifest = {"format": _FORMAT, "prompts": digest_of(self.rows), "settings": settings, "seed": seed}
+        manifest = {
+            "format": _FORMAT,
+            "prompts": digest_of(self.rows),
+            "settings": settings,
+            "seed": seed,
+        }
         changes = [] if before is None else _changes(before, manifest)
         files = (*self.folder.glob("begun-*.jsonl"), self.output)
         for path in files:
@@ -162,22 +182,28 @@ class Job:
         finished = ids_in(self.output)
         if changes and finished and self.if_changed == "refuse":
             raise ConfigError(
-                f"{self.output} must be resumed with the same prompts and settings, got other {', '.join(changes)}; "
-                "choose another output, or set --if-changed (if_changed in Python) to keep or to restart"
+                f"{self.output} must be resumed with the same prompts and settings, got other "
+                f"{', '.join(changes)}; "
+                "choose another output, or set --if-changed (if_changed in Python) to keep or to "
+                "restart"
             )
         unknown = sorted(finished - {row.key for row in self.rows})
         if unknown:
             raise ConfigError(
-                f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; remove those lines"
+                f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; "
+                "remove those lines"
             )
-        replace_file(self.manifest, [json.dumps(manifest, indent=2, ensure_ascii=False).encode(), b"\n"])
+        replace_file(
+            self.manifest, [json.dumps(manifest, indent=2, ensure_ascii=False).encode(), b"\n"]
+        )
 
     def begun_seed(self) -> int:
         """Return the seed written by `begin`."""
         manifest = self._read_manifest()
         if manifest is None:
             raise ConfigError(
-                f"all ranks must share the folder of the output, got no {self.manifest}; use a shared file system"
+                f"all ranks must share the folder of the output, got no {self.manifest}; use a "
+                "shared file system"
             )
         return int(manifest["seed"])
 
@@ -196,7 +222,8 @@ class Job:
         missing = [key for key in keys if key not in finished]
         if missing:
             raise ConfigError(
-                f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
+                f"every prompt must have a result, got none for {len(missing)} "
+                f"({', '.join(missing[:3])}); choose an "
                 "output on a file system that all ranks share"
             )
         if self.is_ordered:
@@ -216,7 +243,10 @@ class Job:
         except json.JSONDecodeError:
             manifest = None
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-            raise ConfigError(f"{self.manifest} must have format {_FORMAT}, got another one; choose another output")
+            raise ConfigError(
+                f"{self.manifest} must have format {_FORMAT}, got another one; choose another "
+                "output"
+            )
         return manifest
 
 

@@ -48,7 +48,9 @@ def decode_on_ray(
         ConfigError: the cluster is too small or not found, or a batch failed in an actor.
     """
     ray: Any = _connected(ray_address)
-    resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
+    resources, num_workers = resources_of(
+        ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker
+    )
     items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
     context = ray.data.DataContext.get_current()
     shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
@@ -73,7 +75,8 @@ def decode_on_ray(
 def _counter(ray: Any) -> Any:
     """Start an actor that counts the starts of each batch."""
 
-    class Attempts:  # a local class is pickled by value, so the actor's process does not import torch
+    # a local class is pickled by value, so the actor's process does not import torch
+    class Attempts:
         def __init__(self) -> None:
             self.counts: Counter[str] = Counter()
 
@@ -107,8 +110,10 @@ class _Worker:
             if ray.get(self.attempts.begin.remote(rows[0].key)) > self.num_attempts:
                 keys = ", ".join(row.key for row in rows[:3])
                 raise ConfigError(
-                    f"a batch must not kill its actor, got {counted(len(rows), 'row')} ({keys}) on which "
-                    f"{self.num_attempts} died; choose a smaller batch size, or remove these prompts"
+                    f"a batch must not kill its actor, got {counted(len(rows), 'row')} ({keys}) on "
+                    "which "
+                    f"{self.num_attempts} died; choose a smaller batch size, or remove these "
+                    "prompts"
                 )
             content = self.decoder.decode(rows, self.seed)._asdict()
         except (SpeculateError, OSError) as error:
@@ -123,16 +128,25 @@ def _connected(address: str | None) -> Any:
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         except ConnectionError as error:
             raise ConfigError(
-                f"the address must be that of a running Ray cluster, got {address!r}; leave it out to start one here"
+                f"the address must be that of a running Ray cluster, got {address!r}; leave it out "
+                "to start one here"
             ) from error
     return ray
 
 
 def resources_of(
-    cluster: Mapping[str, float], workers: int | None, cpus_per_worker: float, gpus_per_worker: float | None
+    cluster: Mapping[str, float],
+    workers: int | None,
+    cpus_per_worker: float,
+    gpus_per_worker: float | None,
 ) -> tuple[dict[str, float], int]:
     """Choose each actor's resources and the number of actors.
 
@@ -146,11 +160,14 @@ def resources_of(
     num_units, worker_units = round(available * _UNITS), max(round(needed * _UNITS), 1)
     num_fitting = num_units // worker_units
     if gpus and worker_units < _UNITS:  # a fraction of a GPU never spans two GPUs
-        num_fitting = num_units // _UNITS * (_UNITS // worker_units) + num_units % _UNITS // worker_units
+        num_fitting = (
+            num_units // _UNITS * (_UNITS // worker_units) + num_units % _UNITS // worker_units
+        )
     num_workers = workers or (max(num_fitting, 1) if gpus else 1)
     if needed and num_fitting < num_workers:
         raise ConfigError(
-            f"all workers must fit into the cluster, got {num_workers} of {needed:g} {name} each with "
+            f"all workers must fit into the cluster, got {num_workers} of {needed:g} {name} each "
+            "with "
             f"{available:g} {name}, enough for {num_fitting}; choose fewer"
         )
     return {f"num_{name.lower()}s": needed}, num_workers

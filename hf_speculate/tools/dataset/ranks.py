@@ -58,6 +58,7 @@ def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
         return
     if tensor_parallel_size(model) > 1 or ranks_of_call(None, [model], model.device).is_synced:
         raise UnsupportedModelError(
-            f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over them; call "
+            f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over "
+            "them; call "
             "generate() on all ranks instead"
         )

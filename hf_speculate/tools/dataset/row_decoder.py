@@ -37,15 +37,20 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 class RowEnds:
     """End of each row, found after decoding.
 
-    The output does not show it: rows without an EOS token go on until the last row has stopped. Row-wise criteria run
-    again on the output. Calls of the others are recorded while decoding.
+    The output does not show it: rows without an EOS token go on until the last row has stopped.
+    Row-wise criteria run again on the output. Calls of the others are recorded while decoding.
     """
 
     def __init__(self, own: Iterable[StoppingCriteria], users: Iterable[Any]):
         criteria = [
-            criterion if BlockStoppingCriteria([criterion]).is_row_wise else _Watched(criterion) for criterion in users
+            criterion if BlockStoppingCriteria([criterion]).is_row_wise else _Watched(criterion)
+            for criterion in users
         ]
-        row_wise = [criterion for criterion in criteria if not isinstance(criterion, _Watched | MaxTimeCriteria)]
+        row_wise = [
+            criterion
+            for criterion in criteria
+            if not isinstance(criterion, _Watched | MaxTimeCriteria)
+        ]
         self.criteria = StoppingCriteriaList(criteria)
         self._row_wise = BlockStoppingCriteria([*own, *row_wise])
 
@@ -60,10 +65,14 @@ class RowEnds:
             A number per row; None if no criterion ended the row.
         """
         on_host = token_ids.cpu()
-        verdict = self._row_wise(TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist())
+        verdict = self._row_wise(
+            TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist()
+        )
         pairs = zip(verdict.num_emitted, verdict.is_done, strict=True)
         ends: list[int | None] = [num_new if is_done else None for num_new, is_done in pairs]
-        for watched in (criterion for criterion in self.criteria if isinstance(criterion, _Watched)):
+        for watched in (
+            criterion for criterion in self.criteria if isinstance(criterion, _Watched)
+        ):
             for row, length in watched.first_lens.items():
                 num_new, earlier = length - prompt_len, ends[row]
                 ends[row] = num_new if earlier is None else min(earlier, num_new)
@@ -84,7 +93,9 @@ class _Watched(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         answer = self._criterion(input_ids, scores, **kwargs)
-        flags = as_flags(answer if isinstance(answer, Tensor) else torch.tensor(answer, device="cpu"))
+        flags = as_flags(
+            answer if isinstance(answer, Tensor) else torch.tensor(answer, device="cpu")
+        )
         flags = flags.expand(input_ids.shape[0])
         for row in flags.nonzero().flatten().tolist():
             self.first_lens.setdefault(row, input_ids.shape[1])
@@ -119,7 +130,8 @@ class Decoded(NamedTuple):
     num_rounds: int
     num_failed: int = 0
     num_in_flight: int = 0  # rows in progress
-    fallback: str = ""  # reason for static batches where refilled rows were requested; empty otherwise
+    # reason for static batches where refilled rows were requested; empty otherwise
+    fallback: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -135,14 +147,16 @@ class RowDecoder:
 
     model: PreTrainedModel  # the target, enabled or not
     tokenizer: PreTrainedTokenizerBase  # tokenizer of the target; not changed
-    arguments: Mapping[str, Any]  # arguments of `generate()` with `max_new_tokens`, without `RESERVED_ARGUMENTS`
+    # arguments of `generate()` with `max_new_tokens`, without `RESERVED_ARGUMENTS`
+    arguments: Mapping[str, Any]
     is_chat: bool = False  # whether to apply the chat template to texts too
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrapped(self.model))
         if taken := [name for name in RESERVED_ARGUMENTS if name in self.arguments]:
             raise ConfigError(
-                f"arguments must not include {', '.join(RESERVED_ARGUMENTS)}, which the data set controls, got "
+                f"arguments must not include {', '.join(RESERVED_ARGUMENTS)}, which the data set "
+                "controls, got "
                 f"{taken[0]}; leave it out"
             )
         self._verifier()
@@ -185,7 +199,9 @@ class RowDecoder:
             on_begin(batch)
             yield self.decode(batch, seed)._replace(fallback=fallback)
 
-    def _decode_refilled(self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt]) -> Iterator[Decoded]:
+    def _decode_refilled(
+        self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt]
+    ) -> Iterator[Decoded]:
         try:
             for results in decoder.decode(lambda: next(prompts, None)):
                 yield Decoded(
@@ -207,7 +223,9 @@ class RowDecoder:
         prompts = [self._token_ids(row) for row in rows]
         input_ids, attention_mask = left_padded(prompts, self._pad_token_id, self.model.device)
         stats, ends, prompt_len = SpeculationStats(), self._ends(), input_ids.shape[1]
-        decode: Any = self.model.generate if is_enabled(self.model) else partial(generate, self.model)
+        decode: Any = (
+            self.model.generate if is_enabled(self.model) else partial(generate, self.model)
+        )
         try:
             output = decode(
                 input_ids=input_ids,
@@ -221,7 +239,9 @@ class RowDecoder:
         except torch.OutOfMemoryError as error:
             sizes = f"of {prompt_len} and {counted(self.arguments['max_new_tokens'], 'token')}"
             raise _out_of_memory(len(rows), sizes) from error
-        finished = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
+        finished = zip(
+            rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True
+        )
         lines = [self._line(row, ids, num_new) for row, ids, num_new in finished]
         return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
 
@@ -239,7 +259,10 @@ class RowDecoder:
         row, prompt, ids = result.prompt.key, list(result.prompt.token_ids), result.token_ids
         if result.error is not None:
             line = self._line(row, ids, len(ids))
-            return line | {"finish_reason": "error", "error": f"{type(result.error).__name__}: {result.error}"}
+            return line | {
+                "finish_reason": "error",
+                "error": f"{type(result.error).__name__}: {result.error}",
+            }
         (num_new,) = self._ends().find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
         return self._line(row, ids, num_new)
 
@@ -257,12 +280,20 @@ class RowDecoder:
             if self._setting("max_time") is not None or any(
                 isinstance(criterion, MaxTimeCriteria) for criterion in criteria
             ):
-                num_pads = len(list(takewhile(lambda token_id: token_id == self._pad_token_id, reversed(ids))))
+                num_pads = len(
+                    list(takewhile(lambda token_id: token_id == self._pad_token_id, reversed(ids)))
+                )
                 ids = ids[: len(ids) - num_pads]  # a time limit leaves padding at the end
             reason = "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
         ids = ids[:num_new]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": reason, **row.extras}
+        return {
+            "id": row.id,
+            "text": text,
+            "num_tokens": len(ids),
+            "finish_reason": reason,
+            **row.extras,
+        }
 
     def _ends(self) -> RowEnds:
         return RowEnds(self._own_criteria, self.arguments.get("stopping_criteria") or ())
@@ -273,7 +304,9 @@ class RowDecoder:
         eos, stop_strings = self._eos_token_ids, self._setting("stop_strings")
         criteria: list[StoppingCriteria] = [EosTokenCriteria(eos)] if eos else []
         if stop_strings is not None:
-            criteria.append(StopStringCriteria(self.arguments.get("tokenizer") or self.tokenizer, stop_strings))
+            criteria.append(
+                StopStringCriteria(self.arguments.get("tokenizer") or self.tokenizer, stop_strings)
+            )
         return criteria
 
     @property
@@ -283,8 +316,15 @@ class RowDecoder:
 
     @property
     def _pad_token_id(self) -> int:
-        candidates = (self._setting("pad_token_id"), self.tokenizer.pad_token_id, *self._eos_token_ids, 0)
-        return int(next(token_id for token_id in candidates if token_id is not None and token_id >= 0))
+        candidates = (
+            self._setting("pad_token_id"),
+            self.tokenizer.pad_token_id,
+            *self._eos_token_ids,
+            0,
+        )
+        return int(
+            next(token_id for token_id in candidates if token_id is not None and token_id >= 0)
+        )
 
     def _setting(self, name: str) -> Any:
         return setting(self.model, self.arguments, name)
@@ -302,14 +342,17 @@ class RowDecoder:
             return {}
         if config.verifier is not None:
             raise ConfigError(
-                f"verifier must be 'coupled' if nothing is drafted, got {config.verifier!r}; leave it out"
+                f"verifier must be 'coupled' if nothing is drafted, got {config.verifier!r}; leave "
+                "it out"
             )
         return {"verifier": "coupled"}
 
 
 def _out_of_memory(num_rows: int, what: str) -> ConfigError:
     rows = counted(num_rows, "row")
-    return ConfigError(f"the batch must fit into memory, got {rows} {what}; choose fewer rows, results are kept")
+    return ConfigError(
+        f"the batch must fit into memory, got {rows} {what}; choose fewer rows, results are kept"
+    )
 
 
 def row_seed(seed: int, row: Row) -> int:

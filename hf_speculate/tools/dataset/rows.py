@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.field_checks import Check, integer, is_list, real
 
-PROMPT_NAMES = ("messages", "prompt", "text", "turns")  # the first of "turns" is the prompt, as in Spec-Bench's files
+# the first of "turns" is the prompt, as in Spec-Bench's files
+PROMPT_NAMES = ("messages", "prompt", "text", "turns")
 ID_NAMES = ("id", "question_id")
-RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result, forbidden for extra fields
+# names of a result, forbidden for extra fields
+RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")
 _MAX_NOTES = 19  # errors shown after the first
 _LEFT_OUT = "leave it out for the run's own"
 _FROM_0 = integer("an int of at least 0", 0, math.inf, _LEFT_OUT)
@@ -29,7 +31,11 @@ ROW_SETTINGS: dict[str, Check] = {
     "stop_strings": Check(
         "be a string or a list of strings",
         lambda value: (
-            bool(value) and (isinstance(value, str) or is_list(value, lambda text: text and isinstance(text, str)))
+            bool(value)
+            and (
+                isinstance(value, str)
+                or is_list(value, lambda text: text and isinstance(text, str))
+            )
         ),
         _LEFT_OUT,
     ),
@@ -42,7 +48,8 @@ ROW_SETTINGS: dict[str, Check] = {
     "repetition_penalty": _POSITIVE,
     "no_repeat_ngram_size": _FROM_0,
 }
-SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # settings for sampling only
+# settings for sampling only
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 class Problems:
@@ -57,7 +64,9 @@ class Problems:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
         if isinstance(error, ConfigError):
             self._errors.append(error)
             return True
@@ -100,7 +109,9 @@ class Row:
         return str(self.extras.get("category", ""))
 
 
-def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]], column: str | None = None) -> list[Row]:
+def read_rows(
+    prompts: str | Path | Iterable[str | Mapping[str, Any]], column: str | None = None
+) -> list[Row]:
     """Read rows from a file of JSON lines, or from values.
 
     Args:
@@ -113,7 +124,10 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]], column: s
     if isinstance(prompts, str | Path):
         path = Path(prompts)
         if not path.is_file():
-            raise ConfigError(f"the file of prompts must exist, got {path}; write one JSON object per line into it")
+            raise ConfigError(
+                f"the file of prompts must exist, got {path}; write one JSON object per line into "
+                "it"
+            )
         entries = lines_of(path.read_bytes().split(b"\n"), path.name)
     else:
         entries = ((number, entry, f"prompt {number}") for number, entry in enumerate(prompts, 1))
@@ -136,15 +150,20 @@ def rows_of(entries: Iterable[tuple[int, Any, str]], column: str | None = None) 
     for number, entry, source in entries:
         with problems:
             value = _decoded(entry, source) if isinstance(entry, bytes) else entry
-            row = _row_of(value if column is None else entry_of(value, column, source), number, source)
+            row = _row_of(
+                value if column is None else entry_of(value, column, source), number, source
+            )
             if (earlier := rows.setdefault(row.key, row)) is not row:
                 where = f"{earlier.source} and at {source}"
                 raise ConfigError(
-                    f"ids must be unique, got {row.key!r} at {where}; give each prompt its own id, or none"
+                    f"ids must be unique, got {row.key!r} at {where}; give each prompt its own id, "
+                    "or none"
                 )
     problems.check()
     if not rows:
-        raise ConfigError("there must be at least one prompt, got none; write one JSON object per line")
+        raise ConfigError(
+            "there must be at least one prompt, got none; write one JSON object per line"
+        )
     return list(rows.values())
 
 
@@ -174,7 +193,9 @@ def digest_of(rows: Sequence[Row]) -> str:
 
 
 def _encoded(row: Row) -> bytes:
-    return json.dumps([row.id, row.content, row.extras], ensure_ascii=False, sort_keys=True).encode()
+    return json.dumps(
+        [row.id, row.content, row.extras], ensure_ascii=False, sort_keys=True
+    ).encode()
 
 
 def entry_of(record: Any, column: str, source: str) -> dict[str, Any]:
@@ -188,11 +209,16 @@ def entry_of(record: Any, column: str, source: str) -> dict[str, Any]:
     names = list(record) if isinstance(record, Mapping) else []
     if column not in names:
         hint = f"choose one of {', '.join(names)}" if names else "write objects with that field"
-        raise ConfigError(f"--column must name a field with the prompt, got {column!r} at {source}; {hint}")
+        raise ConfigError(
+            f"--column must name a field with the prompt, got {column!r} at {source}; {hint}"
+        )
     left_out, value = {*PROMPT_NAMES, *RESULT_NAMES, column} - {"id"}, record[column]
     fields = {name: field for name, field in record.items() if name not in left_out}
     is_chat = isinstance(value, list) and value and isinstance(value[0], Mapping)
-    return {"messages" if is_chat else "turns" if isinstance(value, list) else "prompt": value, **fields}
+    return {
+        "messages" if is_chat else "turns" if isinstance(value, list) else "prompt": value,
+        **fields,
+    }
 
 
 def _row_of(entry: Any, number: int, source: str) -> Row:
@@ -200,27 +226,36 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
     contents = {name: fields.pop(name) for name in PROMPT_NAMES if name in fields}
     present = {name: value for name, value in contents.items() if value is not None}
     content: Any
-    name, content = present.popitem() if len(present) == 1 else ("", entry if isinstance(entry, str) else None)
+    name, content = (
+        present.popitem() if len(present) == 1 else ("", entry if isinstance(entry, str) else None)
+    )
     num_turns = 1
     if name == "turns" and isinstance(content, list) and content:
         content, num_turns = content[0], len(content)
-    is_chat = isinstance(content, list) and content and all(isinstance(message, dict) for message in content)
+    is_chat = (
+        isinstance(content, list)
+        and content
+        and all(isinstance(message, dict) for message in content)
+    )
     if not isinstance(content, str) and not is_chat:
         got = ", ".join(sorted({**fields, **contents})) or repr(entry)[:40]
         raise ConfigError(
-            f'each line must hold one of {", ".join(PROMPT_NAMES)}, got {got} at {source}; write {{"prompt": "..."}}'
+            f"each line must hold one of {', '.join(PROMPT_NAMES)}, got {got} at {source}; write "
+            f'{{"prompt": "..."}}'
         )
     id_name = next((name for name in ID_NAMES if name in fields), "id")
     row_id = fields.pop(id_name, number)
     if isinstance(row_id, bool) or not isinstance(row_id, str | int):
         raise ConfigError(
-            f"{id_name} must be a string or an integer, got {row_id!r} at {source}; leave it out for the line's number"
+            f"{id_name} must be a string or an integer, got {row_id!r} at {source}; leave it out "
+            "for the line's number"
         )
     reserved = sorted(set(fields) & set(RESULT_NAMES))
     if reserved:
         names = ", ".join(RESULT_NAMES)
         raise ConfigError(
-            f"extra fields must not be names of results ({names}), got {reserved[0]} at {source}; rename it"
+            f"extra fields must not be names of results ({names}), got {reserved[0]} at {source}; "
+            "rename it"
         )
     for name, check in ROW_SETTINGS.items():
         if fields.get(name) is not None:
@@ -228,17 +263,30 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
     row = Row(row_id, content, fields, source, num_turns)
     try:
         _encoded(row)
-    except (UnicodeEncodeError, TypeError, RecursionError) as error:  # an unpaired surrogate, or a Python object
-        raise ConfigError(f"each line must be JSON in UTF-8, got {error} at {source}; repair it") from None
+    # an unpaired surrogate, or a Python object
+    except (UnicodeEncodeError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"each line must be JSON in UTF-8, got {error} at {source}; repair it"
+        ) from None
     return row
 
 
 # Errors of missing chat templates, and of templates for unsupported messages.
-_TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def token_ids_of(
-    row: Row, tokenizer: PreTrainedTokenizerBase, is_chat: bool, template_options: Mapping[str, Any] | None = None
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    is_chat: bool,
+    template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Encode a row.
 
@@ -256,25 +304,39 @@ def token_ids_of(
     if isinstance(row.content, str) and not is_chat:
         encoded = tokenizer(row.content)
     else:
-        messages = [{"role": "user", "content": row.content}] if isinstance(row.content, str) else row.content
+        messages = (
+            [{"role": "user", "content": row.content}]
+            if isinstance(row.content, str)
+            else row.content
+        )
         try:
-            options = {**(template_options or {}), "add_generation_prompt": True, "return_dict": True}
+            options = {
+                **(template_options or {}),
+                "add_generation_prompt": True,
+                "return_dict": True,
+            }
             encoded = tokenizer.apply_chat_template(messages, **options)
         except _TEMPLATE_ERRORS as error:
             raise ConfigError(
                 "the tokenizer must have a chat template that fits the messages, got "
-                f"{type(error).__name__} ({error}) at {row.source}; check their roles, or give prompts as plain text"
+                f"{type(error).__name__} ({error}) at {row.source}; check their roles, or give "
+                "prompts as plain text"
             ) from error
     if not encoded["input_ids"]:
-        raise ConfigError(f"each prompt must have at least one token, got none at {row.source}; leave the row out")
+        raise ConfigError(
+            f"each prompt must have at least one token, got none at {row.source}; leave the row out"
+        )
     return list(encoded["input_ids"])
 
 
-def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[list[int]]:
+def encode_rows(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_chat: bool
+) -> list[list[int]]:
     """Encode each row.
 
     Raises:
-        ConfigError: a row has no token, or does not fit the chat template; the error's notes name further ones.
+        ConfigError: a row has no token, or does not fit the chat template; the error's notes name
+            further ones.
     """
     problems, encoded = Problems(), []
     for row in rows:
@@ -296,7 +358,8 @@ def check_settings(rows: Sequence[Row], do_sample: bool, hint: str) -> None:
             with problems:
                 if name in row.settings:
                     raise ConfigError(
-                        f"{name} of a prompt must come with sampling, got {row.settings[name]} with greedy decoding at "
+                        f"{name} of a prompt must come with sampling, got {row.settings[name]} "
+                        "with greedy decoding at "
                         f"{row.source}; {hint}, or leave {name} out"
                     )
     problems.check()

@@ -11,7 +11,9 @@ from hf_speculate.tools.dataset.rows import PROMPT_NAMES, Row, rows_of
 _REASON_LEN = 300  # characters of another library's error
 
 
-def read_data_set(path: Path, column: str | None = None, split: str = "train", subset: str | None = None) -> list[Row]:
+def read_data_set(
+    path: Path, column: str | None = None, split: str = "train", subset: str | None = None
+) -> list[Row]:
     """Read the rows of a data set.
 
     Args:
@@ -38,7 +40,8 @@ def read_data_set(path: Path, column: str | None = None, split: str = "train", s
         reason = " ".join(str(error).split())[:_REASON_LEN]
         where = f"parquet in {path}" if is_file else f"{path.as_posix()} on the Hub"
         raise ConfigError(
-            f"prompts must be in a data set that can be read, got {where} ({type(error).__name__}: {reason}); check "
+            f"prompts must be in a data set that can be read, got {where} ({type(error).__name__}: "
+            f"{reason}); check "
             "the name, --split and --subset"
         ) from error
     name = column or _default_column(loaded.column_names)
@@ -49,7 +52,9 @@ def read_data_set(path: Path, column: str | None = None, split: str = "train", s
 def _records(loaded: Any, name: str) -> Iterator[tuple[int, Any, str]]:
     """Yield number, JSON-serialisable fields and source of each record."""
     for number, record in enumerate(loaded, 1):
-        fields = {key: value for key, value in record.items() if value is not None and _is_json(value)}
+        fields = {
+            key: value for key, value in record.items() if value is not None and _is_json(value)
+        }
         yield number, fields, f"{name}:{number}"
 
 
@@ -64,7 +69,11 @@ def _is_json(value: Any) -> bool:
 def _default_column(names: list[str]) -> str:
     present = [name for name in PROMPT_NAMES if name in names]
     if len(present) != 1:
-        got = f"none with the columns {', '.join(names)}" if not present else f"none, and {' and '.join(present)}"
+        got = (
+            f"none with the columns {', '.join(names)}"
+            if not present
+            else f"none, and {' and '.join(present)}"
+        )
         raise ConfigError(f"--column must name the column of the prompts, got {got}; choose one")
     return present[0]
 

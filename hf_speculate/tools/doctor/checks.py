@@ -15,7 +15,15 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.parity import check_parity
 
 KERNELS, GRAPHS, TEXTS = "kernels", "graphs", "texts"
-_OPERATIONS = ("greedy", "rejection with draft sums", "point mass", "rejection", "block", "coupled", "typical")
+_OPERATIONS = (
+    "greedy",
+    "rejection with draft sums",
+    "point mass",
+    "rejection",
+    "block",
+    "coupled",
+    "typical",
+)
 _VOCAB_SIZE, _HEAD_WIDTH = 512, 16
 _SPREAD = 0.2  # spread of weights; texts must depend on the tokens read
 _NOISE = 0.05  # noise of the draft's weights, relative to the spread
@@ -25,7 +33,8 @@ _PROMPT_LENS = (24, 21, 9, 1)
 class Sizes(NamedTuple):
     """Sizes of rounds, models and texts in checks."""
 
-    vocab_size: int = 50_257  # columns of the kernels' rows; odd, so rows start at addresses of any alignment
+    # columns of the kernels' rows; odd, so rows start at addresses of any alignment
+    vocab_size: int = 50_257
     num_draft_tokens: int = 5  # in the kernels' rounds
     kernel_dtype: torch.dtype = torch.bfloat16
     width: int = 256  # hidden width of the models
@@ -46,7 +55,9 @@ def check_kernels(device: torch.device, sizes: Sizes) -> str:
         num_wrong = num_different(name, device, sizes.kernel_dtype, *shape, is_hostile=is_hostile)
         if num_wrong:
             kind = "hostile" if is_hostile else "ordinary"
-            raise WrongResultError(f"{name} differs from its reference in {num_wrong} numbers on {kind} rows")
+            raise WrongResultError(
+                f"{name} differs from its reference in {num_wrong} numbers on {kind} rows"
+            )
     return f"{len(rounds)} rounds agree with their references"
 
 
@@ -54,8 +65,8 @@ def check_texts(graphs: str, device: torch.device, sizes: Sizes) -> str:
     """Compare greedy texts with plain decoding; they may differ at near-ties.
 
     With `graphs` "auto" each call is repeated; the first call captures and tries the graphs. Both
-    models must run from graphs, unless the trial finds them not faster. Between the calls, other code
-    allocates memory and drops cuBLAS workspaces.
+    models must run from graphs, unless the trial finds them not faster. Between the calls, other
+    code allocates memory and drops cuBLAS workspaces.
     """
     num_texts, slow = Counter[str](), False
     for dtype in (torch.float32, torch.float16 if device.type == "mps" else torch.bfloat16):
@@ -92,7 +103,9 @@ CHECKS: dict[str, Callable[[torch.device, Sizes], str]] = {
 """Each returns its findings in words, and raises `WrongResultError` or any other error."""
 
 
-def _pair(device: torch.device, dtype: torch.dtype, width: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _pair(
+    device: torch.device, dtype: torch.dtype, width: int
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a small target and a similar draft, the same at every call."""
     num_heads = width // _HEAD_WIDTH
     config = LlamaConfig(
@@ -124,7 +137,10 @@ def _pair(device: torch.device, dtype: torch.dtype, width: int) -> tuple[PreTrai
 def _prompts(device: torch.device, batch_size: int) -> dict[str, Tensor]:
     """Return left-padded prompts of several lengths."""
     generator = torch.Generator().manual_seed(batch_size)
-    texts = [torch.randint(3, _VOCAB_SIZE, (length,), generator=generator) for length in _PROMPT_LENS[:batch_size]]
+    texts = [
+        torch.randint(3, _VOCAB_SIZE, (length,), generator=generator)
+        for length in _PROMPT_LENS[:batch_size]
+    ]
     max_len = max(map(len, texts))
     ids = torch.stack([torch.cat([text.new_zeros(max_len - len(text)), text]) for text in texts])
     return {"input_ids": ids.to(device), "attention_mask": (ids > 0).long().to(device)}

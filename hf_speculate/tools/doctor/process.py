@@ -30,7 +30,11 @@ class Seen(NamedTuple):
 
 
 def run_check(
-    name: str, device: str, sizes: Sizes, limit_s: float, enter: Callable[[], AbstractContextManager[Any]]
+    name: str,
+    device: str,
+    sizes: Sizes,
+    limit_s: float,
+    enter: Callable[[], AbstractContextManager[Any]],
 ) -> Seen:
     """Run the check `name` of `CHECKS` in a new process, in the context made there by `enter`."""
     has_forkserver = "forkserver" in multiprocessing.get_all_start_methods()
@@ -41,7 +45,9 @@ def run_check(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log"
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(send, str(log), name, device, sizes, enter), daemon=True)
+        process = context.Process(
+            target=_serve, args=(send, str(log), name, device, sizes, enter), daemon=True
+        )
         process.start()
         send.close()
         try:
@@ -75,7 +81,12 @@ def _how_it_ended(exit_code: int | None, log: Path) -> str:
 
 
 def _serve(
-    send: Connection, log: str, name: str, device: str, sizes: Sizes, enter: Callable[[], AbstractContextManager[Any]]
+    send: Connection,
+    log: str,
+    name: str,
+    device: str,
+    sizes: Sizes,
+    enter: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """Run a check and send its result; print to the file `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -83,7 +94,8 @@ def _serve(
         with suppress(OSError, ValueError):
             os.dup2(descriptor, stream.fileno())
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # tiny models gain nothing from threads, and on a busy machine these wait for each other
+    # tiny models gain nothing from threads, and on a busy machine these wait for each other
+    torch.set_num_threads(1)
     with enter():
         send.send(_answer(name, torch.device(device), sizes))
     send.close()
@@ -99,5 +111,8 @@ def _answer(name: str, device: torch.device, sizes: Sizes) -> tuple[str, str]:
     except torch.OutOfMemoryError:
         return NOT_RUN, "the device's memory is short"
     except Exception as error:  # noqa: BLE001, reported
-        return WRONG, f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
+        return (
+            WRONG,
+            f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}",
+        )
     return RIGHT, detail

@@ -14,7 +14,8 @@ from hf_speculate.kernels.backends import runs_kernels
 from hf_speculate.tools.doctor.checks import GRAPHS, KERNELS, TEXTS, Sizes
 from hf_speculate.tools.doctor.process import WRONG, Seen, run_check
 
-LIMIT_S = 120.0  # per check, with the start of its process; Triton compiles some thirty kernels on a new machine
+# per check, with the start of its process; Triton compiles some thirty kernels on a new machine
+LIMIT_S = 120.0
 # Advice for failed checks, by name.
 SETTINGS = {
     KERNELS: 'verifier_backend="torch"',
@@ -64,7 +65,10 @@ class DoctorReport(NamedTuple):
         return "; ".join(filter(None, (device.advice for device in self.devices)))
 
     def as_dict(self) -> dict[str, Any]:
-        devices = [{**device._asdict(), "checks": [check._asdict() for check in seen]} for device, seen in self.devices]
+        devices = [
+            {**device._asdict(), "checks": [check._asdict() for check in seen]}
+            for device, seen in self.devices
+        ]
         return {"ok": self.ok, "advice": self.advice, "versions": self.versions, "devices": devices}
 
     def __str__(self) -> str:
@@ -75,7 +79,10 @@ class DoctorReport(NamedTuple):
         for device, seen in self.devices:
             facts = "".join(f", {name} {value}" for name, value in device.facts.items())
             yield f"\n{device.name}: {device.title}{facts}"
-            yield from (f"  {check.result:7}  {check.name}, {check.seconds:.1f} s ({check.detail})" for check in seen)
+            yield from (
+                f"  {check.result:7}  {check.name}, {check.seconds:.1f} s ({check.detail})"
+                for check in seen
+            )
         yield f"\n{self.advice or 'nothing is wrong'}"
 
 

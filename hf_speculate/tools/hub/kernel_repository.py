@@ -2,7 +2,8 @@
 
     python -m hf_speculate.tools.hub.kernel_repository
 
-writes `build/torch-universal/`. In the root of a clone, `kernels.get_local_kernel(Path("."))` loads it.
+writes `build/torch-universal/`. In the root of a clone, `kernels.get_local_kernel(Path("."))` loads
+it.
 """
 
 import argparse
@@ -26,8 +27,12 @@ def write_repository(folder: Path) -> Path:
     variant = folder / VARIANT
     if variant.exists():
         shutil.rmtree(variant)
-    shutil.copytree(SOURCE, variant / PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "*.py[cod]"))
-    (variant / "metadata.json").write_text(json.dumps(metadata(variant), indent=2) + "\n", encoding="utf-8")
+    shutil.copytree(
+        SOURCE, variant / PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "*.py[cod]")
+    )
+    (variant / "metadata.json").write_text(
+        json.dumps(metadata(variant), indent=2) + "\n", encoding="utf-8"
+    )
     return variant
 
 
@@ -56,7 +61,9 @@ def digest(variant: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=ROOT / "build", help="where torch-universal/ is written")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build", help="where torch-universal/ is written"
+    )
     sys.stdout.write(f"written: {write_repository(parser.parse_args().folder)}\n")
 
 

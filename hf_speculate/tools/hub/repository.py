@@ -65,7 +65,9 @@ def _render(template: str, fields: Mapping[str, Any], **values: Any) -> str:
 
 def _meanings() -> dict[str, str]:
     """Extract each field's first sentence from the docstring of `SpeculationConfig`."""
-    arguments = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    arguments = (
+        (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    )
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M)
     return {name: " ".join(text.split()).split(". ")[0].removesuffix(".") for name, text in entries}
 
@@ -82,9 +84,10 @@ def save_config(
 ) -> Path:
     """Write a folder with speculative settings, in the layout of the Hub.
 
-    `generation_config.json` holds the model's generation settings and the fields, for `from_pretrained` and `enable`;
-    an existing file is replaced. `custom_generate/` holds a function for models without `enable`. A model card is
-    written too. A user's own card is neither replaced nor uploaded.
+    `generation_config.json` holds the model's generation settings and the fields, for
+    `from_pretrained` and `enable`; an existing file is replaced. `custom_generate/` holds a
+    function for models without `enable`. A model card is written too. A user's own card is neither
+    replaced nor uploaded.
 
     Args:
         model: model with generation settings; it is not changed.
@@ -97,7 +100,8 @@ def save_config(
             None takes the account's default.
         api: client for the upload.
             None makes a new one.
-        **fields: fields of `SpeculationConfig`. They override fields in the model's generation config.
+        **fields: fields of `SpeculationConfig`. They override fields in the model's generation
+            config.
 
     Returns:
         The folder.
@@ -122,16 +126,18 @@ def save_config(
         api, title = api or HfApi(), "Decode speculatively with hf_speculate"
         api.create_repo(name, private=private, exist_ok=True)
         files = ["generation_config.json", *written]
-        api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=files, commit_message=title)
+        api.upload_folder(
+            repo_id=name, folder_path=str(folder), allow_patterns=files, commit_message=title
+        )
     return folder
 
 
 def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
     """Write the arguments of `enable` into a saved model's folder.
 
-    A model loaded from this folder needs no arguments in `enable(model)`. `generation_config.json` holds its generation
-    settings, the fields, and the id of the draft; an existing file is replaced. For a draft model the id is the name it
-    was loaded from.
+    A model loaded from this folder needs no arguments in `enable(model)`. `generation_config.json`
+    holds its generation settings, the fields, and the id of the draft; an existing file is
+    replaced. For a draft model the id is the name it was loaded from.
 
     Args:
         model: an enabled model, with or without a PEFT wrapper; it is not changed.
@@ -147,7 +153,9 @@ def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
     base, folder = unwrapped(model), Path(folder)
     defaults = dict(Defaults.of(base).values)
     if not defaults:
-        raise ConfigError("model must be enabled with a draft or fields to save, got none; pass them to enable()")
+        raise ConfigError(
+            "model must be enabled with a draft or fields to save, got none; pass them to enable()"
+        )
     for name in ("speculation_stats", *TOKENIZERS):  # objects of this process
         defaults.pop(name, None)
     assistant = defaults.pop("assistant_model", None)
@@ -162,15 +170,21 @@ def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
 
 def _name_of(assistant: Any) -> str:
     """Return the absolute folder or the Hub id of a draft."""
-    if getattr(assistant, "peft_config", None) or getattr(assistant, "_hf_peft_config_loaded", False):
+    if getattr(assistant, "peft_config", None) or getattr(
+        assistant, "_hf_peft_config_loaded", False
+    ):
         raise ConfigError(
-            "assistant_model must be a model without adapters to be saved, got one with; merge them, save the "
+            "assistant_model must be a model without adapters to be saved, got one with; merge "
+            "them, save the "
             "merged model, and pass its folder or Hub id to enable()"
         )
-    name = assistant if isinstance(assistant, str | Path) else getattr(assistant, "name_or_path", "")
+    name = (
+        assistant if isinstance(assistant, str | Path) else getattr(assistant, "name_or_path", "")
+    )
     if not name:
         raise ConfigError(
-            f"assistant_model must have a name_or_path to be saved, got {type(assistant).__name__} without; "
+            f"assistant_model must have a name_or_path to be saved, got {type(assistant).__name__} "
+            "without; "
             "save it, and pass its folder or Hub id to enable()"
         )
     return str(Path(name).resolve()) if Path(name).exists() else str(name)
@@ -191,11 +205,14 @@ def _check(fields: dict[str, Any]) -> None:
     unknown = sorted(set(fields) - set(FIELD_NAMES))
     if unknown:
         hint = "set fields of transformers in model.generation_config"
-        raise ConfigError(f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; {hint}")
+        raise ConfigError(
+            f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; {hint}"
+        )
     for name, value in sorted(fields.items()):
         if not isinstance(value, str | int | float | list | tuple):
             raise ConfigError(
-                f"{name} must be a string, a number or a list to be saved, got {type(value).__name__}; leave it out"
+                f"{name} must be a string, a number or a list to be saved, got "
+                f"{type(value).__name__}; leave it out"
             )
     SpeculationConfig(**fields)
     verifier = fields.get("verifier")

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, error_body, request_error
-from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format, num_chars
+from hf_speculate.tools.server.logprobs import (
+    TokenLogprob,
+    chat_format,
+    completion_format,
+    num_chars,
+)
 from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.response_template import ResponseReader
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
@@ -25,7 +30,8 @@ _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
 _NOTHING = Said()
 _NO_PIECE = Piece("", [])
-_NUM_CHARS_IN_THREAD = 8_192  # characters that are split beside the event loop: 32,000 brackets take 0.6 s
+# characters that are split beside the event loop: 32,000 brackets take 0.6 s
+_NUM_CHARS_IN_THREAD = 8_192
 _NUM_IN_THREAD = 512  # tokens whose log probabilities are formatted beside the event loop
 
 
@@ -39,12 +45,16 @@ class Asked(NamedTuple):
     has_usage: bool  # whether a stream has it; a whole answer always does
     has_tools: bool
     token_bytes: TokenBytes
-    readers: Sequence[ResponseReader] = ()  # one for each text of a tokenizer with a response template
+    # one for each text of a tokenizer with a response template
+    readers: Sequence[ResponseReader] = ()
 
     def head(self, model: str) -> dict[str, Any]:
         """The fields that all parts of an answer share."""
         prefix, whole, chunk = _CHAT_NAMES if self.is_chat else _COMPLETION_NAMES
-        head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": chunk if self.is_streamed else whole}
+        head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": chunk if self.is_streamed else whole,
+        }
         return {**head, "created": int(time.time()), "model": model}
 
     def choice(
@@ -74,7 +84,9 @@ class Asked(NamedTuple):
             return self.readers[index]
         return ToolCallReader() if self.has_tools else None
 
-    def logprobs(self, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
+    def logprobs(
+        self, index: int, tokens: list[TokenLogprob], offset: int = 0
+    ) -> dict[str, Any] | None:
         """Log probabilities of a text's tokens, after so many characters; None if they are not asked for."""
         if self.texts[index].num_top is None:
             return None
@@ -92,15 +104,27 @@ class Asked(NamedTuple):
         return offset == 0 and (self.is_chat or bool(self.texts[index].echoed))
 
 
-def asked_of(request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None) -> Asked:
+def asked_of(
+    request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None
+) -> Asked:
     """Translate a request, or raise `RequestError` if it is not supported; `grammar` as for `text_requests`."""
     texts, options = text_requests(request, engine, grammar), request.stream_options
     has_usage = options is not None and options.include_usage
-    is_chat, has_tools = isinstance(request, ChatRequest), isinstance(request, ChatRequest) and request.has_tools
-    asked = Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.token_bytes)
-    if engine.response_template is None or not texts[0].shows_special or not isinstance(request, ChatRequest):
+    is_chat, has_tools = (
+        isinstance(request, ChatRequest),
+        isinstance(request, ChatRequest) and request.has_tools,
+    )
+    asked = Asked(
+        texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.token_bytes
+    )
+    if (
+        engine.response_template is None
+        or not texts[0].shows_special
+        or not isinstance(request, ChatRequest)
+    ):
         return asked
-    token_ids, tools = list(texts[0].prompt.token_ids), request.template_options.get("tools")  # of all texts of a chat
+    # of all texts of a chat
+    token_ids, tools = list(texts[0].prompt.token_ids), request.template_options.get("tools")
     prompt = str(engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
     return asked._replace(readers=[engine.response_template.reader(prompt, tools) for _ in texts])
 
@@ -126,7 +150,9 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
         is_short = max(len(text), len(whole.marked)) < _NUM_CHARS_IN_THREAD
         said = read() if is_short else await asyncio.to_thread(read)
         reason, calls = results[index].finish_reason, reader.calls if reader else ()
-        choices.append(asked.choice(index, said, reason, await _logprobs(asked, index, tokens), calls))
+        choices.append(
+            asked.choice(index, said, reason, await _logprobs(asked, index, tokens), calls)
+        )
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
 
 
@@ -154,7 +180,9 @@ async def events(
                         yield event(asked.choice(index, said))
                     calls = reader.calls if reader else ()
                     more = {} if piece.totals is None else {"speculation": piece.totals.as_dict()}
-                    yield event(asked.choice(index, reason=piece.finish_reason, calls=calls), **more)
+                    yield event(
+                        asked.choice(index, reason=piece.finish_reason, calls=calls), **more
+                    )
                 else:
                     logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
                     tokens = [token._asdict() for token in piece.tokens]
@@ -175,7 +203,9 @@ async def events(
         yield "data: [DONE]\n\n"
 
 
-def _read(reader: ResponseReader | ToolCallReader | None, piece: Piece, is_end: bool = False) -> Said:
+def _read(
+    reader: ResponseReader | ToolCallReader | None, piece: Piece, is_end: bool = False
+) -> Said:
     if isinstance(reader, ResponseReader):
         return reader.read(piece.marked, is_end)
     return Said(piece.text) if reader is None else reader.read(piece.text, is_end)
@@ -186,7 +216,9 @@ def _deltas(said: Said) -> list[Said]:
     return [part for part in (Said(reasoning=said.reasoning), Said(said.content)) if any(part)]
 
 
-async def _logprobs(asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
+async def _logprobs(
+    asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0
+) -> dict[str, Any] | None:
     """Format log probabilities, those of a whole prompt in a thread: 20,000 tokens may take a second."""
     if len(tokens) < _NUM_IN_THREAD:
         return asked.logprobs(index, tokens, offset)
@@ -197,13 +229,23 @@ def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:
     """OpenAI's counts of all texts, a prompt counted once, and statistics of speculative decoding."""
     rows = [result.row for result in results]
     num_prompt = sum(len(text.prompt.token_ids) for text in asked.texts[:: asked.num_choices])
-    num_new, num_rounds = sum(len(row.token_ids) for row in rows), sum(row.num_rounds for row in rows)
-    num_drafted, num_accepted = sum(row.num_drafted for row in rows), sum(row.num_accepted for row in rows)
+    num_new, num_rounds = (
+        sum(len(row.token_ids) for row in rows),
+        sum(row.num_rounds for row in rows),
+    )
+    num_drafted, num_accepted = (
+        sum(row.num_drafted for row in rows),
+        sum(row.num_accepted for row in rows),
+    )
     speculation = {
         "rounds": num_rounds,
         "acceptance_rate": round(num_accepted / max(num_drafted, 1), 4),
         # The first token follows the prompt.
         "mean_acceptance_length": round((num_new - len(rows)) / max(num_rounds, 1), 4),
     }
-    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    counts = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+    }
     return {**counts, "speculation": speculation}

@@ -52,7 +52,8 @@ def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = 
 
     Args:
         engine: decodes the requests; it is closed with the application.
-        host_names: allowed names of this machine in requests, besides localhost and IP addresses; "*" for all.
+        host_names: allowed names of this machine in requests, besides localhost and IP addresses;
+            "*" for all.
         has_page: whether `/` is a page to chat with the model.
     """
 
@@ -65,7 +66,12 @@ def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = 
     app = _App(title="hf_speculate", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(HostCheck, names=host_names)
     intake, metrics = Intake(engine), _metrics_of(engine)
-    model = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "hf_speculate"}
+    model = {
+        "id": engine.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "hf_speculate",
+    }
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -87,7 +93,9 @@ def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = 
         return Response(metrics.text(), media_type=metrics.media_type)
 
     async def answer(kind: type[AnyRequest], http: Request) -> Any:
-        with RequestTimer(None if isinstance(metrics, MissingExtraError) else metrics.add_request) as timer:
+        with RequestTimer(
+            None if isinstance(metrics, MissingExtraError) else metrics.add_request
+        ) as timer:
             return await _answer(engine, await intake.read(kind, http), http, timer)
 
     @app.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
@@ -116,9 +124,19 @@ class GracefulServer(uvicorn.Server):
     After `grace_s` seconds of a shutdown, requests in flight end with an error.
     """
 
-    def __init__(self, engine: Engine, grace_s: float, host_names: Collection[str] = (), has_page: bool = True):
+    def __init__(
+        self,
+        engine: Engine,
+        grace_s: float,
+        host_names: Collection[str] = (),
+        has_page: bool = True,
+    ):
         timeout, app = int(grace_s) + _ANSWER_S, make_app(engine, host_names, has_page)
-        super().__init__(uvicorn.Config(app, http=FairProtocol, log_level="warning", timeout_graceful_shutdown=timeout))
+        super().__init__(
+            uvicorn.Config(
+                app, http=FairProtocol, log_level="warning", timeout_graceful_shutdown=timeout
+            )
+        )
         self._engine, self._grace_s = engine, grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -141,7 +159,8 @@ async def _answer(engine: Engine, asked: Asked | None, http: Request, timer: Req
     head = asked.head(engine.name)
     if not asked.is_streamed:
         return await whole_answer(asked, pieces, head)
-    first = await anext(pieces, None)  # an error of generate() is then an error response, not a broken stream
+    # an error of generate() is then an error response, not a broken stream
+    first = await anext(pieces, None)
     if first is None:
         return None
     return StreamingResponse(events(asked, pieces, first, head), media_type="text/event-stream")

@@ -27,7 +27,11 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
 from hf_speculate.tools.server.logprobs import TokenLogprob, prompt_logprobs
 from hf_speculate.tools.server.merged import merged
-from hf_speculate.tools.server.response_format import GrammarCompiler, GrammarLimits, GrammarProcessor
+from hf_speculate.tools.server.response_format import (
+    GrammarCompiler,
+    GrammarLimits,
+    GrammarProcessor,
+)
 from hf_speculate.tools.server.response_template import ResponseTemplate
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import MarkedText, TextStream
@@ -39,7 +43,15 @@ _CHARS_PER_TOKEN = 16  # characters of the longest prompt; texts have about 4
 _USUAL_LENGTH = 131_072  # tokens, for the longest prompt of a target whose context has no end
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 # Errors of a row that is decoded alone; one of another class ends all requests.
-_ROW_ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_ROW_ERRORS = (
+    SpeculateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(eq=False)
@@ -52,24 +64,32 @@ class Engine:
     options: dict[str, Any]  # arguments of `generate()` for all requests, such as the draft model
     num_rows: int = 8  # requests that are decoded at once, >= 1
     max_queued: int = 64  # requests that wait for a row at most, >= 0
-    # tokens of the target's cache: rows that are decoded at once, times those that the longest may get, with its prompt
+    # tokens of the target's cache: rows that are decoded at once, times those that the longest may
+    # get, with its prompt
     max_cache_tokens: int | None = None
-    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)  # limits of compiling a `response_format`
+    # limits of compiling a `response_format`
+    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
 
     def __post_init__(self) -> None:
         self.target = unwrapped(self.target)
-        context: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        context: int | None = getattr(
+            self.target.config.get_text_config(), "max_position_embeddings", None
+        )
         limits = [limit for limit in (context, self.max_cache_tokens) if limit is not None]
         self.max_length = min(limits, default=None)  # tokens of prompt and answer
-        self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # characters of a prompt
+        # characters of a prompt
+        self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)
         self.token_bytes = TokenBytes(self.tokenizer)
         self.response_template = ResponseTemplate.of(self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
         self._decoder = self._make_decoder()
-        self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
+        # why requests are decoded one by one; empty if they are not, or if that is asked for
+        self.obstacle = ""
         if self.num_rows > 1:
             greedy = RowPrompt([0], None, {"max_new_tokens": 1, "do_sample": False})
-            sampled = RowPrompt([0], 0, {"max_new_tokens": 1, "do_sample": True, "verifier": "coupled"})
+            sampled = RowPrompt(
+                [0], 0, {"max_new_tokens": 1, "do_sample": True, "verifier": "coupled"}
+            )
             self.obstacle = self._decoder.obstacle(greedy) or self._decoder.obstacle(sampled)
         if self.obstacle:
             self.num_rows = 1
@@ -78,11 +98,12 @@ class Engine:
         self._open: set[Answer] = set()
         self._waiting: deque[Answer] = deque()
         self._begun: set[Answer] = set()  # rows of the decoder, those of clients that have left too
-        # Answers that will have a row once the log probabilities of their prompts are known; the decoder's thread reads
-        # the first one, chunk by chunk.
+        # Answers that will have a row once the log probabilities of their prompts are known; the
+        # decoder's thread reads the first one, chunk by chunk.
         self._echoing: deque[tuple[Answer, Iterator[list[TokenLogprob]]]] = deque()
         self._observers: list[Callable[[RowResult], object]] = []
-        self._num_other_forwards = 0  # of decoders that were replaced, and of rows that were decoded one by one
+        # of decoders that were replaced, and of rows that were decoded one by one
+        self._num_other_forwards = 0
         self._has_overtaken = False  # whether a prompt has begun since the latest of these chunks
         self._is_decoding = self._is_closed = False
 
@@ -138,18 +159,23 @@ class Engine:
                 raise closing_error()
             if len(self._open) + num_texts > self.max_texts:
                 got = "one more" if num_texts == 1 else f"{num_texts} more"
-                raise busy_error(f"at most {self.max_queued} requests may wait, got {got}; try again later")
+                raise busy_error(
+                    f"at most {self.max_queued} requests may wait, got {got}; try again later"
+                )
 
     async def stream(
         self, requests: Sequence[TextRequest], is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[tuple[int, Piece | DecodeResult], None]:
         """Yield pieces of each text, then its result, with the index of its request.
 
-        A text ends without a result once the client `is_gone`. Closing frees the rows of the request.
+        A text ends without a result once the client `is_gone`. Closing frees the rows of the
+        request.
         """
         answers = self._submit(requests)
         try:
-            async with aclosing(merged([self._pieces(answer, is_gone) for answer in answers])) as pieces:
+            async with aclosing(
+                merged([self._pieces(answer, is_gone) for answer in answers])
+            ) as pieces:
                 async for index, piece in pieces:
                     yield index, piece
         finally:
@@ -194,7 +220,9 @@ class Engine:
                 yield Piece(piece, logprobs, tokens, marked)
                 num_sent += len(logprobs)
             if isinstance(new, RowResult):
-                has_ended = text.is_cut or token_ids[-1] in arguments.get("eos_token_id", self.eos_token_ids)
+                has_ended = text.is_cut or token_ids[-1] in arguments.get(
+                    "eos_token_id", self.eos_token_ids
+                )
                 with self._lock:
                     self._leave(answer)  # other texts of the request may go on
                 totals = None if texts is None else answer.totals(new)
@@ -204,7 +232,9 @@ class Engine:
     def _lost_space(self, token_ids: Sequence[int]) -> str:
         """A space with which a text continues its prompt's, if its first token loses it where it is decoded alone."""
         bytes_of = self.token_bytes
-        shown = next((token_id for token_id in token_ids if token_id not in bytes_of.hidden_ids), None)
+        shown = next(
+            (token_id for token_id in token_ids if token_id not in bytes_of.hidden_ids), None
+        )
         return " " if shown is not None and bytes_of(shown) != bytes_of.first(shown) else ""
 
     def _leave(self, answer: Answer) -> None:
@@ -238,7 +268,9 @@ class Engine:
                     self._begun.add(answer)
                     self._has_overtaken = bool(self._echoing)
                     return answer.prompt
-            chunks = prompt_logprobs(self.target, answer.prompt.token_ids, request.num_top, self._chunk_size)
+            chunks = prompt_logprobs(
+                self.target, answer.prompt.token_ids, request.num_top, self._chunk_size
+            )
             self._echoing.append((answer, chunks))
         return self._read_echoing() if self._echoing else None
 
@@ -280,13 +312,19 @@ class Engine:
         """Return arguments of `generate()` that draft what a grammar forces, unless that is off."""
         has_grammars = importlib.util.find_spec("xgrammar") is not None
         is_off = getattr(self.target.generation_config, "grammar_draft", None) is False
-        return {"grammar_draft": True, "tokenizer": self.tokenizer} if has_grammars and not is_off else {}
+        return (
+            {"grammar_draft": True, "tokenizer": self.tokenizer}
+            if has_grammars and not is_off
+            else {}
+        )
 
     def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
         # for all rows, because those without a grammar share the batch
         options = {**self._with_grammar, **self.options}
-        return ContinuousDecoder(self.target, self.num_rows, options, pad_id, on_tokens=_add_tokens, ends_rows=True)
+        return ContinuousDecoder(
+            self.target, self.num_rows, options, pad_id, on_tokens=_add_tokens, ends_rows=True
+        )
 
     def _submit(self, requests: Sequence[TextRequest]) -> list[Answer]:
         with self._lock:
@@ -316,7 +354,9 @@ class Engine:
 
     def _checked(self, result: RowResult) -> RowResult:
         """A result with an error if its grammar led to no JSON."""
-        for processor in result.prompt.arguments.get("logits_processor", ()) if result.error is None else ():
+        for processor in (
+            result.prompt.arguments.get("logits_processor", ()) if result.error is None else ()
+        ):
             if _is_grammar(processor):
                 result = result._replace(error=processor.error_of(result.token_ids, self.tokenizer))
         return result
@@ -335,8 +375,18 @@ class Engine:
         while (prompt := self._next()) is not None:
             stats, streamer = SpeculationStats(), _Streamer(prompt)
             input_ids = torch.tensor([prompt.token_ids], device=self.target.device)  # [1, T]
-            own = self._with_grammar if any(map(_is_grammar, prompt.arguments.get("logits_processor", ()))) else {}
-            arguments = {**own, **self.options, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
+            own = (
+                self._with_grammar
+                if any(map(_is_grammar, prompt.arguments.get("logits_processor", ())))
+                else {}
+            )
+            arguments = {
+                **own,
+                **self.options,
+                **prompt.arguments,
+                "streamer": streamer,
+                "speculation_stats": stats,
+            }
             if prompt.seed is not None:
                 arguments["seed"] = prompt.seed
             if prompt.on_round is not None:
@@ -352,14 +402,25 @@ class Engine:
             if error is None and prompt.on_logits is not None:
                 error = self._score(prompt, streamer.ids)
             prompt.key.speedup = stats.speedup
-            yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
+            yield [
+                RowResult(
+                    prompt,
+                    streamer.ids,
+                    stats.num_rounds,
+                    stats.num_drafted,
+                    stats.num_accepted,
+                    error,
+                )
+            ]
 
     def _score(self, prompt: RowPrompt, token_ids: list[int]) -> Exception | None:
         """Read a whole text again for the log probabilities of its new tokens; returns an error of the target."""
         answer: Answer = prompt.key
         ids = [*prompt.token_ids, *token_ids]
         try:
-            chunks = prompt_logprobs(self.target, ids, answer.request.num_top or 0, self._chunk_size)
+            chunks = prompt_logprobs(
+                self.target, ids, answer.request.num_top or 0, self._chunk_size
+            )
             answer.logprobs = [*chain.from_iterable(chunks)][len(prompt.token_ids) :]
         except _ROW_ERRORS as error:
             return error

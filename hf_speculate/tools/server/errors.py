@@ -15,7 +15,9 @@ class RequestError(Exception):
     `param`, `code` and `status` are those of OpenAI's errors.
     """
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ):
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
 
@@ -35,4 +37,6 @@ def request_error(error: BaseException) -> RequestError:
 def error_body(error: RequestError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     kind = "rate_limit_error" if error.status == 429 else kind
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return {
+        "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    }

@@ -4,7 +4,8 @@ import asyncio
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-_NUM_AT_ONCE = 8192  # bytes; parsing them takes about 20 ms in chunks of one byte, and 20 us in large ones
+# bytes; parsing them takes about 20 ms in chunks of one byte, and 20 us in large ones
+_NUM_AT_ONCE = 8192
 
 
 class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -20,7 +21,8 @@ class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """Parse bytes of the connection, or keep them while it rests."""
         self._unparsed += data
         if self._is_resting:
-            self.transport.pause_reading()  # reading resumes once the application has consumed the data
+            # reading resumes once the application has consumed the data
+            self.transport.pause_reading()
         else:
             self._parse_some()
 

@@ -1,8 +1,10 @@
 """Worker process for compiling JSON schemas; a schema that takes too long can be ended.
 
-The server runs this file by its path; it imports nothing of this package. Input and output have one JSON value per
-line: first the tokenizer and the limits, then schemas. An empty schema stands for any JSON. With `fork`, each schema
-is compiled in a child process, after the imports are done. Without it the server ends this process at the time limit.
+The server runs this file by its path; it imports nothing of this package. Input and output have one
+JSON value per
+line: first the tokenizer and the limits, then schemas. An empty schema stands for any JSON. With
+`fork`, each schema is compiled in a child process, after the imports are done. Without it the
+server ends this process at the time limit.
 """
 
 import json
@@ -14,7 +16,8 @@ import sys
 import time
 from typing import IO, Any
 
-_EMPTY_RULE = re.compile(r'::= \(+""\)')  # xgrammar's rule for an unsatisfiable schema, without any character
+# xgrammar's rule for an unsatisfiable schema, without any character
+_EMPTY_RULE = re.compile(r'::= \(+""\)')
 
 
 def main(lines: IO[str], answers: IO[str]) -> None:
@@ -27,7 +30,8 @@ def main(lines: IO[str], answers: IO[str]) -> None:
     def compile_schema(schema: str) -> str:
         try:
             return _error_of(xgrammar, info, schema)
-        except Exception as error:  # xgrammar raises many types; the server shows the message to the client
+        # xgrammar raises many types; the server shows the message to the client
+        except Exception as error:
             if isinstance(error, MemoryError) or "bad_alloc" in str(error):
                 raise MemoryError from error  # ends the process without an answer
             return str(error) or type(error).__name__
@@ -66,7 +70,8 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
     """Compile a schema in a child process within the limits.
 
     Returns:
-        Its answer as JSON; empty if the child ended without an answer, or was killed at the time limit.
+        Its answer as JSON; empty if the child ended without an answer, or was killed at the time
+        limit.
     """
     reader, writer = os.pipe()
     process_id = os.fork()
@@ -79,7 +84,9 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
     os.close(writer)
     answer, end = b"", time.monotonic() + seconds
     try:
-        while select.select([reader], [], [], max(end - time.monotonic(), 0))[0] and (chunk := os.read(reader, 65_536)):
+        while select.select([reader], [], [], max(end - time.monotonic(), 0))[0] and (
+            chunk := os.read(reader, 65_536)
+        ):
             answer += chunk
     finally:
         os.kill(process_id, signal.SIGKILL)
@@ -91,14 +98,17 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
 def _limit(seconds: float, memory_bytes: int) -> None:
     """Limit the memory and CPU time of this process.
 
-    The time limit ends it even if its parent is killed. The memory limit counts further allocations, on Linux only.
+    The time limit ends it even if its parent is killed. The memory limit counts further
+    allocations, on Linux only.
     """
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 5, int(seconds) + 5))
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+            used = next(
+                int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")
+            )
         resource.setrlimit(resource.RLIMIT_DATA, (used + memory_bytes, used + memory_bytes))
     except (OSError, StopIteration, ValueError):
         return

@@ -15,8 +15,8 @@ _OPEN = {"0.0.0.0", "::"}
 class HostCheck:
     """ASGI middleware that checks the Host header.
 
-    Requests to `localhost`, to an IP address and to the `names` pass. All requests pass if the names
-    have "*", or none but 0.0.0.0 and ::, the addresses of a server open to all.
+    Requests to `localhost`, to an IP address and to the `names` pass. All requests pass if the
+    names have "*", or none but 0.0.0.0 and ::, the addresses of a server open to all.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]):
@@ -25,9 +25,12 @@ class HostCheck:
         self._allows_all = "*" in given or (bool(given) and given <= _OPEN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_allowed(host := Headers(scope=scope).get("host", "")):
+        if scope["type"] == "http" and not self._is_allowed(
+            host := Headers(scope=scope).get("host", "")
+        ):
             error = RequestError(
-                f"Host must be localhost, an IP address or a name that the server was given, got {host[:100]!r}; start "
+                "Host must be localhost, an IP address or a name that the server was given, got "
+                f"{host[:100]!r}; start "
                 "the server with --allowed-host and this name"
             )
             await JSONResponse(error_body(error), error.status)(scope, receive, send)

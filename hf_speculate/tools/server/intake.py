@@ -15,18 +15,21 @@ from hf_speculate.tools.server.errors import RequestError, busy_error
 from hf_speculate.tools.server.prompts import check_ends
 from hf_speculate.tools.server.schemas import AnyRequest, Request, parse
 
-_BYTES_PER_CHAR = 2  # bytes per character of a long text: mostly ASCII, some characters escaped by JSON
+# bytes per character of a long text: mostly ASCII, some characters escaped by JSON
+_BYTES_PER_CHAR = 2
 _OTHER_BYTES = 65_536  # bytes of a body besides the text
-_MAX_BYTES = 2**25  # bytes of a body for any context length: parsing 32 MiB of JSON takes up to two seconds
+# bytes of a body for any context length: parsing 32 MiB of JSON takes up to two seconds
+_MAX_BYTES = 2**25
 _LONG_BYTES = 65_536  # tokenising a longer text takes more than about 0.1 s
-_DISCARD_S = 1.0  # seconds to read a rejected body: many clients send all of it before they read the answer
+# seconds to read a rejected body: many clients send all of it before they read the answer
+_DISCARD_S = 1.0
 
 
 class Intake:
     """Reader of requests, within limits.
 
-    Long texts are read one after another, and so are short texts beside them. The total bytes of bodies before
-    tokenisation are limited too, which bounds the memory.
+    Long texts are read one after another, and so are short texts beside them. The total bytes of
+    bodies before tokenisation are limited too, which bounds the memory.
     """
 
     def __init__(self, engine: Engine):
@@ -74,11 +77,15 @@ class Intake:
         return await loop.run_in_executor(grammars.thread, grammars.compile, request.answer_schema)
 
     @asynccontextmanager
-    async def _body(self, headers: Headers, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
+    async def _body(
+        self, headers: Headers, chunks: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytearray]:
         """Read the body; its bytes count as held until the context ends."""
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
-            raise RequestError(f"Content-Type must be application/json, got {media_type!r}", status=415)
+            raise RequestError(
+                f"Content-Type must be application/json, got {media_type!r}", status=415
+            )
         length = headers.get("content-length")
         if length is not None and int(length) > self.max_bytes:
             raise self._too_large(length)
@@ -88,7 +95,9 @@ class Intake:
                 if len(body) + len(chunk) > self.max_bytes:
                     raise self._too_large("more")
                 if self._num_held_bytes + len(chunk) > self._max_held_bytes:
-                    raise busy_error("the texts of all requests have too many bytes; try again later")
+                    raise busy_error(
+                        "the texts of all requests have too many bytes; try again later"
+                    )
                 self._num_held_bytes += len(chunk)
                 body += chunk
             yield body

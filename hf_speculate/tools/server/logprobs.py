@@ -40,7 +40,8 @@ def token_logprobs(token_ids: Sequence[int], logits: Tensor, num_top: int) -> li
         chosen: list[float] = logprobs.gather(1, ids)[:, 0].tolist()
         values, top_ids = logprobs.topk(min(num_top, logprobs.shape[1]))  # [N, num_top]
         tops = [
-            list(zip(row_ids, row, strict=True)) for row_ids, row in zip(top_ids.tolist(), values.tolist(), strict=True)
+            list(zip(row_ids, row, strict=True))
+            for row_ids, row in zip(top_ids.tolist(), values.tolist(), strict=True)
         ]
         tokens += map(TokenLogprob, chunk, chosen, tops)
     return tokens
@@ -79,7 +80,8 @@ def completion_format(
 ) -> dict[str, Any]:
     """Format log probabilities for `/v1/completions`.
 
-    `top_logprobs` always include the token itself. If two tokens have the same text, the second is named by its id.
+    `top_logprobs` always include the token itself. If two tokens have the same text, the second is
+    named by its id.
 
     Args:
         tokens: consecutive tokens of a text.
@@ -106,7 +108,9 @@ def completion_format(
     }
 
 
-def chat_format(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begin: bool = True) -> dict[str, Any]:
+def chat_format(
+    tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begin: bool = True
+) -> dict[str, Any]:
     """Format log probabilities for `/v1/chat/completions`.
 
     The `bytes` of all tokens join to the text. Special tokens have none.
@@ -120,7 +124,9 @@ def chat_format(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begi
     content = [
         entry(token.token_id, token.logprob, is_first)
         | {"top_logprobs": [entry(token_id, logprob, is_first) for token_id, logprob in token.top]}
-        for token, (_, _, is_first) in zip(tokens, _spelled(tokens, token_bytes, 0, is_begin), strict=True)
+        for token, (_, _, is_first) in zip(
+            tokens, _spelled(tokens, token_bytes, 0, is_begin), strict=True
+        )
     ]
     return {"content": content, "refusal": None}
 
@@ -141,7 +147,8 @@ def _spelled(
     """Spell the tokens of a text.
 
     Returns:
-        For each token its text, the number of characters before it, and whether it is the first visible token.
+        For each token its text, the number of characters before it, and whether it is the first
+        visible token.
     """
     texts = []
     for token in tokens:

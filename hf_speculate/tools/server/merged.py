@@ -7,11 +7,13 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-async def merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+async def merged(
+    sources: Sequence[AsyncGenerator[Item, None]],
+) -> AsyncGenerator[tuple[int, Item], None]:
     """Yield the items of all sources as they come, each with its source's index.
 
-    The next item of a source is requested after the previous one was consumed. At the end, and at the first error of a
-    source, all sources are closed.
+    The next item of a source is requested after the previous one was consumed. At the end, and at
+    the first error of a source, all sources are closed.
     """
     tasks = {_next_item(source): index for index, source in enumerate(sources)}
     try:

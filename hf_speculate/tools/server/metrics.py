@@ -13,7 +13,8 @@ from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_request import DecodeResult, Pieces
 
 _OUTCOMES = ("answered", "refused", "busy", "failed", "cancelled")
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # bounds of histograms
+# bounds of histograms
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class SpeculationCounters:
@@ -32,11 +33,18 @@ class SpeculationCounters:
     def __init__(self, registry: Any, source: str):
         counter = import_extra("prometheus_client", "metrics").Counter
         drafted, accepted = (
-            counter(f"hf_speculate_{name}_tokens", text, ["source"], registry=registry).labels(source)
-            for name, text in (("drafted", "Tokens that were drafted."), ("accepted", "Drafted tokens that stayed."))
+            counter(f"hf_speculate_{name}_tokens", text, ["source"], registry=registry).labels(
+                source
+            )
+            for name, text in (
+                ("drafted", "Tokens that were drafted."),
+                ("accepted", "Drafted tokens that stayed."),
+            )
         )
         self._drafted, self._accepted = drafted, accepted
-        self._generated = counter("hf_speculate_generated_tokens", "Tokens of answers.", registry=registry)
+        self._generated = counter(
+            "hf_speculate_generated_tokens", "Tokens of answers.", registry=registry
+        )
 
     def add(self, num_drafted: int, num_accepted: int, num_generated: int) -> None:
         self._drafted.inc(num_drafted)
@@ -57,13 +65,19 @@ class Metrics:
         client = import_extra("prometheus_client", "metrics")
         self._client, self._engine, self._num_forwards = client, engine, 0
         self._registry = registry = client.CollectorRegistry()
-        self._requests = client.Counter("hf_speculate_requests", "Requests.", ["outcome"], registry=registry)
+        self._requests = client.Counter(
+            "hf_speculate_requests", "Requests.", ["outcome"], registry=registry
+        )
         for outcome in _OUTCOMES:
             self._requests.labels(outcome)  # creates the counter with 0
-        self._prompt_tokens = client.Counter("hf_speculate_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._prompt_tokens = client.Counter(
+            "hf_speculate_prompt_tokens", "Tokens of prompts.", registry=registry
+        )
         self._speculation = SpeculationCounters(registry, engine.draft_source)
         self._forwards = client.Counter(
-            "hf_speculate_target_forwards", "Forwards of the target after prompts.", registry=registry
+            "hf_speculate_target_forwards",
+            "Forwards of the target after prompts.",
+            registry=registry,
         )
         for name, text, read in (
             ("running", "Rows that are decoded.", lambda: engine.num_running),
@@ -71,7 +85,9 @@ class Metrics:
         ):
             client.Gauge(f"hf_speculate_rows_{name}", text, registry=registry).set_function(read)
         self._first_token_s, self._request_s = (
-            client.Histogram(f"hf_speculate_{name}_seconds", text, buckets=_SECONDS, registry=registry)
+            client.Histogram(
+                f"hf_speculate_{name}_seconds", text, buckets=_SECONDS, registry=registry
+            )
             for name, text in (
                 ("time_to_first_token", "Seconds from a request to the first text of its answer."),
                 ("request", "Seconds from a request to the end of its answer."),
@@ -115,11 +131,12 @@ class Metrics:
 class RequestTimer(AbstractContextManager["RequestTimer"]):
     """Timer of a request.
 
-    It reports the outcome once: at an error inside the context, or at the end of the pieces passed through `follow`.
+    It reports the outcome once: at an error inside the context, or at the end of the pieces passed
+    through `follow`.
 
     Args:
-        on_end: called with the outcome, the seconds, and the seconds to the first text, None without any text.
-            None reports nothing.
+        on_end: called with the outcome, the seconds, and the seconds to the first text, None
+            without any text. None reports nothing.
         clock: returns seconds.
     """
 
@@ -157,7 +174,10 @@ class RequestTimer(AbstractContextManager["RequestTimer"]):
             on_end(outcome, self._clock() - self._begin_s, self._first_s)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is not None:
             self.end(_outcome_of(error))

@@ -11,8 +11,8 @@ from hf_speculate.processors.registry import register_row_wise
 class PenaltiesProcessor(LogitsProcessor):
     """Frequency and presence penalties.
 
-    A token with c > 0 occurrences in the answer gets a logit lower by `frequency * c + presence`. Tokens of the prompt
-    do not count. Negative penalties raise logits.
+    A token with c > 0 occurrences in the answer gets a logit lower by `frequency * c + presence`.
+    Tokens of the prompt do not count. Negative penalties raise logits.
     """
 
     def __init__(self, prompt_len: int, frequency: float, presence: float):

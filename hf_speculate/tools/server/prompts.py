@@ -21,14 +21,17 @@ from hf_speculate.tools.server.token_bytes import StopTexts
 
 _DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
 _MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
-_LEAST_DIVISOR = 1e-10  # smallest temperature and penalty: both divide logits, which must stay finite in float32
+# smallest temperature and penalty: both divide logits, which must stay finite in float32
+_LEAST_DIVISOR = 1e-10
 
 
-def text_requests(request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None) -> list[TextRequest]:
+def text_requests(
+    request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None
+) -> list[TextRequest]:
     """The texts of a request, `n` for each prompt; `RequestError` if something is not supported.
 
-    The choices of a prompt have the seeds `seed`, `seed + 1` and so on. `grammar` is the compiled grammar of the
-    request's answers; None to compile it here.
+    The choices of a prompt have the seeds `seed`, `seed + 1` and so on. `grammar` is the compiled
+    grammar of the request's answers; None to compile it here.
     """
     if request.model is not None:
         check_model(request.model, engine)
@@ -36,7 +39,8 @@ def text_requests(request: ChatRequest | CompletionRequest, engine: Engine, gram
     num_texts = len(contents) * request.n
     if num_texts > engine.max_texts:  # before they are tokenised
         raise RequestError(
-            f"n times the number of prompts must be at most {engine.max_texts}, got {num_texts}; send several requests",
+            f"n times the number of prompts must be at most {engine.max_texts}, got {num_texts}; "
+            "send several requests",
             "n" if len(contents) == 1 else "prompt",
         )
     prompts = [_token_ids(content, request, engine) for content in contents]
@@ -48,31 +52,47 @@ def text_requests(request: ChatRequest | CompletionRequest, engine: Engine, gram
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
         for choice in range(request.n):
-            processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"), grammar)
+            processors = _processors(
+                request, len(token_ids), engine, options.get("eos_token_id"), grammar
+            )
             own = options | ({"logits_processor": processors} if processors else {})
             row = RowPrompt(token_ids, _seed(request, engine, choice), own)
             texts.append(TextRequest(row, echoed, num_top, not is_chat, is_parsed, has_origins))
     return texts
 
 
-def _echoed(request: ChatRequest | CompletionRequest, prompts: list[list[int]], engine: Engine) -> list[str]:
+def _echoed(
+    request: ChatRequest | CompletionRequest, prompts: list[list[int]], engine: Engine
+) -> list[str]:
     """What the texts of each prompt begin with: the prompt if the request asks for that."""
     if not (isinstance(request, CompletionRequest) and request.echo):
         return [""] * len(prompts)
     if isinstance(request.prompt, str):
         return [request.prompt]
     prompts_as_sent: Any = request.prompt if isinstance(request.prompt[0], str) else prompts
-    return [prompt if isinstance(prompt, str) else _text_of(prompt, engine) for prompt in prompts_as_sent]
+    return [
+        prompt if isinstance(prompt, str) else _text_of(prompt, engine)
+        for prompt in prompts_as_sent
+    ]
 
 
 def _text_of(token_ids: list[int], engine: Engine) -> str:
-    return str(engine.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(
+        engine.tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 def check_model(name: str, engine: Engine) -> None:
     """Check that a name is the served model's, in full or its last part."""
     if name not in (engine.name, engine.name.rstrip("/").rpartition("/")[2]):
-        raise RequestError(f"model must be {engine.name!r}, got {reprlib.repr(name)}", "model", "model_not_found", 404)
+        raise RequestError(
+            f"model must be {engine.name!r}, got {reprlib.repr(name)}",
+            "model",
+            "model_not_found",
+            404,
+        )
 
 
 def _seed(request: Request, engine: Engine, choice: int) -> int | None:
@@ -90,14 +110,24 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
         value = getattr(request, name)
         if value and not _LEAST_DIVISOR <= value <= 1 / _LEAST_DIVISOR:
             allowed = "0 or at least 1e-10" if name == "temperature" else "from 1e-10 to 1e10"
-            raise RequestError(f"{name} must be {allowed}, got {value}; logits divided by it could overflow", name)
+            raise RequestError(
+                f"{name} must be {allowed}, got {value}; logits divided by it could overflow", name
+            )
     options: dict[str, Any] = {"do_sample": False}
     if request.temperature != 0:
-        temperature, top_p = (1.0 if value is None else value for value in (request.temperature, request.top_p))
-        options |= {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": request.top_k or 0}
+        temperature, top_p = (
+            1.0 if value is None else value for value in (request.temperature, request.top_p)
+        )
+        options |= {
+            "do_sample": True,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": request.top_k or 0,
+        }
         if request.min_p:
             options["min_p"] = request.min_p
-        if request.seed is not None or engine.num_rows > 1:  # only this verifier gives the same text for any draft
+        # only this verifier gives the same text for any draft
+        if request.seed is not None or engine.num_rows > 1:
             options["verifier"] = "coupled"
     if request.verifier is not None:
         options["verifier"] = request.verifier
@@ -107,20 +137,27 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
         options["repetition_penalty"] = float(request.repetition_penalty or 1)
     if request.logit_bias:
         _check_ids(list(request.logit_bias), "logit_bias", engine)
-        options["sequence_bias"] = {(token_id,): bias for token_id, bias in request.logit_bias.items()}
+        options["sequence_bias"] = {
+            (token_id,): bias for token_id, bias in request.logit_bias.items()
+        }
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if not all(stops) or len(stops) > _MAX_STOPS:
         raise RequestError(
-            f"stop must be up to {_MAX_STOPS} strings, none of them empty, got {reprlib.repr(stops)}", "stop"
+            f"stop must be up to {_MAX_STOPS} strings, none of them empty, got "
+            f"{reprlib.repr(stops)}",
+            "stop",
         )
     if not all(map(engine.token_bytes.can_write, stops)):
         raise RequestError(
-            f"stop must be strings that the tokenizer can write, got {reprlib.repr(stops)}; leave out the others",
+            f"stop must be strings that the tokenizer can write, got {reprlib.repr(stops)}; leave "
+            "out the others",
             "stop",
         )
     if request.stop_token_ids or request.ignore_eos:
         _check_ids(request.stop_token_ids or [], "stop_token_ids", engine)
-        ends = sorted({*(request.stop_token_ids or ()), *(() if request.ignore_eos else engine.eos_token_ids)})
+        ends = sorted(
+            {*(request.stop_token_ids or ()), *(() if request.ignore_eos else engine.eos_token_ids)}
+        )
         options["eos_token_id"] = ends or [engine.vocab_size]  # an id that no token has
     return options
 
@@ -133,7 +170,8 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
         max_answer_len = engine.max_length - num_prompt
         if max_answer_len < (num or 1):
             raise RequestError(
-                f"prompt and answer must have at most {engine.max_length} tokens, got {num_prompt} + {num or 1}; "
+                f"prompt and answer must have at most {engine.max_length} tokens, got {num_prompt} "
+                f"+ {num or 1}; "
                 "send less text, or ask for fewer tokens",
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
@@ -149,7 +187,8 @@ def check_ends(request: Request, engine: Engine) -> None:
     """Check that an answer in JSON can end."""
     if request.ignore_eos or not (request.stop_token_ids or engine.eos_token_ids):
         raise RequestError(
-            "response_format must be text if no EOS id ends the answer, got another type; leave out ignore_eos",
+            "response_format must be text if no EOS id ends the answer, got another type; leave "
+            "out ignore_eos",
             "response_format",
         )
 
@@ -165,7 +204,11 @@ def _processors(
     if request.has_grammar:
         check_ends(request, engine)
         grammar = grammar or engine.grammars.compile(request.answer_schema)
-        processors.append(GrammarProcessor(grammar, num_prompt, engine.eos_token_ids if end_ids is None else end_ids))
+        processors.append(
+            GrammarProcessor(
+                grammar, num_prompt, engine.eos_token_ids if end_ids is None else end_ids
+            )
+        )
     return processors
 
 
@@ -174,7 +217,9 @@ def _contents(request: ChatRequest | CompletionRequest) -> list[Any]:
     if isinstance(request, ChatRequest):
         return [[message.as_dict() for message in request.messages]]
     prompt: Any = request.prompt
-    prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+    prompts = (
+        [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+    )
     if not prompts:
         raise RequestError("prompt must have at least one token, got none", "prompt")
     return list(prompts)
@@ -183,7 +228,11 @@ def _contents(request: ChatRequest | CompletionRequest) -> list[Any]:
 def _token_ids(content: Any, request: ChatRequest | CompletionRequest, engine: Engine) -> list[int]:
     if isinstance(request, ChatRequest):
         return _encoded(content, "messages", engine, request.template_options)
-    return _encoded(content, "prompt", engine) if isinstance(content, str) else _checked(content, engine)
+    return (
+        _encoded(content, "prompt", engine)
+        if isinstance(content, str)
+        else _checked(content, engine)
+    )
 
 
 def _checked(token_ids: list[int], engine: Engine) -> list[int]:
@@ -200,22 +249,32 @@ def _check_ids(token_ids: list[int], param: str, engine: Engine) -> None:
 
 
 def _encoded(
-    content: str | list[dict[str, Any]], param: str, engine: Engine, options: Mapping[str, Any] | None = None
+    content: str | list[dict[str, Any]],
+    param: str,
+    engine: Engine,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     try:
-        num_chars = len(content if isinstance(content, str) else json.dumps([content, options], ensure_ascii=False))
+        num_chars = len(
+            content
+            if isinstance(content, str)
+            else json.dumps([content, options], ensure_ascii=False)
+        )
     except RecursionError:
         raise RequestError(
             f"{param} must hold JSON of fewer levels, got too many; send flatter arguments", param
         ) from None
     if num_chars > engine.max_chars:  # tokenising would take seconds, and the tokens gigabytes
         raise RequestError(
-            f"{param} must have at most {engine.max_chars} characters, got {num_chars}; send less text",
+            f"{param} must have at most {engine.max_chars} characters, got {num_chars}; send less "
+            "text",
             param,
             "context_length_exceeded",
         )
     try:
         row = Row(1, content, source=param)
-        return token_ids_of(row, engine.tokenizer, is_chat=param == "messages", template_options=options)
+        return token_ids_of(
+            row, engine.tokenizer, is_chat=param == "messages", template_options=options
+        )
     except ConfigError as error:
         raise RequestError(str(error), param) from error

@@ -27,7 +27,8 @@ _CACHE_BYTES = 2**28  # bytes of compiled grammars
 _MAX_CACHED = 1024  # grammars and errors
 _START_S = 120.0  # for the worker's imports, on a busy machine too
 _GRACE_S = 5.0  # for a worker that ends what takes too long by itself
-_PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|cpp|h):\d+: ")  # clock and C++ file before xgrammar's own words
+# clock and C++ file before xgrammar's own words
+_PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|cpp|h):\d+: ")
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,20 @@ class GrammarLimits:
 class GrammarCompiler:
     """Compiles the grammars of requests for a tokenizer; equal schemas are compiled once.
 
-    A worker process compiles a schema first, within limits. If it succeeds, the schema is compiled here: handing over a
-    compiled grammar takes far longer than compiling it. xgrammar releases Python's lock meanwhile.
+    A worker process compiles a schema first, within limits. If it succeeds, the schema is compiled
+    here: handing over a compiled grammar takes far longer than compiling it. xgrammar releases
+    Python's lock meanwhile.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, limits: GrammarLimits | None = None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        limits: GrammarLimits | None = None,
+    ):
         self.limits = limits or GrammarLimits()
-        # One schema at a time, in a thread of its own: those of the event loop are never kept waiting.
+        # One schema at a time, in a thread of its own: those of the event loop are never kept
+        # waiting.
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()  # guards what follows
@@ -56,7 +64,8 @@ class GrammarCompiler:
         self._info_json = ""  # the tokenizer, for the worker
         self._worker: _Worker | None = None
         self._is_closed = False
-        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # grammars and errors by digest, the newest last
+        # grammars and errors by digest, the newest last
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()
         self._num_bytes = 0  # size of these grammars
 
     def compile(self, schema: dict[str, Any] | None) -> Any:
@@ -64,10 +73,15 @@ class GrammarCompiler:
         try:
             xgrammar = import_extra("xgrammar", "grammar")
         except MissingExtraError as error:
-            raise RequestError(f"response_format must be text: {error}", "response_format") from error
+            raise RequestError(
+                f"response_format must be text: {error}", "response_format"
+            ) from error
         text = "" if schema is None else json.dumps(schema)
         if len(text) > self.limits.schema_bytes:
-            raise _refused(f"of at most {self.limits.schema_bytes} bytes, got {len(text)}; send a smaller schema")
+            raise _refused(
+                f"of at most {self.limits.schema_bytes} bytes, got {len(text)}; send a smaller "
+                "schema"
+            )
         digest = hashlib.sha256(text.encode()).digest()
         with self._lock:
             compiled = self._compiled.pop(digest, None)
@@ -75,7 +89,9 @@ class GrammarCompiler:
                 compiled = self._compile(xgrammar, text)
                 self._num_bytes += _size_of(compiled)
             self._compiled[digest] = compiled
-            while len(self._compiled) > 1 and (self._num_bytes > _CACHE_BYTES or len(self._compiled) > _MAX_CACHED):
+            while len(self._compiled) > 1 and (
+                self._num_bytes > _CACHE_BYTES or len(self._compiled) > _MAX_CACHED
+            ):
                 _, oldest = self._compiled.popitem(last=False)
                 self._num_bytes -= _size_of(oldest)
         if isinstance(compiled, str):
@@ -92,7 +108,9 @@ class GrammarCompiler:
     def _compile(self, xgrammar: Any, schema: str) -> Any:
         """The grammar, or a string with what is wrong with the schema; `RequestError` if a limit is exceeded."""
         if self._compiler is None:
-            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size
+            )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
             self._info_json = info.serialize_json()
         if self._worker is None or not self._worker.is_running:
@@ -101,7 +119,8 @@ class GrammarCompiler:
             error = self._worker.error_of(schema)
         finally:
             if not (self._worker.is_running or self._is_closed):
-                self._worker = _Worker(self._info_json, self.limits)  # which imports until the next schema comes
+                # which imports until the next schema comes
+                self._worker = _Worker(self._info_json, self.limits)
         if error:
             reason = error.strip().splitlines()[-1]
             return _PLACE_IN_SOURCE.sub("", reason)[:200]
@@ -127,7 +146,11 @@ class _Worker:
 
     def __init__(self, info_json: str, limits: GrammarLimits):
         self._info_json, self._limits, self._is_ready = info_json, limits, False
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("grammar_worker.py"))],
             stdin=subprocess.PIPE,
@@ -147,12 +170,15 @@ class _Worker:
         if not self._is_ready:
             settings = {"tokenizer": self._info_json, **asdict(self._limits)}
             if self._ask(settings, _START_S) is None:
-                raise RequestError("the process that compiles schemas must start, got an end of it", status=500)
+                raise RequestError(
+                    "the process that compiles schemas must start, got an end of it", status=500
+                )
             self._is_ready = True
         answer = self._ask(schema, self._limits.seconds + _GRACE_S)
         if answer is None:
             raise _refused(
-                f"that xgrammar compiles in {self._limits.seconds:g} s and {self._limits.memory_bytes} bytes of "
+                f"that xgrammar compiles in {self._limits.seconds:g} s and "
+                f"{self._limits.memory_bytes} bytes of "
                 "memory, got one that takes more; send a smaller schema"
             )
         return str(answer)
@@ -189,10 +215,11 @@ class _Worker:
 class GrammarProcessor(LogitsProcessor):
     """Allows what a grammar allows after the answer so far; for one text, though draft and target may take turns.
 
-    The result depends on the ids alone. The matcher follows them: it is rolled back to the tokens that the ids have in
-    common with those of the call before, such as the accepted tokens of a block. After a token that the grammar
-    forbids, as a rejected draft may have, all tokens are allowed; no such position counts. Where the grammar allows no
-    token, only those that end the text are allowed, and `error_of` says so of a text that ended there.
+    The result depends on the ids alone. The matcher follows them: it is rolled back to the tokens
+    that the ids have in common with those of the call before, such as the accepted tokens of a
+    block. After a token that the grammar forbids, as a rejected draft may have, all tokens are
+    allowed; no such position counts. Where the grammar allows no token, only those that end the
+    text are allowed, and `error_of` says so of a text that ended there.
     """
 
     def __init__(self, grammar: Any, prompt_len: int, end_ids: Sequence[int]):
@@ -204,13 +231,16 @@ class GrammarProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """[N, V] float32; `input_ids` are [N, n] int64, the prompt and the answer so far."""
-        bitmask = self._xgrammar.allocate_token_bitmask(len(input_ids), self._num_known)  # all are allowed
+        # all are allowed
+        bitmask = self._xgrammar.allocate_token_bitmask(len(input_ids), self._num_known)
         for row, ids in enumerate(input_ids[:, self._prompt_len :].tolist()):
             if self._follow(ids) and not self._matcher.is_terminated():
                 self._fill(bitmask, row)
         num_masked = min(self._num_known, scores.shape[1])  # a draft model may have fewer
         scores = scores.to(torch.float32, copy=True)
-        self._xgrammar.apply_token_bitmask_inplace(scores, bitmask.to(scores.device), vocab_size=num_masked)
+        self._xgrammar.apply_token_bitmask_inplace(
+            scores, bitmask.to(scores.device), vocab_size=num_masked
+        )
         return scores
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
@@ -223,11 +253,16 @@ class GrammarProcessor(LogitsProcessor):
         except UnicodeDecodeError as error:  # a choice of characters that begin with the same bytes
             return bytes(error.object[: error.start]).decode()
 
-    def error_of(self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> ConfigError | None:
+    def error_of(
+        self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+    ) -> ConfigError | None:
         """The error of a finished answer: it ended where its grammar allows no token, or is no JSON."""
-        is_ended = bool(token_ids) and token_ids[-1] in self._end_ids  # not cut by its length or a stop string
+        # not cut by its length or a stop string
+        is_ended = bool(token_ids) and token_ids[-1] in self._end_ids
         ids = list(token_ids[:-1] if is_ended else token_ids)
-        text = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        text = str(
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
         is_right = self._follow(ids)
         if is_right and is_ended:
             bitmask = self._xgrammar.allocate_token_bitmask(1, self._num_known)
@@ -235,7 +270,8 @@ class GrammarProcessor(LogitsProcessor):
         if is_right:
             return None
         return ConfigError(
-            f"response_format must have a schema whose grammar leads to JSON, got one that ends after {text[-40:]!r}; "
+            "response_format must have a schema whose grammar leads to JSON, got one that ends "
+            f"after {text[-40:]!r}; "
             "look for a part that no value fits"
         )
 
@@ -254,7 +290,10 @@ class GrammarProcessor(LogitsProcessor):
     def _follow(self, ids: list[int]) -> bool:
         """Bring the matcher to the end of some ids; False if it forbids one of them."""
         pairs = zip(ids, self._followed, strict=False)
-        num_common = next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(ids), len(self._followed)))
+        num_common = next(
+            (at for at, (new, old) in enumerate(pairs) if new != old),
+            min(len(ids), len(self._followed)),
+        )
         if num_common < len(self._followed):
             self._matcher.rollback(len(self._followed) - num_common)
             del self._followed[num_common:]

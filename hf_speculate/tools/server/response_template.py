@@ -38,7 +38,9 @@ class ResponseTemplate:
             made.reader("", [])
             made.reader("", None)
         except Exception as error:  # noqa: BLE001  # whatever is wrong with a file of others
-            LOGGER.warning("the tokenizer's response_template is not used, as it cannot be read: %s", error)
+            LOGGER.warning(
+                "the tokenizer's response_template is not used, as it cannot be read: %s", error
+            )
             return None
         return made
 
@@ -49,7 +51,8 @@ class ResponseTemplate:
             prompt: text before the answer, with its special tokens; it may have begun a field.
             tools: functions that the model may call; with None, calls are content.
         """
-        template = copy.deepcopy(self._by_tools[tools is not None])  # transformers 5.17 adds to its defaults
+        # transformers 5.17 adds to its defaults
+        template = copy.deepcopy(self._by_tools[tools is not None])
         make_parser = partial(self._tokenizer.get_response_parser, template)
         try:
             parser = make_parser(prefix=prompt, tools=tools)
@@ -62,17 +65,21 @@ class ResponseTemplate:
 class ResponseReader:
     """Splits an answer that comes in pieces into reasoning, content and calls.
 
-    A field that the template cannot read, such as a call of malformed JSON, is content, and so is an
-    answer in which it finds nothing. Fields of other names are left out.
+    A field that the template cannot read, such as a call of malformed JSON, is content, and so is
+    an answer in which it finds nothing. Fields of other names are left out.
     """
 
     def __init__(self, parser: Any, make_parser: Callable[[], Any], fields: Mapping[str, Any]):
         self.calls: list[dict[str, Any]] = []  # in OpenAI's form
         self._parser, self._make_parser = parser, make_parser
         self._joins = {name: field.get("join") for name, field in fields.items()}
-        is_stripped = {name: field.get("content_args", {}).get("strip", True) for name, field in fields.items()}
+        is_stripped = {
+            name: field.get("content_args", {}).get("strip", True) for name, field in fields.items()
+        }
         reasoning = next((name for name in _REASONING if name in fields), "")
-        self._content, self._reasoning = (_FieldText(is_stripped.get(name, True)) for name in (_CONTENT, reasoning))
+        self._content, self._reasoning = (
+            _FieldText(is_stripped.get(name, True)) for name in (_CONTENT, reasoning)
+        )
         self._texts = {_CONTENT: self._content, reasoning: self._reasoning}
         self._raw = MarkedText()  # text since the newest part of a field that is given away
         self._num_closed = 0  # characters of it up to the end of a field that has closed since
@@ -94,7 +101,12 @@ class ResponseReader:
         try:
             events = step()
             closed = [event for event in events if event["type"] == "region_close"]
-            calls = [call for event in closed if event["field"] == _CALLS for call in _calls_of(event["value"])]
+            calls = [
+                call
+                for event in closed
+                if event["field"] == _CALLS
+                for call in _calls_of(event["value"])
+            ]
         except Exception:  # noqa: BLE001  # of templates, and of the text that they read
             self._give_raw()
             self._parser = self._make_parser()
@@ -141,8 +153,10 @@ class _FieldText:
     def __init__(self, is_stripped: bool):
         self.is_begun = False  # whether it has more than spaces
         self._is_stripped = is_stripped
-        self._new = self._spaces = ""  # text that is not taken; spaces that are not known to be inside
-        self._begin: str | None = ""  # for the next text, whose first spaces are left out; None inside
+        # text that is not taken; spaces that are not known to be inside
+        self._new = self._spaces = ""
+        # for the next text, whose first spaces are left out; None inside
+        self._begin: str | None = ""
 
     def add(self, text: str) -> None:
         text = self._spaces + text

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.validation import invalid_field
 
-_MAX_MESSAGES = 10_000  # messages, their parts and calls; checking one takes 10 us, with all threads waiting
+# messages, their parts and calls; checking one takes 10 us, with all threads waiting
+_MAX_MESSAGES = 10_000
 _MAX_VALUES = 10_000  # entries of a list or an object; pydantic takes 30 us for each wrong entry
 _MAX_FIELDS = 100  # fields of a request
 _MAX_LISTED_STOPS = 100
@@ -41,9 +42,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 # Arguments of `apply_chat_template`, not variables of a chat template.
-_TEMPLATE_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+_TEMPLATE_ARGUMENTS = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+}
 # Fields without an effect on an answer of this server.
-_IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
+_IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "user",
+}
 
 
 class StreamOptions(BaseModel):
@@ -71,7 +82,8 @@ class ResponseFormat(BaseModel):
     def _check_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise RequestError(
-                f'response_format must have json_schema if its type is "json_schema", got {self.type}',
+                'response_format must have json_schema if its type is "json_schema", got '
+                f"{self.type}",
                 "response_format",
             )
         return self
@@ -110,11 +122,15 @@ class Request(BaseModel):
     @classmethod
     def _check_number_of_values(cls, values: Any, info: ValidationInfo) -> Any:
         """Limit the number of values; the size of the body limits a prompt's ids."""
-        is_counted = isinstance(values, list | dict) and not (info.field_name == "prompt" and _is_ids(values))
+        is_counted = isinstance(values, list | dict) and not (
+            info.field_name == "prompt" and _is_ids(values)
+        )
         max_values = _MAX_LISTED_STOPS if info.field_name == "stop" else _MAX_VALUES
         if is_counted and len(values) > max_values:
             name = str(info.field_name)
-            raise RequestError(f"{name} must have at most {max_values} values, got {len(values)}; send fewer", name)
+            raise RequestError(
+                f"{name} must have at most {max_values} values, got {len(values)}; send fewer", name
+            )
         return values
 
     @field_validator("stop")
@@ -123,7 +139,8 @@ class Request(BaseModel):
         max_chars = max(map(len, [stop] if isinstance(stop, str) else stop or ()), default=0)
         if max_chars > _MAX_STOP_CHARS:
             raise RequestError(
-                f"stop must be strings of at most {_MAX_STOP_CHARS} characters, got one of {max_chars}; send a part",
+                f"stop must be strings of at most {_MAX_STOP_CHARS} characters, got one of "
+                f"{max_chars}; send a part",
                 "stop",
             )
         return stop
@@ -137,7 +154,9 @@ class Request(BaseModel):
     def answer_schema(self) -> dict[str, Any] | None:
         """JSON schema of the answer; None for any JSON or any text."""
         format_ = self.response_format
-        return None if format_ is None or format_.json_schema is None else format_.json_schema.content
+        return (
+            None if format_ is None or format_.json_schema is None else format_.json_schema.content
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -145,9 +164,13 @@ class Request(BaseModel):
         if not isinstance(body, Mapping):
             return body
         if len(body) > _MAX_FIELDS:
-            raise RequestError(f"the body must have at most {_MAX_FIELDS} fields, got {len(body)}; leave some out")
+            raise RequestError(
+                f"the body must have at most {_MAX_FIELDS} fields, got {len(body)}; leave some out"
+            )
         return {
-            name: value for name, value in body.items() if not _changes_nothing(cls.model_fields.get(name), name, value)
+            name: value
+            for name, value in body.items()
+            if not _changes_nothing(cls.model_fields.get(name), name, value)
         }
 
 
@@ -176,8 +199,13 @@ class ToolCall(BaseModel):
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             got = reprlib.repr(self.function.arguments)
-            raise RequestError(f"arguments of tool_calls must be JSON, got {got}", "messages") from None
-        return {**self.model_dump(exclude_none=True), "function": {"name": self.function.name, "arguments": arguments}}
+            raise RequestError(
+                f"arguments of tool_calls must be JSON, got {got}", "messages"
+            ) from None
+        return {
+            **self.model_dump(exclude_none=True),
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
 
 
 class Message(BaseModel):
@@ -192,17 +220,30 @@ class Message(BaseModel):
     @classmethod
     def _fill_content(cls, message: Any) -> Any:
         """Add an empty text to a message with tool calls only."""
-        if isinstance(message, Mapping) and "tool_calls" in message and message.get("content") is None:
+        if (
+            isinstance(message, Mapping)
+            and "tool_calls" in message
+            and message.get("content") is None
+        ):
             return {**message, "content": ""}
         return message
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the message for chat templates: one text, role `system` for `developer`."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text,
+        }
         if self.tool_calls:
             message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        optional = {
+            name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")
+        }
         return message | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -256,7 +297,8 @@ class ChatRequest(Request):
         """Allow the template's variables only; other arguments change the result or template."""
         if reserved := sorted(_TEMPLATE_ARGUMENTS.intersection(options or ())):
             raise RequestError(
-                f"chat_template_kwargs must be variables of the chat template, got {reserved[0]!r}; leave it out",
+                "chat_template_kwargs must be variables of the chat template, got "
+                f"{reserved[0]!r}; leave it out",
                 "chat_template_kwargs",
             )
         return options
@@ -264,7 +306,9 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError(f"logprobs must be true with top_logprobs, got {self.top_logprobs}", "logprobs")
+            raise RequestError(
+                f"logprobs must be true with top_logprobs, got {self.top_logprobs}", "logprobs"
+            )
         return self
 
     @model_validator(mode="after")
@@ -276,12 +320,17 @@ class ChatRequest(Request):
     @field_validator("messages", mode="before")
     @classmethod
     def _check_number(cls, messages: Any) -> Any:
-        listed = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+        listed = (
+            [message for message in messages if isinstance(message, dict)]
+            if isinstance(messages, list)
+            else []
+        )
         num_parts = sum(_num_parts(message.get("content")) for message in listed)
         num_parts += sum(_num_parts(message.get("tool_calls") or []) for message in listed)
         if num_parts > _MAX_MESSAGES:
             raise RequestError(
-                f"messages must have at most {_MAX_MESSAGES} parts, got {num_parts}; join some", "messages"
+                f"messages must have at most {_MAX_MESSAGES} parts, got {num_parts}; join some",
+                "messages",
             )
         return messages
 
@@ -326,14 +375,25 @@ def _changes_nothing(field: FieldInfo | None, name: str, value: Any) -> bool:
 
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
-_KINDS = (ChatRequest, CompletionRequest, Message, Part, StreamOptions, Tool, ToolCall, Function, ResponseFormat)
+_KINDS = (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Part,
+    StreamOptions,
+    Tool,
+    ToolCall,
+    Function,
+    ResponseFormat,
+)
 _FIELDS = {name for kind in _KINDS for name in kind.model_fields} | {"schema"}
 
 
 def parse(kind: type[AnyRequest], body: bytes | bytearray) -> AnyRequest:
     """Read a request from JSON, or raise `RequestError`."""
     is_collecting = gc.isenabled()
-    gc.disable()  # a million small lists take 0.1 s to make, and a second in repeated garbage collections
+    # a million small lists take 0.1 s to make, and a second in repeated garbage collections
+    gc.disable()
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -20,9 +20,11 @@ class TextRequest(NamedTuple):
 
     prompt: RowPrompt
     echoed: str = ""  # what the text begins with: the prompt if that is asked for
-    num_top: int | None = None  # most likely tokens of every position; None without log probabilities
+    # most likely tokens of every position; None without log probabilities
+    num_top: int | None = None
     continues: bool = False  # whether the text goes on with its prompt's, as completions do
-    shows_special: bool = False  # whether pieces have the special tokens, which a response template reads
+    # whether pieces have the special tokens, which a response template reads
+    shows_special: bool = False
     has_origins: bool = False  # whether the origins of its tokens are asked for
 
 
@@ -43,13 +45,15 @@ class DecodeResult(NamedTuple):
     totals: SpeculationTotals | None = None  # None unless origins are asked for
 
 
-Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of the text in its request
+# by index of the text in its request
+Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]
 
 
 class Answer:
     """What the decoder's thread hands to the event loop for one text: tokens, then a result or an error.
 
-    Only the newest is kept, which has all tokens so far, so that a client that does not read costs no memory.
+    Only the newest is kept, which has all tokens so far, so that a client that does not read costs
+    no memory.
     """
 
     def __init__(self, request: TextRequest):
@@ -58,7 +62,8 @@ class Answer:
         self.prompt = replace(request.prompt, key=self, on_logits=on_logits, on_round=on_round)
         self.is_wanted = True
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.logprobs: list[TokenLogprob] = []  # those of all tokens so far; stays if the row is decoded again
+        # those of all tokens so far; stays if the row is decoded again
+        self.logprobs: list[TokenLogprob] = []
         self.origins: list[str] = []  # of all tokens so far; changes if the row is decoded again
         self.speedup: float | None = None  # estimated once the text has ended
         self._times_s: list[float] = []  # of the first and the latest token
@@ -95,7 +100,8 @@ class Answer:
             self._loop.call_soon_threadsafe(self._set, item)
 
     def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        # an error of others comes too late after a result, as do tokens of the decoder's thread after an error
+        # an error of others comes too late after a result, as do tokens of the decoder's thread
+        # after an error
         if not isinstance(self._newest, RowResult | RequestError):
             self._newest = item
         self._is_new.set()

@@ -6,9 +6,11 @@ from itertools import compress
 
 from transformers import PreTrainedTokenizerBase
 
-_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes that are not a whole character
+# what decode() makes of bytes that are not a whole character
+_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD = 3  # tokens that a later one may still complete: a character has four bytes at most
-# Special tokens that clients need as text: they mark tool calls and reasoning, and most tokenizers list them as text.
+# Special tokens that clients need as text: they mark tool calls and reasoning, and most tokenizers
+# list them as text.
 TAGS = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"}
 
 
@@ -46,19 +48,25 @@ class TextStream:
     """Gives text as soon as it is final: whole characters, and no beginning of a stop string.
 
     Stop strings are searched for in the text with its special tokens, as `StopStringCriteria` does.
-    Special tokens are not shown, but for tags of tool calls and of reasoning. They are given whole or
-    not at all: a text whose stop string begins inside one ends before it. Tags are cut as other text,
-    unless a response template reads them (`is_parsed`).
+    Special tokens are not shown, but for tags of tool calls and of reasoning. They are given whole
+    or not at all: a text whose stop string begins inside one ends before it. Tags are cut as other
+    text, unless a response template reads them (`is_parsed`).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], is_parsed: bool = False):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_strings: Sequence[str],
+        is_parsed: bool = False,
+    ):
         self.tokenizer, self.stop_strings, self._is_parsed = tokenizer, stop_strings, is_parsed
         self.is_cut = False  # whether the text ended before a stop string
         self._num_read = 0  # tokens of the row
         self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
         self._is_empty = True  # whether no ordinary token has come
         self._ids: list[int] = []  # the latest ordinary tokens
-        # those of them whose text is known; they are decoded again, as a first token loses its space
+        # those of them whose text is known; they are decoded again, as a first token loses its
+        # space
         self._num_given = 0
         self._pending = MarkedText()  # text that is not given
         # begin and end in the pending text of tokens that are never cut
@@ -141,16 +149,29 @@ class TextStream:
         longest = max(map(len, self.stop_strings), default=1) - 1
         nums = range(min(longest, len(self._pending)), 0, -1)
         pending = self._pending.text
-        return next((num for num in nums if any(stop.startswith(pending[-num:]) for stop in self.stop_strings)), 0)
+        return next(
+            (
+                num
+                for num in nums
+                if any(stop.startswith(pending[-num:]) for stop in self.stop_strings)
+            ),
+            0,
+        )
 
     def _special_text(self, token_id: int) -> str:
         """The text of a special token, which decoding can skip; empty for an ordinary token."""
         text = self._special_texts.get(token_id)
         if text is None:
             is_special = not self._decode([token_id])
-            text = str(self.tokenizer.decode([token_id], skip_special_tokens=False)) if is_special else ""
+            text = (
+                str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+                if is_special
+                else ""
+            )
             self._special_texts[token_id] = text
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )

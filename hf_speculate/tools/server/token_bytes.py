@@ -12,13 +12,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_speculate.processors.registry import register_row_wise
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a single byte
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # GPT-2's characters for bytes
+# GPT-2's characters for bytes
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TokenBytes:
     """Bytes of each token of a tokenizer.
 
-    The bytes of a text's tokens join to the text. They are computed at the first use of an id, and cached.
+    The bytes of a text's tokens join to the text. They are computed at the first use of an id, and
+    cached.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -31,7 +33,8 @@ class TokenBytes:
         self._first: dict[int, bytes] = {}
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         special_ids = {token_id for token_id, token in added.items() if token.special}
-        self.hidden_ids = frozenset(special_ids.union(tokenizer.all_special_ids))  # left out of texts
+        # left out of texts
+        self.hidden_ids = frozenset(special_ids.union(tokenizer.all_special_ids))
 
     def __call__(self, token_id: int) -> bytes:
         """Return the bytes of a token inside a text; empty for an unknown id."""
@@ -61,7 +64,9 @@ class TokenBytes:
             return b""
         if self._is_byte_level:
             is_spelled = all(character in _BYTE_OF for character in token)
-            return bytes(_BYTE_OF[character] for character in token) if is_spelled else token.encode()
+            return (
+                bytes(_BYTE_OF[character] for character in token) if is_spelled else token.encode()
+            )
         text = self._decode([*self._anchor_ids, token_id])
         is_after = text.startswith(self._anchor)
         text = text[len(self._anchor) :] if is_after else self._decode([token_id])
@@ -84,14 +89,16 @@ def _state_of(decoder: Any) -> str:
 class StopTexts(StoppingCriteria):
     """Stopping criterion for stop strings.
 
-    A row ends when its newest token completes one of the `stops`. A call reads the bytes of as many tokens as the
-    longest stop has bytes. The criterion of transformers makes a table of all tokens by all positions of all stops.
+    A row ends when its newest token completes one of the `stops`. A call reads the bytes of as many
+    tokens as the longest stop has bytes. The criterion of transformers makes a table of all tokens
+    by all positions of all stops.
     """
 
     token_bytes: TokenBytes
     stops: tuple[str, ...]
     prompt_len: int  # number of first tokens to skip, the prompt's
-    is_begin: bool = False  # whether the answer begins a text, as in chats, or continues its prompt's text
+    # whether the answer begins a text, as in chats, or continues its prompt's text
+    is_begin: bool = False
 
     def __call__(self, input_ids: Tensor, scores: Any = None, **kwargs: Any) -> Tensor:
         """Return for each row whether it ends, [N] bool; `input_ids` are [N, T] int64."""
@@ -100,7 +107,9 @@ class StopTexts(StoppingCriteria):
         begin = max(self.prompt_len, input_ids.shape[1] - max_len)
         rows: list[list[int]] = input_ids[:, begin:].tolist()
         is_first = self.is_begin and begin == self.prompt_len
-        return torch.tensor([self._ends(ids, is_first, stops) for ids in rows], device=input_ids.device)
+        return torch.tensor(
+            [self._ends(ids, is_first, stops) for ids in rows], device=input_ids.device
+        )
 
     def _ends(self, token_ids: list[int], is_first: bool, stops: list[bytes]) -> bool:
         if not token_ids:

@@ -5,7 +5,8 @@ import uuid
 from typing import Any, NamedTuple
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_MAX_WORD_LEN = 10  # characters of JSON with an error before the last one, such as -Infinity and \u00e9
+# characters of JSON with an error before the last one, such as -Infinity and \u00e9
+_MAX_WORD_LEN = 10
 _DECODER = json.JSONDecoder()
 
 
@@ -19,16 +20,17 @@ class Said(NamedTuple):
 class ToolCallReader:
     """Splitter into content and tool calls.
 
-    It reads a streamed text piece by piece. A call is a JSON object in tags; the object marks its own end. The end tag
-    may be missing at the end of the text and before the next call. All else is content, also other text in tags. Spaces
-    alone beside calls are left out.
+    It reads a streamed text piece by piece. A call is a JSON object in tags; the object marks its
+    own end. The end tag may be missing at the end of the text and before the next call. All else is
+    content, also other text in tags. Spaces alone beside calls are left out.
     """
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []  # in OpenAI's form
         self._pending = ""  # text that may hold a call
         self._num_searched = 0  # characters of the pending text without the start of an end tag
-        self._spaces, self._has_content = "", False  # spaces beside a call; whether content follows it
+        # spaces beside a call; whether content follows it
+        self._spaces, self._has_content = "", False
 
     def read(self, text: str, is_end: bool = False) -> Said:
         """Return the content that became final; at the end all remaining text."""
@@ -47,7 +49,9 @@ class ToolCallReader:
         num_held = 0
         if not is_end:
             lens = range(min(len(_BEGIN) - 1, len(self._pending)), 0, -1)
-            num_held = next((length for length in lens if self._pending.endswith(_BEGIN[:length])), 0)
+            num_held = next(
+                (length for length in lens if self._pending.endswith(_BEGIN[:length])), 0
+            )
         content += self._take_content(len(self._pending) - num_held)
         return Said(content if self.calls or not is_end else content + self._spaces)
 
@@ -79,7 +83,9 @@ class ToolCallReader:
         try:
             value, end = _DECODER.raw_decode(body)
         except json.JSONDecodeError as error:
-            is_cut_short = error.pos > len(body) - _MAX_WORD_LEN or error.msg.startswith("Unterminated")
+            is_cut_short = error.pos > len(body) - _MAX_WORD_LEN or error.msg.startswith(
+                "Unterminated"
+            )
             return None if is_cut_short and not is_end else 0
         except RecursionError:
             return 0
@@ -103,7 +109,9 @@ def call_of(value: Any) -> dict[str, Any] | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     try:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        arguments = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
         f"{value['name']}{arguments}".encode()
     except (RecursionError, UnicodeEncodeError):  # lists nested too deep, or an unpaired surrogate
         return None

@@ -17,30 +17,43 @@ def invalid_field(
     """Describe the first wrong field: its allowed values, and the value received.
 
     Args:
-        error: pydantic's error of a request; for a field with several types it lists an error per type.
+        error: pydantic's error of a request; for a field with several types it lists an error per
+            type.
         fields: names of all fields; other words in pydantic's paths are names of types.
         neutral: accepted values of unsupported fields.
     """
     errors = error.errors(include_url=False)
     first_errors = {
-        _path(each["loc"], fields): each for each in reversed(errors) if each["loc"][:1] == errors[0]["loc"][:1]
+        _path(each["loc"], fields): each
+        for each in reversed(errors)
+        if each["loc"][:1] == errors[0]["loc"][:1]
     }
     name = max(first_errors, key=_fit)  # the best fit among several types
     first = first_errors[name]
     kind, message, got = first["type"], first["msg"], reprlib.repr(first["input"])
     if kind == "json_invalid":
-        return RequestError(f"the body must be JSON in UTF-8, got {message.removeprefix('Invalid JSON: ')}")
+        return RequestError(
+            f"the body must be JSON in UTF-8, got {message.removeprefix('Invalid JSON: ')}"
+        )
     if kind == "missing":
         return RequestError(f"{name} must be given, got none", name)
     if kind == "extra_forbidden":
         name = str(errors[0]["loc"][0])
         values = " or ".join(map(json.dumps, neutral.get(name, ())))
         if values:
-            return RequestError(f"{name} must be {values}, got {got}; other values are not supported", name)
+            return RequestError(
+                f"{name} must be {values}, got {got}; other values are not supported", name
+            )
         nearest = nearest_name(name, fields)
         hint = f"; did you mean {nearest}?" if nearest else ""
-        return RequestError(f"{name} must be left out, got {got}; this endpoint has no such field{hint}", name)
-    reasons = [each["msg"].removeprefix("Input should be ") for each in errors if _path(each["loc"], fields) == name]
+        return RequestError(
+            f"{name} must be left out, got {got}; this endpoint has no such field{hint}", name
+        )
+    reasons = [
+        each["msg"].removeprefix("Input should be ")
+        for each in errors
+        if _path(each["loc"], fields) == name
+    ]
     needed = ", or ".join(dict.fromkeys(reasons))
     return RequestError(f"{name or 'the body'} must be {needed}, got {got}", name or None)
 

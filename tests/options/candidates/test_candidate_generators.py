@@ -18,7 +18,10 @@ from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
-from hf_speculate.options.candidates.from_candidate_generator import CandidateGeneratorDrafter, samples_its_logits
+from hf_speculate.options.candidates.from_candidate_generator import (
+    CandidateGeneratorDrafter,
+    samples_its_logits,
+)
 from hf_speculate.options.candidates.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
@@ -40,27 +43,35 @@ class Scripted(CandidateGenerator):
 
     def get_candidates(self, input_ids, **kwargs):
         self.shown.append(input_ids[0].tolist())
-        return torch.cat([input_ids, torch.tensor([self.proposals.pop(0)], dtype=torch.int64)], dim=1), None
+        return torch.cat(
+            [input_ids, torch.tensor([self.proposals.pop(0)], dtype=torch.int64)], dim=1
+        ), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         self.told.append((len(scores[0]) - 1, num_matches))
 
 
-def ask(drafter: CandidateGeneratorDrafter, text: list[int], kept: list[int] | None = None, num: int = 5) -> DraftOut:
+def ask(
+    drafter: CandidateGeneratorDrafter, text: list[int], kept: list[int] | None = None, num: int = 5
+) -> DraftOut:
     told = kept and Kept(torch.tensor([kept]), torch.tensor([len(kept)], dtype=torch.int32))
-    return drafter.draft(DraftRequest(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=told))
+    return drafter.draft(
+        DraftRequest(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=told)
+    )
 
 
 def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
     generator = Scripted([7, 8, 9], [1, 2], [3])
     drafter = CandidateGeneratorDrafter(generator)
-    assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[8, 9]]  # the prompt's candidate was the token that followed
+    # the prompt's candidate was the token that followed
+    assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[8, 9]]
     assert ask(drafter, [0], kept=[8, 4]).token_ids.tolist() == [[1, 2]]
     assert ask(drafter, [0], kept=[0]).token_ids.tolist() == [[3]]
     assert generator.shown == [[5, 6], [5, 6, 7, 8, 4], [5, 6, 7, 8, 4, 0]]
     assert generator.told == [(3, 2), (2, 0)]
     generator = Scripted([9, 9], [1])
-    assert ask(CandidateGeneratorDrafter(generator), [5, 6, 7]).token_ids.tolist() == [[1]]  # 7 was no candidate
+    # 7 was no candidate
+    assert ask(CandidateGeneratorDrafter(generator), [5, 6, 7]).token_ids.tolist() == [[1]]
     assert (generator.shown, generator.told) == ([[5, 6], [5, 6, 7]], [(2, 0)])
     drafter = CandidateGeneratorDrafter(Scripted([], [], [1, 2, 3, 4]))
     assert ask(drafter, [5, 6, 7]).token_ids.shape == (1, 0)
@@ -102,12 +113,16 @@ def test_only_known_samplers_count_as_samplers():
 def early_exit(generation_config, **prepared):
     generation_config.assistant_early_exit = 3
     return EarlyExitCandidateGenerator(
-        assistant_model=make_model("llama", num_hidden_layers=4), generation_config=generation_config, **prepared
+        assistant_model=make_model("llama", num_hidden_layers=4),
+        generation_config=generation_config,
+        **prepared,
     )
 
 
 SOURCES = {
-    "assisted": lambda target: partial(AssistedCandidateGenerator, assistant_model=noisy_copy(target, 0.05)),
+    "assisted": lambda target: partial(
+        AssistedCandidateGenerator, assistant_model=noisy_copy(target, 0.05)
+    ),
     "early exit": lambda target: early_exit,
 }
 
@@ -120,7 +135,9 @@ def target():
 @pytest.mark.parametrize("source", SOURCES)
 def test_greedy_is_plain_greedy(target, source):
     options = {"candidate_generator": SOURCES[source](target), "num_assistant_tokens": None}
-    stats = assert_decodes_as_plain(target, None, ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options)
+    stats = assert_decodes_as_plain(
+        target, None, ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options
+    )
     assert stats.num_accepted > 0
     assert stats.num_emitted == NUM_NEW - 1
 
@@ -128,8 +145,14 @@ def test_greedy_is_plain_greedy(target, source):
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("make", [Grammar, RollbackGrammar])
 def test_processors_with_state_are_not_shown_what_a_generator_tries(target, make):
-    inputs, options = ragged_prompts(1, seed=3, min_len=12, vocab_size=8), {"max_new_tokens": NUM_NEW}
-    own = {"candidate_generator": SOURCES["assisted"](target), "logits_processor": [make(Brackets())]}
+    inputs, options = (
+        ragged_prompts(1, seed=3, min_len=12, vocab_size=8),
+        {"max_new_tokens": NUM_NEW},
+    )
+    own = {
+        "candidate_generator": SOURCES["assisted"](target),
+        "logits_processor": [make(Brackets())],
+    }
     plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
     assert_equal_ids(plain, target.generate(**inputs, **options, **own))
 
@@ -150,7 +173,9 @@ def test_a_generator_that_writes_to_its_generation_config_changes_no_text():
 
     def source(generation_config, **others):
         generation_config.max_length = 3
-        return PromptLookupCandidateGenerator(num_output_tokens=3, max_matching_ngram_size=2, max_length=100)
+        return PromptLookupCandidateGenerator(
+            num_output_tokens=3, max_matching_ngram_size=2, max_length=100
+        )
 
     assert_equal_ids(hf_speculate.generate(target, **options, candidate_generator=source), plain)
 
@@ -159,7 +184,9 @@ def test_transformers_greedy_loop_gives_the_plain_text():
     plain, generators = make_model("llama"), []
 
     class Target(LlamaForCausalLM):
-        def _get_candidate_generator(self, generation_config, input_ids, assistant_model, logits_processor, **kwargs):
+        def _get_candidate_generator(
+            self, generation_config, input_ids, assistant_model, logits_processor, **kwargs
+        ):
             processors = BlockLogitsProcessorList(logits_processor).row_wise_part()
             drafter = ModelDrafter(Inferencer(LanguageModel(assistant_model)), processors)
             options = drafter, 3, SampleStrategy.GREEDY, generation_config.max_length
@@ -170,7 +197,10 @@ def test_transformers_greedy_loop_gives_the_plain_text():
     target.__class__ = Target
     inputs, options = ragged_prompts(1, seed=2), {"max_new_tokens": 20, "repetition_penalty": 1.3}
     draft = noisy_copy(plain, 0.05, seed=1)
-    assert_equal_ids(plain.generate(**inputs, **options), target.generate(**inputs, **options, assistant_model=draft))
+    assert_equal_ids(
+        plain.generate(**inputs, **options),
+        target.generate(**inputs, **options, assistant_model=draft),
+    )
     assert 0 < generators[0]._num_rounds < 20
 
 
@@ -178,8 +208,11 @@ def test_transformers_greedy_loop_gives_the_plain_text():
 def test_the_cache_follows_a_text_that_went_another_way(family):
     draft, text = make_model(family), ragged_prompts(1, seed=2)["input_ids"]
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
-    generator = DraftModelCandidateGenerator(drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14)
-    for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):  # at last to the end
+    generator = DraftModelCandidateGenerator(
+        drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14
+    )
+    # at last to the end
+    for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):
         with torch.no_grad():
             candidates, _ = generator.get_candidates(text)
         if num:
@@ -187,6 +220,8 @@ def test_the_cache_follows_a_text_that_went_another_way(family):
         assert_equal_ids(plain if num else text, candidates)
         assert not hooks_of(draft)
         kept = candidates[:, : text.shape[1] + num_accepted + 1]
-        text = kept if num_accepted == 4 else torch.cat([kept[:, :-1], (kept[:, -1:] + 1) % 64], dim=1)
+        text = (
+            kept if num_accepted == 4 else torch.cat([kept[:, :-1], (kept[:, -1:] + 1) % 64], dim=1)
+        )
     with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
         generator.get_candidates(text.expand(2, -1))

@@ -27,8 +27,12 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
     ("family", "batch_size", "options"),
     [
         ("llama", 3, {}),
-        ("llama", 3, {**COUPLED, "assistant_confidence_threshold": 0.2}),  # the last steps are taken one by one
-        *(pytest.param(*case, {}, marks=pytest.mark.slow) for case in (("llama", 1), ("gemma2", 3), ("gpt2", 3))),
+        # the last steps are taken one by one
+        ("llama", 3, {**COUPLED, "assistant_confidence_threshold": 0.2}),
+        *(
+            pytest.param(*case, {}, marks=pytest.mark.slow)
+            for case in (("llama", 1), ("gemma2", 3), ("gpt2", 3))
+        ),
         pytest.param("llama", 3, {**COUPLED, "assistant_model": None}, marks=pytest.mark.slow),
     ],
 )
@@ -57,7 +61,9 @@ def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width():
     assert num_graphs[0] == num_graphs[1] == num_graphs[2]
 
 
-@pytest.mark.parametrize("mode", [{}, pytest.param({"do_sample": True, "top_k": 0, "seed": 3}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", [{}, pytest.param({"do_sample": True, "top_k": 0, "seed": 3}, marks=pytest.mark.slow)]
+)
 def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
     """The target's forward and the draft's step, each for one row and for several."""
     target, draft = new_pair(num_hidden_layers=1)
@@ -66,9 +72,17 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
     calls = [(3, 6, {"num_assistant_tokens": 2}), (2, 250, {"num_assistant_tokens": 5}), (1, 6, {})]
     for batch_size, prompt_len, own in [*calls, (1, 300, {"num_assistant_tokens": 3}), calls[0]]:
         inputs = ragged_prompts(batch_size, min_len=prompt_len, max_len=prompt_len)
-        schedule = {} if own else {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": None}
+        schedule = (
+            {}
+            if own
+            else {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": None}
+        )
         ids, eager, stats = compiled_and_eager(
-            target, draft, inputs, compile_config(), **{"max_new_tokens": 16, **schedule, **own, **mode}
+            target,
+            draft,
+            inputs,
+            compile_config(),
+            **{"max_new_tokens": 16, **schedule, **own, **mode},
         )
         assert_equal_ids(eager, ids)
         assert (stats.compiled, stats.fallbacks) == (["target", "draft"], [])
@@ -100,7 +114,9 @@ def test_a_target_that_stays_eager_beside_a_compiled_draft_takes_no_buffers_of_e
     target = hf_speculate.enable(make_llava())
     draft, inputs = text_draft(target), picture_prompts(target, 2)
     for _ in range(2):
-        ids, eager, stats = compiled_and_eager(target, draft, inputs, compile_config(), max_new_tokens=8)
+        ids, eager, stats = compiled_and_eager(
+            target, draft, inputs, compile_config(), max_new_tokens=8
+        )
         assert_equal_ids(eager, ids)
         assert (stats.cache, stats.compiled) == ("preallocated", ["draft"])
 
@@ -115,12 +131,16 @@ def test_a_model_that_cannot_be_compiled_says_so_once_and_decodes_eagerly(caplog
     target.model.register_forward_pre_hook(breaks_graphs)
     with caplog.at_level(logging.WARNING, logger="hf_speculate"):
         for _ in range(2):
-            ids, eager, stats = compiled_and_eager(target, draft, ragged_prompts(3), compile_config())
+            ids, eager, stats = compiled_and_eager(
+                target, draft, ragged_prompts(3), compile_config()
+            )
             assert_equal_ids(eager, ids)
             assert stats.compiled == ["draft"]
             (fallback,) = stats.fallbacks
             assert "LlamaForCausalLM, which cannot be compiled" in fallback
-    assert [record.message for record in caplog.records].count(fallback.removeprefix("target: ")) == 1
+    assert [record.message for record in caplog.records].count(
+        fallback.removeprefix("target: ")
+    ) == 1
 
 
 @pytest.mark.gpu
@@ -129,12 +149,19 @@ def test_cuda_graphs_replay_the_eager_text(batch_size):
     target = hf_speculate.enable(make_model("llama", dtype=torch.float32).cuda())
     draft = noisy_copy(target)
     inputs = {name: value.cuda() for name, value in ragged_prompts(batch_size, max_len=20).items()}
-    options = {"max_new_tokens": 60, "num_assistant_tokens": K, "assistant_model": draft, "eos_token_id": ENDS}
+    options = {
+        "max_new_tokens": 60,
+        "num_assistant_tokens": K,
+        "assistant_model": draft,
+        "eos_token_id": ENDS,
+    }
     eager = target.generate(**inputs, **options, speculation_graphs="off")
     counters["inductor"].clear()
     for _ in range(3):  # a static cache alone compiles on a GPU, with graphs
         stats = hf_speculate.SpeculationStats()
-        ids = target.generate(**inputs, **options, cache_implementation="static", speculation_stats=stats)
+        ids = target.generate(
+            **inputs, **options, cache_implementation="static", speculation_stats=stats
+        )
         assert_equal_ids(eager, ids)
         assert stats.compiled == ["target", "draft"]
     assert counters["inductor"]["cudagraph_skips"] == 0
@@ -142,33 +169,52 @@ def test_cuda_graphs_replay_the_eager_text(batch_size):
 
 def addresses_of(*models):
     pools = [BufferPool.of(model) for model in models]
-    return {tensor.data_ptr() for pool in pools for kept in pool._idle.values() for tensor in kept.tensors}
+    return {
+        tensor.data_ptr()
+        for pool in pools
+        for kept in pool._idle.values()
+        for tensor in kept.tensors
+    }
 
 
 @pytest.mark.fallback("lock step")
 def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back():
     target, draft = new_pair(num_hidden_layers=1)
-    options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, **ragged_prompts(2)}
+    options = {
+        "max_new_tokens": 12,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        **ragged_prompts(2),
+    }
     own = {"assistant_model": draft, "num_assistant_tokens": K, "compile_config": compile_config()}
     ours, plain = target.generate(**options, **own), target.generate(**options)
     addresses = addresses_of(target, draft)
     assert addresses
     with pytest.raises(KeyboardInterrupt):  # in the same buffers
-        target.generate(**options, **own, stopping_criteria=[FaultyCriterion(Fault(5, KeyboardInterrupt()))])
+        target.generate(
+            **options, **own, stopping_criteria=[FaultyCriterion(Fault(5, KeyboardInterrupt()))]
+        )
     again = target.generate(**options, **own)
-    assert (again.speculation.compiled, addresses_of(target, draft)) == (["target", "draft"], addresses)
+    assert (again.speculation.compiled, addresses_of(target, draft)) == (
+        ["target", "draft"],
+        addresses,
+    )
     for sequences in (ours, again):
         assert_equal_ids(plain.sequences, sequences.sequences)
         torch.testing.assert_close(sequences.logits, plain.logits)
         assert type(sequences[CACHE_NAME]) is type(plain[CACHE_NAME])
-        for layer, expected in zip(sequences[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
+        for layer, expected in zip(
+            sequences[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True
+        ):
             torch.testing.assert_close(layer.keys, expected.keys)
 
 
 def test_a_call_inside_another_and_one_with_a_shorter_prompt_read_no_states_but_their_own():
     """The inner call needs buffers as large as those that the outer one holds; later calls take them in turn."""
     target, draft = new_pair(num_hidden_layers=1)
-    prompts = [ragged_prompts(2, seed=length, min_len=length - 3, max_len=length) for length in (20, 9)]
+    prompts = [
+        ragged_prompts(2, seed=length, min_len=length - 3, max_len=length) for length in (20, 9)
+    ]
     options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": K}
     eager = [target.generate(**inputs, **options) for inputs in prompts]
     options["compile_config"], inner = compile_config(), []
@@ -192,10 +238,16 @@ def test_a_recompile_limit_holds_for_the_call_alone() -> None:
     model, reasons = make_model("llama", num_hidden_layers=1), []
 
     def compilation() -> Compilation:
-        return Compilation(model, CompileConfig(backend="eager", mode=None), CompiledUnits.of(model), reasons.append)
+        return Compilation(
+            model,
+            CompileConfig(backend="eager", mode=None),
+            CompiledUnits.of(model),
+            reasons.append,
+        )
 
     first = compilation()
-    with torch._dynamo.config.patch(recompile_limit=2):  # of three numbers of dimensions torch compiles two
+    # of three numbers of dimensions torch compiles two
+    with torch._dynamo.config.patch(recompile_limit=2):
         results = [first.run("double", doubled, torch.ones((1,) * num)) for num in (1, 2, 3)]
     assert [result is None for result in results] == [False, False, True]
     (reason,) = reasons

@@ -17,10 +17,13 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 ENDS = [17, 3, 40, 9]
 GRAPHS: dict[str, Any] = {"speculation_graphs": "on", "num_assistant_tokens": 3}
-CONSTANT = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "constant"}  # or times decide on lengths
+# or times decide on lengths
+CONSTANT = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "constant"}
 
 
-def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Any]:
+def decode(
+    target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
+) -> tuple[Tensor, Any]:
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 24, **GRAPHS, **options}
     return target.generate(**inputs, **options, speculation_stats=stats), stats
@@ -35,7 +38,11 @@ def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
         inputs = ragged_prompts(batch_size, seed=seed, max_len=max_len)
         ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)
         assert_equal_ids(target.generate(**inputs, max_new_tokens=24, eos_token_id=ENDS), ids)
-        assert (stats.graphed, stats.fallbacks, stats.cache) == (["target", "draft"], [], "preallocated")
+        assert (stats.graphed, stats.fallbacks, stats.cache) == (
+            ["target", "draft"],
+            [],
+            "preallocated",
+        )
         assert backend.num_captures == 2  # a verification and a draft step
         assert backend.num_replays > 2 * stats.num_batch_rounds
     assert "from graphs: target, draft" in stats.plan
@@ -51,11 +58,20 @@ def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
 )
 def test_sampled_text_is_that_of_eager_rounds(backend: Any, options: dict[str, Any]) -> None:
     target, draft = pair("llama")
-    options = {"assistant_model": draft, "do_sample": True, "seed": 5, "eos_token_id": ENDS, **options}
+    options = {
+        "assistant_model": draft,
+        "do_sample": True,
+        "seed": 5,
+        "eos_token_id": ENDS,
+        **options,
+    }
     inputs = ragged_prompts(3, max_len=20)
     ids, stats = decode(target, inputs, **options)
     assert_equal_ids(decode(target, inputs, **options, speculation_graphs="off")[0], ids)
-    assert (stats.graphed, stats.fallbacks) == (["target", "draft"][: 1 + bool(options["assistant_model"])], [])
+    assert (stats.graphed, stats.fallbacks) == (
+        ["target", "draft"][: 1 + bool(options["assistant_model"])],
+        [],
+    )
     assert backend.num_replays >= stats.num_batch_rounds
 
 
@@ -78,7 +94,9 @@ def reads_host(module: Any, args: Any) -> None:
 
 
 @pytest.mark.fallback("eager forwards")
-def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
+def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(
+    backend: Any,
+) -> None:
     target, draft = new_pair("llama", 0.1)
     inputs, stranger = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
     decode(target, inputs, assistant_model=draft)
@@ -102,10 +120,15 @@ def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_
     ("options", "reason"),
     [
         ({"speculation_cache": "dynamic"}, "its states are not preallocated"),
-        ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states or attentions are returned"),
+        (
+            {"return_dict_in_generate": True, "output_hidden_states": True},
+            "hidden states or attentions are returned",
+        ),
     ],
 )
-def test_what_cannot_be_captured_says_why(backend: Any, options: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_captured_says_why(
+    backend: Any, options: dict[str, Any], reason: str
+) -> None:
     target, draft = pair("llama")
     stats = decode(target, ragged_prompts(1), assistant_model=draft, max_new_tokens=4, **options)[1]
     assert "target" not in stats.graphed
@@ -120,7 +143,9 @@ READS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", READS)
-def test_what_reads_the_host_is_found_before_a_capture(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reads_the_host_is_found_before_a_capture(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with FakeCuda():
         ids = torch.arange(8).to("cuda:0")
         monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: pytest.fail("captured"))
@@ -132,17 +157,24 @@ def test_what_reads_the_host_is_found_before_a_capture(what: str, monkeypatch: p
 def test_on_a_cpu_rounds_are_eager() -> None:
     target, draft = pair("llama")
     for graphs, num_reasons in (("auto", 0), ("on", 2)):
-        stats = decode(target, ragged_prompts(2), assistant_model=draft, speculation_graphs=graphs)[1]
+        stats = decode(target, ragged_prompts(2), assistant_model=draft, speculation_graphs=graphs)[
+            1
+        ]
         assert stats.graphed == []
-        assert ["graphs need a CUDA device" in reason for reason in stats.fallbacks] == [True] * num_reasons
+        assert ["graphs need a CUDA device" in reason for reason in stats.fallbacks] == [
+            True
+        ] * num_reasons
 
 
 def test_a_graph_has_workspaces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: seen.append("dropped"), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: seen.append("dropped"), raising=False
+    )
     with FakeCuda():
         CudaGraphs(torch.device("cuda", 0)).capture(lambda: seen.append("run"))
-    assert seen == ["run", "run", "dropped", "run", "dropped"]  # the first one looks for reads of the host
+    # the first one looks for reads of the host
+    assert seen == ["run", "run", "dropped", "run", "dropped"]
 
 
 @pytest.mark.gpu

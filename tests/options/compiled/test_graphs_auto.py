@@ -21,9 +21,16 @@ CONSTANT = {"num_assistant_tokens_schedule": "constant"}  # or times decide on l
 FAULT = "CUDA error: an illegal memory access was encountered"
 
 
-def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Any]:
+def decode(
+    target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
+) -> tuple[Tensor, Any]:
     stats = hf_speculate.SpeculationStats()
-    options = {"max_new_tokens": 24, "num_assistant_tokens": 3, "speculation_graphs": "auto", **options}
+    options = {
+        "max_new_tokens": 24,
+        "num_assistant_tokens": 3,
+        "speculation_graphs": "auto",
+        **options,
+    }
     return target.generate(**inputs, **options, speculation_stats=stats), stats
 
 
@@ -34,32 +41,43 @@ def hookless_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, draft
 
 
-def test_a_trial_ends_and_later_calls_replay_alone(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_ends_and_later_calls_replay_alone(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = hookless_pair()
     inputs, num_forwards = ragged_prompts(2), []
     layer = target.model.layers[0].mlp
     forward, counted = layer.forward, []
-    monkeypatch.setattr(layer, "forward", lambda *args: counted.append(1) or forward(*args))  # a hook would show
+    # a hook would show
+    monkeypatch.setattr(layer, "forward", lambda *args: counted.append(1) or forward(*args))
     decode(target, inputs, assistant_model=draft, max_new_tokens=1)  # looks at the model first
     for _ in range(2):
         counted.clear()
         stats = decode(target, inputs, assistant_model=draft, **CONSTANT, eos_token_id=None)[1]
         assert stats.graphed == ["target", "draft"]
         num_forwards.append(len(counted))
-    assert num_forwards == [1 + 1 + 1 + 3, 1]  # prompt, capture, comparison and what is timed; then the prompt alone
+    # prompt, capture, comparison and what is timed; then the prompt alone
+    assert num_forwards == [1 + 1 + 1 + 3, 1]
 
 
 @pytest.mark.fallback("eager forwards")
 @pytest.mark.parametrize(
     ("state", "reason", "num_captures"),
     [
-        ({"is_wrong": True}, "cannot be captured: a replay differs from the eager forward", 2),  # remembered
-        ({"replay_s": 2.0}, "whose graphs are not faster: 2e+03 ms against 2e+03 ms", 2),  # the graphs stay
+        # remembered
+        ({"is_wrong": True}, "cannot be captured: a replay differs from the eager forward", 2),
+        # the graphs stay
+        ({"replay_s": 2.0}, "whose graphs are not faster: 2e+03 ms against 2e+03 ms", 2),
         ({"has_memory": False}, "for whose graphs too little of the device's memory is free", 0),
     ],
 )
 def test_graphs_that_are_wrong_or_slow_on_this_model_are_left(
-    backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, state: dict[str, Any], reason: str, num_captures: int
+    backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+    state: dict[str, Any],
+    reason: str,
+    num_captures: int,
 ) -> None:
     for name, value in state.items():
         monkeypatch.setattr(RecordedGraphs, name, value)
@@ -73,9 +91,11 @@ def test_graphs_that_are_wrong_or_slow_on_this_model_are_left(
             assert [reason in fallback for fallback in stats.fallbacks] == [True, True]
             assert backend.num_captures == num_captures
     messages = [record.message for record in caplog.records]
-    assert 1 <= len(messages) == len(set(messages)) <= 2  # one of each model, once where they are alike
+    # one of each model, once where they are alike
+    assert 1 <= len(messages) == len(set(messages)) <= 2
     RecordedGraphs.is_wrong = False
-    stats = decode(target, inputs, assistant_model=draft, speculation_graphs="on")[1]  # compares and times nothing
+    # compares and times nothing
+    stats = decode(target, inputs, assistant_model=draft, speculation_graphs="on")[1]
     assert bool(stats.graphed) != ("is_wrong" in state)
 
 
@@ -91,8 +111,13 @@ def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
     draft.register_forward_hook(lambda *_: seen.append(1))
     stats = decode(target, inputs, **options)[1]
     assert stats.graphed == ["target"] and len(seen) > stats.num_batch_rounds
-    assert stats.fallbacks == ['no graphs of the draft: its hooks would run in a capture only; "on" allows that']
-    assert decode(target, inputs, **{**options, "speculation_graphs": "on"})[1].graphed == ["target", "draft"]
+    assert stats.fallbacks == [
+        'no graphs of the draft: its hooks would run in a capture only; "on" allows that'
+    ]
+    assert decode(target, inputs, **{**options, "speculation_graphs": "on"})[1].graphed == [
+        "target",
+        "draft",
+    ]
     monkeypatch.setattr(graph_plan, "memory_bytes", lambda device: 1 << 16)
     stats = decode(target, inputs, **options)[1]
     assert stats.graphed == []
@@ -100,10 +125,14 @@ def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
 
 
 @pytest.mark.fallback("no graphs")
-@pytest.mark.parametrize("family", ["mamba", "gemma4"])  # a config without heads, one whose layers have several sizes
+# a config without heads, one whose layers have several sizes
+@pytest.mark.parametrize("family", ["mamba", "gemma4"])
 def test_without_a_setting_every_config_decodes(backend: Any, family: str) -> None:
     target = hf_speculate.enable(make_model(family))
-    inputs, options = ragged_prompts(2, max_len=12), {"prompt_lookup_num_tokens": 3, "num_assistant_tokens": None}
+    inputs, options = (
+        ragged_prompts(2, max_len=12),
+        {"prompt_lookup_num_tokens": 3, "num_assistant_tokens": None},
+    )
     ids, stats = decode(target, inputs, **options, **CONSTANT)
     assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
     assert stats.num_drafted > 0
@@ -118,7 +147,11 @@ def test_without_a_setting_every_config_decodes(backend: Any, family: str) -> No
     ],
 )
 def test_a_failed_replay_is_followed_by_eager_forwards(
-    backend: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str, is_remembered: bool
+    backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    reason: str,
+    is_remembered: bool,
 ) -> None:
     target, draft = hookless_pair()
     inputs = ragged_prompts(2)
@@ -139,7 +172,9 @@ def raising(error: Exception) -> Any:
     return fail
 
 
-def test_an_error_of_the_device_names_the_setting_and_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_names_the_setting_and_the_doctor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = make_model("llama")
     hf_speculate.enable(target)
     monkeypatch.setattr(target.lm_head, "forward", raising(RuntimeError(FAULT)))

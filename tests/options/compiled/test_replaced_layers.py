@@ -84,7 +84,9 @@ def apply_liger(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None
     model.forward = MethodType(lce_forward, model)
 
 
-@pytest.mark.parametrize("replace", [pytest.param(use_kernels, marks=pytest.mark.hub_kernels), apply_liger])
+@pytest.mark.parametrize(
+    "replace", [pytest.param(use_kernels, marks=pytest.mark.hub_kernels), apply_liger]
+)
 def test_replaced_layers_run_from_graphs_and_give_the_plain_text(
     backend: Any, replace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,14 +8,28 @@ import torch
 from hf_speculate.kernels import warp_logits
 from hf_speculate.options.cuda.fused_warpers import fuse_warpers
 from hf_speculate.processors import BlockLogitsProcessorList
-from tests.processors.test_processors import FILLS_K, HEAT, KEEPS_3, MIN_P, PENALTY, SUBCLASSED, TOP_K, TOP_P, TYPICAL
+from tests.processors.test_processors import (
+    FILLS_K,
+    HEAT,
+    KEEPS_3,
+    MIN_P,
+    PENALTY,
+    SUBCLASSED,
+    TOP_K,
+    TOP_P,
+    TYPICAL,
+)
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ([HEAT, TOP_K, TOP_P, MIN_P], [{"temperature": 0.7, "top_k": 7, "top_p": 0.8, "min_p": 0.05}]),
-        ([TOP_P, HEAT, TOP_K], [{"top_p": 0.8}, {"temperature": 0.7, "top_k": 7}]),  # not in the usual order
+        (
+            [HEAT, TOP_K, TOP_P, MIN_P],
+            [{"temperature": 0.7, "top_k": 7, "top_p": 0.8, "min_p": 0.05}],
+        ),
+        # not in the usual order
+        ([TOP_P, HEAT, TOP_K], [{"top_p": 0.8}, {"temperature": 0.7, "top_k": 7}]),
         ([PENALTY, TOP_K, TYPICAL, TOP_P], [PENALTY, {"top_k": 7}, TYPICAL, {"top_p": 0.8}]),
         ([SUBCLASSED, KEEPS_3, FILLS_K], [SUBCLASSED, KEEPS_3, FILLS_K]),
     ],
@@ -25,8 +39,13 @@ def test_runs_of_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: 
 
 
 def test_a_fused_warper_gets_scores_as_they_come_and_reads_no_text() -> None:
-    fused, scores = BlockLogitsProcessorList(fuse_warpers([HEAT, TOP_K], "torch")), torch.randn(2, 1, 64).bfloat16()
+    fused, scores = (
+        BlockLogitsProcessorList(fuse_warpers([HEAT, TOP_K], "torch")),
+        torch.randn(2, 1, 64).bfloat16(),
+    )
     warped = fused(torch.zeros(2, 0, dtype=torch.int64), scores)
-    assert torch.equal(warped[:, 0], warp_logits(scores[:, 0], temperature=0.7, top_k=7, backend="torch"))
+    assert torch.equal(
+        warped[:, 0], warp_logits(scores[:, 0], temperature=0.7, top_k=7, backend="torch")
+    )
     assert not fused.reads_token_ids
     assert BlockLogitsProcessorList([*fused, PENALTY]).reads_token_ids

@@ -40,7 +40,11 @@ def decoded(num_calls: int, **options: Any) -> tuple[set[str], Any]:
         for _ in range(num_calls):
             gpu.log.clear()
             stats = hf_speculate.SpeculationStats()
-            settings: dict[str, Any] = {"speculation_graphs": "off", "num_assistant_tokens": 2, "max_new_tokens": 6}
+            settings: dict[str, Any] = {
+                "speculation_graphs": "off",
+                "num_assistant_tokens": 2,
+                "max_new_tokens": 6,
+            }
             arguments = {**on_gpu(inputs), **settings, **options, "speculation_stats": stats}
             ids = target.generate(**arguments, assistant_model=draft)
             assert_equal_ids(plain, ids.to("cpu"))
@@ -68,11 +72,21 @@ def out_of_memory(*_: Any) -> Any:
         (None, "auto", "", True),
         (wrong, "auto", "because greedy differs from its reference in 2 numbers on cuda:0", False),
         (broken, "auto", "because greedy raises ValueError: the compiler fails", False),
-        (out_of_memory, "auto", "which cannot be compared with their reference in the device's memory", False),
+        (
+            out_of_memory,
+            "auto",
+            "which cannot be compared with their reference in the device's memory",
+            False,
+        ),
     ],
 )
 def test_kernels_that_fail_are_left_out_and_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: Any, kernel: Any, backend: str, reason: str, runs_triton: bool
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+    kernel: Any,
+    backend: str,
+    reason: str,
+    runs_triton: bool,
 ) -> None:
     if kernel is not None:
         monkeypatch.setattr("hf_speculate.kernels.kernels.greedy", kernel)
@@ -87,10 +101,18 @@ def test_an_operation_is_compared_once_in_a_process(monkeypatch: pytest.MonkeyPa
     compared: list[str] = []
     num_different = kernel_trial.num_different
     monkeypatch.setattr(
-        kernel_trial, "num_different", lambda name, *rest: compared.append(name) or num_different(name, *rest)
+        kernel_trial,
+        "num_different",
+        lambda name, *rest: compared.append(name) or num_different(name, *rest),
     )
     decoded(2, **SAMPLED)
-    assert compared == ["point mass", "rejection with draft sums", "sample", "warp_logits", "warped draw"]
+    assert compared == [
+        "point mass",
+        "rejection with draft sums",
+        "sample",
+        "warp_logits",
+        "warped draw",
+    ]
     decoded(1, verifier_backend="torch")
     decoded(1)
     assert compared[5:] == ["greedy"]

@@ -60,10 +60,14 @@ def test_verifications_use_the_kernel_and_give_the_ids_of_plain(
             model.to("cuda:0")
         gpu.watch(target, "target")
         inputs = {name: value.to("cuda:0") for name, value in inputs.items()}
-        ids = target.generate(**inputs, assistant_model=draft, max_new_tokens=10, **options).to("cpu")
+        ids = target.generate(**inputs, assistant_model=draft, max_new_tokens=10, **options).to(
+            "cpu"
+        )
         launches = gpu.log.launches["target"]
     assert_equal_ids(expected, ids)
-    num_spans, num_attend, num_merge = (launches[f"triton {name}_kernel"] for name in ("key_spans", "attend", "merge"))
+    num_spans, num_attend, num_merge = (
+        launches[f"triton {name}_kernel"] for name in ("key_spans", "attend", "merge")
+    )
     assert num_attend == num_merge == target.config.num_hidden_layers * num_spans
     # Not the prompt, nor a single token at the end, which needs no mask of ours.
     assert num_spans == launches["embedding"] - 2
@@ -71,7 +75,10 @@ def test_verifications_use_the_kernel_and_give_the_ids_of_plain(
 
 def changed(**changes: Any) -> dict[str, Any]:
     """Arguments of `serves`, some of them changed."""
-    query, key = torch.zeros(1, 4, 6, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16)
+    query, key = (
+        torch.zeros(1, 4, 6, 16, dtype=torch.bfloat16),
+        torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16),
+    )
     states = {"query": query, "key": key, "value": key}
     states = {name: changes.get(name, torch.clone)(tensor) for name, tensor in states.items()}
     return {**states, "scaling": None, "is_captured": changes.get("is_captured", True)}
@@ -82,7 +89,13 @@ def changed(**changes: Any) -> dict[str, Any]:
     [
         (changed(), True),
         (changed(is_captured=False), False),  # 40 keys
-        (changed(is_captured=False, **dict.fromkeys(("key", "value"), lambda key: key.repeat(1, 1, 103, 1))), True),
+        (
+            changed(
+                is_captured=False,
+                **dict.fromkeys(("key", "value"), lambda key: key.repeat(1, 1, 103, 1)),
+            ),
+            True,
+        ),
         (changed(query=lambda query: query.repeat(1, 1, 6, 1)), False),  # 36 tokens
         (changed(query=lambda query: query.clone().requires_grad_()), False),
         (changed(value=lambda value: value[..., :8]), False),
@@ -107,15 +120,21 @@ def test_a_mask_that_a_model_has_changed_is_not_taken_for_spans() -> None:
 BUILD = Build(DEVICE, torch.bfloat16, groups=2, num_heads=1, width=16)
 
 
-def in_torch(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None) -> Tensor:
+def in_torch(
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None
+) -> Tensor:
     return attention.attend(query, key, value, spans.int(), scaling=scaling, backend="torch")
 
 
-def reads_behind(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None) -> Tensor:
+def reads_behind(
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None
+) -> Tensor:
     return in_torch(query, key, value, spans + torch.arange(2, device=DEVICE), scaling)
 
 
-def misses_first(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None) -> Tensor:
+def misses_first(
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None
+) -> Tensor:
     return in_torch(query, key, value, spans + 64 * torch.arange(2, device=DEVICE).flip(0), scaling)
 
 
@@ -128,7 +147,9 @@ def misses_first(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scali
         (misses_first, 1e-6, "results differ by"),
     ],
 )
-def test_a_trial_finds_what_is_wrong_or_slow(attend: Callable[..., Tensor], seconds: float, reason: str) -> None:
+def test_a_trial_finds_what_is_wrong_or_slow(
+    attend: Callable[..., Tensor], seconds: float, reason: str
+) -> None:
     clock = Clock()
     efficient = Contender(
         partial(attention_backends.additive_mask, groups=2, dtype=BUILD.dtype),

@@ -35,7 +35,8 @@ def answers(output, inputs, end=None):
     for row, mask in zip(output.tolist(), inputs["attention_mask"], strict=True):
         new = row[prompt_len:]
         texts.append(
-            row[prompt_len - int(mask.sum()) : prompt_len] + (new[: new.index(end) + 1] if end in new else new)
+            row[prompt_len - int(mask.sum()) : prompt_len]
+            + (new[: new.index(end) + 1] if end in new else new)
         )
     return texts
 
@@ -43,7 +44,12 @@ def answers(output, inputs, end=None):
 def say(target, draft, inputs, state=None, **options):
     """One turn: ids, statistics and the widths that the draft was fed."""
     stats = SpeculationStats()
-    own = {"assistant_model": draft, "draft_state": state, "speculation_stats": stats, "num_assistant_tokens": K}
+    own = {
+        "assistant_model": draft,
+        "draft_state": state,
+        "speculation_stats": stats,
+        "num_assistant_tokens": K,
+    }
     widths: list[int] = []
     watched = torch.nn.Identity() if "compile_config" in options else draft.get_input_embeddings()
     handle = watched.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
@@ -61,7 +67,9 @@ def assert_holds_what_its_texts_give(state, draft):
                 draft(input_ids=torch.tensor([text]), **{CACHE_NAME: cache}, use_cache=True)
         for layer, states in zip(cache.layers, state._saved.kv_states, strict=bool(text)):
             for saved, expected in ((layer.keys, states.keys), (layer.values, states.values)):
-                assert torch.allclose(saved[0], expected[row, :, : len(text)], atol=STATE_TOLERANCE, rtol=0)
+                assert torch.allclose(
+                    saved[0], expected[row, :, : len(text)], atol=STATE_TOLERANCE, rtol=0
+                )
 
 
 def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **options):
@@ -69,16 +77,24 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
     state, inputs = DraftState(), ragged_prompts(batch_size, seed=1, min_len=4, max_len=9)
     for turn in range(3):
         if end_after is not None:  # of the first row, so that rows end at different times
-            options["eos_token_id"] = int(target.generate(**inputs, max_new_tokens=NUM_NEW)[0, end_after - NUM_NEW])
+            options["eos_token_id"] = int(
+                target.generate(**inputs, max_new_tokens=NUM_NEW)[0, end_after - NUM_NEW]
+            )
         num_saved, prompt_len = state.num_tokens, inputs["input_ids"].shape[1]
         ids, stats, widths = say(target, draft, inputs, state, **options)
         expected_ids, expected, expected_widths = say(target, draft, inputs, None, **options)
         assert_equal_ids(expected_ids, ids)
-        assert (stats.num_accepted, stats.num_drafted) == (expected.num_accepted, expected.num_drafted)
+        assert (stats.num_accepted, stats.num_drafted) == (
+            expected.num_accepted,
+            expected.num_drafted,
+        )
         assert_holds_what_its_texts_give(state, draft)
         assert expected_widths[0] == prompt_len + 1
-        assert widths[1:] == expected_widths[1:] or batch_size > 1  # ended rows stay where a state is kept
-        assert widths[0] == prompt_len + 1 - num_saved or (batch_size > 1 and turn and widths[0] < prompt_len)
+        # ended rows stay where a state is kept
+        assert widths[1:] == expected_widths[1:] or batch_size > 1
+        assert widths[0] == prompt_len + 1 - num_saved or (
+            batch_size > 1 and turn and widths[0] < prompt_len
+        )
         texts = answers(ids, inputs, options.get("eos_token_id"))
         inputs = padded([text + SAID[row] for row, text in enumerate(texts)])
     assert stats.num_accepted > 0
@@ -89,9 +105,19 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
     [
         ("llama", 1, None, {}),
         ("llama", 3, None, {"repetition_penalty": 1.3, "assistant_confidence_threshold": 0.3}),
-        ("llama", 3, None, {"do_sample": True, "seed": 3, "verifier": "coupled", "repetition_penalty": 1.2}),
+        (
+            "llama",
+            3,
+            None,
+            {"do_sample": True, "seed": 3, "verifier": "coupled", "repetition_penalty": 1.2},
+        ),
         ("llama", 3, 4, {"speculation_cache": "dynamic"}),
-        ("llama", 3, 4, {"speculation_cache": "preallocated", "num_assistant_tokens_schedule": "heuristic"}),
+        (
+            "llama",
+            3,
+            4,
+            {"speculation_cache": "preallocated", "num_assistant_tokens_schedule": "heuristic"},
+        ),
         ("mistral_window", 3, None, {}),
     ],
 )
@@ -112,7 +138,8 @@ def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, scripte
     [
         {"prompt_lookup_num_tokens": 4},
         {"assistant_early_exit": 1, "assistant_model": None},
-        {"compile_config": compile_config(), "num_assistant_tokens": 2},  # states are copied out of the pool
+        # states are copied out of the pool
+        {"compile_config": compile_config(), "num_assistant_tokens": 2},
     ],
 )
 def test_beside_lookup_of_the_first_layers_and_compiled_it_changes_no_draft(own):
@@ -156,7 +183,8 @@ def test_what_does_not_fit_starts_anew(other):
     plain = target.generate(**padded(rows), max_new_tokens=NUM_NEW)
     ids, _, widths = say(target, draft, padded(rows), state)
     assert_equal_ids(plain, ids)
-    assert widths[0] == len(rows[0]) + 1 - 10 * (other == "edited text")  # what is before the edit is kept
+    # what is before the edit is kept
+    assert widths[0] == len(rows[0]) + 1 - 10 * (other == "edited text")
     assert state.num_tokens
 
 
@@ -166,7 +194,8 @@ def test_it_counts_its_bytes_and_is_empty_after_a_reset_and_a_call_that_failed()
     for _ in range(2):
         ids, _, _ = say(target, draft, padded([[5, 6, 7]]), state)
         assert 3 + NUM_NEW - K - 1 <= state.num_tokens < 3 + NUM_NEW
-        assert state.num_bytes == state.num_tokens * 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, width, bytes
+        # layers, keys and values, heads, width, bytes
+        assert state.num_bytes == state.num_tokens * 2 * 2 * 2 * 8 * 8
         state.reset()
         assert (state.num_tokens, state.num_bytes) == (0, 0)
     say(target, draft, padded([[5, 6, 7]]), state)
@@ -185,10 +214,18 @@ def test_window_layers_that_have_dropped_states_leave_nothing():
         assert (state.num_tokens > 230) == is_held
         assert is_held or not state.num_tokens
         plain = target.generate(**padded([[*text, 9]]), max_new_tokens=NUM_NEW)
-        assert_equal_ids(plain, say(target, draft, padded([[*text, 9]]), state, speculation_cache=cache_kind)[0])
+        assert_equal_ids(
+            plain, say(target, draft, padded([[*text, 9]]), state, speculation_cache=cache_kind)[0]
+        )
 
 
 def test_it_belongs_to_a_draft_model():
-    for state, own in (({}, {}), (DraftState(), {}), (DraftState(), {"prompt_lookup_num_tokens": 3})):
+    for state, own in (
+        ({}, {}),
+        (DraftState(), {}),
+        (DraftState(), {"prompt_lookup_num_tokens": 3}),
+    ):
         with pytest.raises(ConfigError, match="draft_state must"):
-            pair("llama")[0].generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, draft_state=state, **own)
+            pair("llama")[0].generate(
+                torch.tensor([[5, 6, 7]]), max_new_tokens=3, draft_state=state, **own
+            )

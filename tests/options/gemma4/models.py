@@ -17,23 +17,35 @@ LAYER_SCALAR = 0.7
 
 def make_target(num_shared: int = 2, **fields: Any) -> PreTrainedModel:
     """A Gemma 4 of four layers, of which the last `num_shared` read the states of earlier ones."""
-    return make_model("gemma4", num_kv_shared_layers=num_shared, global_head_dim=GLOBAL_HEAD_DIM, **fields)
+    return make_model(
+        "gemma4", num_kv_shared_layers=num_shared, global_head_dim=GLOBAL_HEAD_DIM, **fields
+    )
 
 
 def make_unified_target() -> PreTrainedModel:
     """A target of the family of the 12B model."""
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    return _built(fill(transformers.Gemma4UnifiedTextConfig, global_head_dim=GLOBAL_HEAD_DIM, **layers), seed=0)
+    return _built(
+        fill(transformers.Gemma4UnifiedTextConfig, global_head_dim=GLOBAL_HEAD_DIM, **layers),
+        seed=0,
+    )
 
 
 def make_reader() -> PreTrainedModel:
     """A target of the class of published checkpoints, which reads pictures too, without their encoder."""
     text = make_config("gemma4", num_kv_shared_layers=2, global_head_dim=GLOBAL_HEAD_DIM)
-    return _built(transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None), seed=0)
+    return _built(
+        transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None), seed=0
+    )
 
 
 def make_assistant(
-    target: PreTrainedModel, *, is_ordered: bool = False, seed: int = 1, scale: float = 1.0, **fields: Any
+    target: PreTrainedModel,
+    *,
+    is_ordered: bool = False,
+    seed: int = 1,
+    scale: float = 1.0,
+    **fields: Any,
 ) -> PreTrainedModel:
     """An assistant of three layers for a target, with random weights; `fields` are those of its layers.
 
@@ -41,7 +53,12 @@ def make_assistant(
     """
     text = target.config.get_text_config()
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
-    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "layer_types": layer_types, "num_kv_shared_layers": 3}
+    sizes = {
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "layer_types": layer_types,
+        "num_kv_shared_layers": 3,
+    }
     fields = {"vocab_size": text.vocab_size, "global_head_dim": GLOBAL_HEAD_DIM, **sizes, **fields}
     is_unified = text.model_type == "gemma4_unified_text"
     if not is_unified:
@@ -61,18 +78,24 @@ def make_assistant(
         layer.layer_scalar.fill_(LAYER_SCALAR)
     if is_ordered:
         generator = torch.Generator().manual_seed(seed)
-        model.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size, generator=generator))
+        model.masked_embedding.token_ordering.copy_(
+            torch.randperm(text.vocab_size, generator=generator)
+        )
     model.lm_head.weight.mul_(scale)
     return model.to(target.dtype)
 
 
 def _built(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """A model in float64, whose matrices and vectors are random."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
+    )
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         mean, deviation = (0.0, INITIALIZER_RANGE) if weight.ndim > 1 else (1.0, 0.1)
-        weight.copy_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * deviation + mean)
+        weight.copy_(
+            torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * deviation + mean
+        )
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
     return model
 

@@ -27,14 +27,31 @@ def rotate(heads: Tensor, position: int, layer_type: str) -> Tensor:
     for index in range(turning):
         angles[index] = position * THETA[layer_type] ** (-2 * index / heads.shape[1])
     first, second = heads[:, :half], heads[:, half:]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], 1)
+    return torch.cat(
+        [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ],
+        1,
+    )
 
 
 class Reference:
     """Drafts from a text alone, of which the target has read all tokens but the newest."""
 
-    def __init__(self, assistant: Any, target: PreTrainedModel, position: int = -1, window: int = SLIDING_WINDOW):
-        self.assistant, self.target, self.position, self.window = assistant, target, position, window
+    def __init__(
+        self,
+        assistant: Any,
+        target: PreTrainedModel,
+        position: int = -1,
+        window: int = SLIDING_WINDOW,
+    ):
+        self.assistant, self.target, self.position, self.window = (
+            assistant,
+            target,
+            position,
+            window,
+        )
         self.config = assistant.config.get_text_config()
 
     @torch.no_grad()
@@ -42,20 +59,35 @@ class Reference:
         """[K, V] of the first `num` drafted tokens, the later ones after `drafted`."""
         assistant, table = self.assistant, self.target.get_input_embeddings().weight
         read, newest = list(text[:-1]), text[-1]
-        output = self.target(torch.tensor([read]), output_hidden_states=True, return_shared_kv_states=True)
+        output = self.target(
+            torch.tensor([read]), output_hidden_states=True, return_shared_kv_states=True
+        )
         state, rows = output.hidden_states[-1][0, -1], []
         for token_id in [newest, *drafted][:num]:
             embedding = table[token_id] * math.sqrt(table.shape[1])
             states = assistant.pre_projection.weight @ torch.cat([embedding, state])
-            for layer, layer_type in zip(assistant.model.layers, self.config.layer_types, strict=True):
-                keys, values = (part[0] for part in output.shared_kv_states[layer_type])  # [H, n, D]
-                states = self.layer(layer, states, keys, values, len(read) + self.position, layer_type)
+            for layer, layer_type in zip(
+                assistant.model.layers, self.config.layer_types, strict=True
+            ):
+                # [H, n, D]
+                keys, values = (part[0] for part in output.shared_kv_states[layer_type])
+                states = self.layer(
+                    layer, states, keys, values, len(read) + self.position, layer_type
+                )
             normed = norm(states, assistant.model.norm.weight, self.config.rms_norm_eps)
             rows.append(self.scores(normed))
             state = assistant.post_projection.weight @ normed
         return torch.stack(rows)
 
-    def layer(self, layer: Any, states: Tensor, keys: Tensor, values: Tensor, position: int, layer_type: str) -> Tensor:
+    def layer(
+        self,
+        layer: Any,
+        states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: int,
+        layer_type: str,
+    ) -> Tensor:
         attention, eps = layer.self_attn, self.config.rms_norm_eps
         query = attention.q_proj.weight @ norm(states, layer.input_layernorm.weight, eps)
         query = norm(query.view(self.config.num_attention_heads, -1), attention.q_norm.weight, eps)
@@ -70,7 +102,9 @@ class Reference:
         inner = norm(states, layer.pre_feedforward_layernorm.weight, eps)
         gate = gelu(layer.mlp.gate_proj.weight @ inner, approximate="tanh")
         output = layer.mlp.down_proj.weight @ (gate * (layer.mlp.up_proj.weight @ inner))
-        return (states + norm(output, layer.post_feedforward_layernorm.weight, eps)) * layer.layer_scalar
+        return (
+            states + norm(output, layer.post_feedforward_layernorm.weight, eps)
+        ) * layer.layer_scalar
 
     def scores(self, normed: Tensor) -> Tensor:
         """[V] of a state [H]."""
@@ -81,7 +115,11 @@ class Reference:
         scores = torch.full((len(head),), -torch.inf, dtype=normed.dtype)
         size = len(head) // embedder.num_centroids
         products = (embedder.centroids.weight @ normed).tolist()
-        for centroid in sorted(range(len(products)), key=products.__getitem__)[-embedder.centroid_intermediate_top_k :]:
-            for token_id in embedder.token_ordering[centroid * size : (centroid + 1) * size].tolist():
+        for centroid in sorted(range(len(products)), key=products.__getitem__)[
+            -embedder.centroid_intermediate_top_k :
+        ]:
+            for token_id in embedder.token_ordering[
+                centroid * size : (centroid + 1) * size
+            ].tolist():
                 scores[token_id] = head[token_id] @ normed
         return scores

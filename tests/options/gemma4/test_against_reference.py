@@ -13,7 +13,13 @@ from hf_speculate.options.gemma4.assistant import Gemma4Assistant
 from hf_speculate.options.gemma4.drafter import Gemma4Drafter
 from hf_speculate.tools.checks.positions import check_positions
 from hf_speculate.types import DraftOut
-from tests.options.gemma4.models import make_assistant, make_reader, make_target, make_unified_target, num_scored
+from tests.options.gemma4.models import (
+    make_assistant,
+    make_reader,
+    make_target,
+    make_unified_target,
+    num_scored,
+)
 from tests.options.gemma4.reference import Reference
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 
@@ -39,7 +45,10 @@ class Recording(Gemma4Drafter):
     def draft(self, request):
         if self.texts:
             for text, ids, num in zip(
-                self.texts, request.kept.token_ids.tolist(), request.kept.num_emitted.tolist(), strict=True
+                self.texts,
+                request.kept.token_ids.tolist(),
+                request.kept.num_emitted.tolist(),
+                strict=True,
             ):
                 text += ids[:num]
         else:
@@ -101,14 +110,19 @@ def assert_drafts_are_the_references(reference, records, ends=()):
     """Of rows that have not ended."""
     for record in records:
         num = record.draft.token_ids.shape[1]
-        for row, (text, ids) in enumerate(zip(record.texts, record.draft.token_ids.tolist(), strict=True)):
+        for row, (text, ids) in enumerate(
+            zip(record.texts, record.draft.token_ids.tolist(), strict=True)
+        ):
             if text[-1] in ends:
                 continue
             expected = reference.logits(text, ids, num)
-            torch.testing.assert_close(record.draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(
+                record.draft.token_logits[row], expected, rtol=0, atol=TOLERANCE
+            )
 
 
-# Rows, layers of the target that share states, whether embeddings are ordered, the cache, position, and options.
+# Rows, layers of the target that share states, whether embeddings are ordered, the cache, position,
+# and options.
 CALLS = {
     "one row": (1, 2, False, "preallocated", -1, {}),
     "rows that leave": (4, 0, False, "preallocated", -1, ENDS),
@@ -126,11 +140,15 @@ CALLS = {
 def test_drafts_are_those_of_the_formula(name, scripted):
     batch_size, num_shared, is_ordered, cache, position, options = CALLS[name]
     target = make_target(num_shared)
-    assistant = make_assistant(target, is_ordered=is_ordered, scale=0.3, **({} if is_ordered else CAP))
+    assistant = make_assistant(
+        target, is_ordered=is_ordered, scale=0.3, **({} if is_ordered else CAP)
+    )
     inputs = ragged_prompts(batch_size, seed=2, max_len=2 * SLIDING_WINDOW)
     if CACHE_NAME in options:  # which outlives the call, so that rows that have ended stay
         options = {**options, CACHE_NAME: DynamicCache(config=target.config)}
-    records, stats = recorded(assistant, target, inputs, position, speculation_cache=cache, **options)
+    records, stats = recorded(
+        assistant, target, inputs, position, speculation_cache=cache, **options
+    )
     reference = Reference(assistant, target, position, window_of(stats))
     assert_drafts_are_the_references(reference, records, options.get("eos_token_id", ()))
     assert stats.cache == cache
@@ -140,7 +158,9 @@ def test_drafts_are_those_of_the_formula(name, scripted):
     if name.endswith(("leave", "stay")):
         assert (len({len(record.texts) for record in records}) == 1) == name.endswith("stay")
     assert not any(scripted[0].num_unread), "the assistant reads no prompt"
-    is_finite = torch.cat([record.draft.token_logits.flatten(0, 1) for record in records]).isfinite()
+    is_finite = torch.cat(
+        [record.draft.token_logits.flatten(0, 1) for record in records]
+    ).isfinite()
     assert set(is_finite.sum(1).tolist()) == {num_scored(64) if is_ordered else 64}
 
 
@@ -148,7 +168,11 @@ def test_a_prefix_in_a_passed_cache_is_read_like_other_tokens():
     target = make_target()
     assistant, ids = make_assistant(target), ragged_prompts(1, seed=4, min_len=12)["input_ids"]
     passed = target(ids[:, :7], use_cache=True)[CACHE_NAME]
-    options = {CACHE_NAME: passed, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    options = {
+        CACHE_NAME: passed,
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+    }
     records, stats = recorded(assistant, target, {"input_ids": ids}, **options)
     assert stats.cache == "dynamic"
     assert_drafts_are_the_references(Reference(assistant, target, window=window_of(stats)), records)
@@ -166,7 +190,11 @@ def test_targets_of_other_classes_are_drafted_for_by_the_same_formula(make):
 def test_a_row_whose_proposals_are_all_banned_is_drawn_without_the_ban():
     target = make_target()
     banned = [token_id for token_id in range(64) if token_id % 16]
-    options = {"suppress_tokens": banned, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    options = {
+        "suppress_tokens": banned,
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+    }
     assistant = make_assistant(target, is_ordered=True)
     records, _ = recorded(assistant, target, ragged_prompts(3, seed=1), **options)
     drafts = [record.draft for record in records]
@@ -178,7 +206,10 @@ def test_a_row_whose_proposals_are_all_banned_is_drawn_without_the_ban():
 
 def test_the_other_position_is_measured_beside_the_default():
     target = make_target(0)
-    assistant, inputs = make_assistant(target, scale=3.0), ragged_prompts(2, seed=3, min_len=14, max_len=18)
+    assistant, inputs = (
+        make_assistant(target, scale=3.0),
+        ragged_prompts(2, seed=3, min_len=14, max_len=18),
+    )
     check = check_positions(Gemma4Assistant(assistant), target, inputs, num_tokens=20)
     texts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
     texts = [text[: 8 + 10] for text in texts]

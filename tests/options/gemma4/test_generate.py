@@ -21,8 +21,14 @@ from tests.options.refill.test_continuous import alone, decoded
 from tests.support.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
-NUM_DRAWS, NUM_DRAWN = 8_000, 3  # of 512 texts; the prompt's forward gives the first token, a round the others
-SMALL = {"vocab_size": 8, "vocab_size_per_layer_input": 8, "hidden_size": 16, "intermediate_size": 24}
+# of 512 texts; the prompt's forward gives the first token, a round the others
+NUM_DRAWS, NUM_DRAWN = 8_000, 3
+SMALL = {
+    "vocab_size": 8,
+    "vocab_size_per_layer_input": 8,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+}
 CONSTANT = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
 
 
@@ -38,13 +44,20 @@ CONSTANT = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constan
 def test_greedy_text_is_plain_with_every_lossless_verifier(
     verifier, num_shared, is_ordered, batch_size, cache, form, tmp_path
 ):
-    target = hf_speculate.enable(make_target(num_shared, vocab_size=16, vocab_size_per_layer_input=16))
+    target = hf_speculate.enable(
+        make_target(num_shared, vocab_size=16, vocab_size_per_layer_input=16)
+    )
     assistant = make_assistant(target, is_ordered=is_ordered)
     if form == "folder":
         assistant.save_pretrained(tmp_path)
         assistant = str(tmp_path)
     inputs = ragged_prompts(batch_size, seed=1, max_len=20, vocab_size=16)
-    options = {"verifier": verifier, "speculation_cache": cache, "eos_token_id": [5], "max_new_tokens": NUM_NEW}
+    options = {
+        "verifier": verifier,
+        "speculation_cache": cache,
+        "eos_token_id": [5],
+        "max_new_tokens": NUM_NEW,
+    }
     stats = assert_decodes_as_plain(target, assistant, inputs, **options, **CONSTANT)
     assert "drafter: assistant Gemma4AssistantForCausalLM" in stats.plan
     assert max(stats.rounds_by_draft_len) == 3
@@ -69,7 +82,9 @@ def test_drafts_of_an_assistant_with_a_packed_head_are_the_same(is_ordered):
         assistant = make_assistant(target, is_ordered=is_ordered)
         if is_packed:
             assistant.lm_head = Sealed(assistant.lm_head)
-        stats = assert_decodes_as_plain(target, assistant, inputs, max_new_tokens=NUM_NEW, **CONSTANT)
+        stats = assert_decodes_as_plain(
+            target, assistant, inputs, max_new_tokens=NUM_NEW, **CONSTANT
+        )
         drafted.append((stats.num_drafted, stats.accepted_per_position))
     assert drafted[0] == drafted[1]
     assert sum(drafted[0][1]) > 0
@@ -79,7 +94,10 @@ def test_drafts_of_an_assistant_with_a_packed_head_are_the_same(is_ordered):
 def test_the_joint_distribution_is_the_targets(is_ordered, verifier):
     target = hf_speculate.enable(make_target(dtype=torch.float32, **SMALL))
     target.get_output_embeddings().weight.mul_(0.3)  # flat enough that every token comes
-    assistant, stats = make_assistant(target, is_ordered=is_ordered, scale=0.5), hf_speculate.SpeculationStats()
+    assistant, stats = (
+        make_assistant(target, is_ordered=is_ordered, scale=0.5),
+        hf_speculate.SpeculationStats(),
+    )
     options = {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier}
     counts = draw(target, assistant, NUM_DRAWS, **options, speculation_stats=stats)
     assert p_value(counts, joint_distribution(target, NUM_DRAWN)) > SIGNIFICANCE
@@ -91,7 +109,12 @@ def test_rows_that_join_a_running_batch_get_the_texts_that_they_get_alone():
     """Where others, whose drafts their length has ended, stay, and the assistant serves a part of the rows."""
     target = make_target()
     assistant = make_assistant(target, scale=0.3, max_position_embeddings=20)
-    options = {"assistant_model": assistant, "num_assistant_tokens": 3, "do_sample": True, "verifier": "rejection"}
+    options = {
+        "assistant_model": assistant,
+        "num_assistant_tokens": 3,
+        "do_sample": True,
+        "verifier": "rejection",
+    }
     lens = [3, 25, 8, 14, 2, 19, 1, 5]
     prompts = [
         RowPrompt(text, seed=key, arguments={"max_new_tokens": 4 + 9 * (key % 3)}, key=key)
@@ -100,7 +123,9 @@ def test_rows_that_join_a_running_batch_get_the_texts_that_they_get_alone():
     results, decoder = decoded(target, prompts, **options)
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
-    assert decoder.stats.num_rounds > 1.2 * decoder.stats.num_batch_rounds, "rows are decoded one by one"
+    assert decoder.stats.num_rounds > 1.2 * decoder.stats.num_batch_rounds, (
+        "rows are decoded one by one"
+    )
     assert decoder.stats.num_accepted > 0
 
 
@@ -108,7 +133,9 @@ def test_rows_that_join_a_running_batch_get_the_texts_that_they_get_alone():
 def test_rows_past_the_context_of_the_assistant_decode_plainly():
     target = hf_speculate.enable(make_target())
     assistant = make_assistant(target, max_position_embeddings=16)
-    stats = assert_decodes_as_plain(target, assistant, ragged_prompts(3, seed=1), max_new_tokens=NUM_NEW, **CONSTANT)
+    stats = assert_decodes_as_plain(
+        target, assistant, ragged_prompts(3, seed=1), max_new_tokens=NUM_NEW, **CONSTANT
+    )
     assert stats.rounds_by_draft_len[0] > 0
     assert stats.num_drafted > 0
 
@@ -126,7 +153,9 @@ def test_few_accepted_first_tokens_are_warned_of_once():
     target = hf_speculate.enable(make_target())
     assistant = make_assistant(target, seed=7)
     call = {**ragged_prompts(8), "assistant_model": assistant, "num_assistant_tokens": 1}
-    with pytest.warns(UserWarning, match=r"fewer than 20% of the first tokens .* which check_positions measures"):
+    with pytest.warns(
+        UserWarning, match=r"fewer than 20% of the first tokens .* which check_positions measures"
+    ):
         target.generate(**call, max_new_tokens=40)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -139,8 +168,14 @@ def changed(make, **fields):
 
 
 REFUSED = {
-    "another family": (lambda: (make_model("gemma3"), make_assistant(make_target())), "is of type gemma3_text"),
-    "width": (lambda: changed(make_assistant, hidden_size=16), "states of width 32, and the target's are 16"),
+    "another family": (
+        lambda: (make_model("gemma3"), make_assistant(make_target())),
+        "is of type gemma3_text",
+    ),
+    "width": (
+        lambda: changed(make_assistant, hidden_size=16),
+        "states of width 32, and the target's are 16",
+    ),
     "dtype": (
         lambda: changed(make_assistant, dtype=torch.float32),
         "it is in torch.float64, and the target in torch.float32",
@@ -168,24 +203,34 @@ REFUSED = {
 def test_what_does_not_fit_the_target_is_refused(name):
     make, problem = REFUSED[name]
     target, assistant = make()
-    message = f"must be the assistant of its target {type(target).__name__}, got .*{re.escape(problem)}"
+    message = (
+        f"must be the assistant of its target {type(target).__name__}, got .*{re.escape(problem)}"
+    )
     with pytest.raises(UnsupportedModelError, match=message):
-        hf_speculate.generate(target, **ragged_prompts(2), assistant_model=assistant, max_new_tokens=4)
+        hf_speculate.generate(
+            target, **ragged_prompts(2), assistant_model=assistant, max_new_tokens=4
+        )
 
 
 def test_what_does_not_go_with_an_assistant_is_refused(tmp_path):
     target = hf_speculate.enable(make_target())
     assistant = make_assistant(target)
     for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
-        with pytest.raises(UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a Gemma 4"):
+        with pytest.raises(
+            UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a Gemma 4"
+        ):
             target.generate(**ragged_prompts(2), assistant_model=assistant, **own)
     with pytest.raises(ConfigError, match="position must be -1 or 0, got 1"):
         Gemma4Assistant(assistant, 1)
     with pytest.raises(ConfigError, match="prompts must hold a text of at least three tokens"):
         check_positions(Gemma4Assistant(assistant), target, torch.ones(1, 2, dtype=torch.int64))
     assistant.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"got model_type 'gemma4_assistant' .* pass it as assist"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"got model_type 'gemma4_assistant' .* pass it as assist"
+    ):
         load_drafter(tmp_path, target)
     assistant.config.get_text_config()._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(UnsupportedModelError, match="must be sdpa or eager, got 'flash_attention_2'"):
+    with pytest.raises(
+        UnsupportedModelError, match="must be sdpa or eager, got 'flash_attention_2'"
+    ):
         target.generate(**ragged_prompts(2), assistant_model=assistant)

@@ -55,8 +55,14 @@ class Design:
 
 EAGLE3 = Design()
 PEAGLE = Design(kind="peagle", num_layers=2, has_embeddings=True, options={"mask_token_id": 3})
-DFLASH = Design(kind="dflash", num_layers=2, has_head_norms=True, draft_ids=None, options={"mask_token_id": 3})
-DSPARK = replace(DFLASH, kind="dspark", options={"mask_token_id": 3, "markov_rank": 6, "sample_from_anchor": True})
+DFLASH = Design(
+    kind="dflash", num_layers=2, has_head_norms=True, draft_ids=None, options={"mask_token_id": 3}
+)
+DSPARK = replace(
+    DFLASH,
+    kind="dspark",
+    options={"mask_token_id": 3, "markov_rank": 6, "sample_from_anchor": True},
+)
 SELECTION = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 DFLASH2 = replace(DFLASH, kind="dflash2", options={"mask_token_id": 3, **SELECTION})
 MTP = Design(kind="mtp", has_head_norms=True, draft_ids=None, aux_layers=(NUM_TARGET_LAYERS,))
@@ -92,7 +98,10 @@ def _shapes(design: Design) -> dict[str, tuple[int, ...]]:
         norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
         shapes |= {f"mtp_layers.0.{name}.weight": (width,) for name in norms}
         return shapes | {"mtp_layers.0.input_proj.weight": (width, 2 * width)}
-    shapes |= {"norm.weight": (width,), "layers.0.hidden_norm.weight" if is_eagle else "hidden_norm.weight": (width,)}
+    shapes |= {
+        "norm.weight": (width,),
+        "layers.0.hidden_norm.weight" if is_eagle else "hidden_norm.weight": (width,),
+    }
     if options.get("use_aux_hidden_state", True):
         shapes["fc.weight"] = (width, joined)
     if options.get("norm_before_fc"):
@@ -107,7 +116,10 @@ def _shapes(design: Design) -> dict[str, tuple[int, ...]]:
     if design.kind == "dflash2":
         rank, prefix = options["selector_rank"], "candidate_selector."
         shapes[f"{prefix}hidden_projection.weight"] = (rank, width)
-        shapes |= {f"{prefix}{name}_codebook": (design.vocab_size, rank) for name in ("predecessor", "successor")}
+        shapes |= {
+            f"{prefix}{name}_codebook": (design.vocab_size, rank)
+            for name in ("predecessor", "successor")
+        }
     if design.has_embeddings or width != design.target_hidden_size:
         shapes["embed_tokens.weight"] = (design.vocab_size, width)
     if design.draft_ids is not None or width != design.target_hidden_size:
@@ -117,7 +129,11 @@ def _shapes(design: Design) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(design: Design, in_width: int) -> dict[str, tuple[int, ...]]:
     width, inner, head_dim = design.hidden_size, design.intermediate_size, design.head_dim
-    rows = {"q": design.num_heads * head_dim, "k": design.num_kv_heads * head_dim, "v": design.num_kv_heads * head_dim}
+    rows = {
+        "q": design.num_heads * head_dim,
+        "k": design.num_kv_heads * head_dim,
+        "v": design.num_kv_heads * head_dim,
+    }
     shapes: dict[str, tuple[int, ...]] = {
         f"self_attn.{name}_proj.weight": (num, in_width) for name, num in rows.items()
     }
@@ -137,7 +153,10 @@ def _convolution_shapes(design: Design) -> dict[str, tuple[int, ...]]:
     num_rows = 2 * num_taps * (width // design.options["conv_group_size"])
     shapes: dict[str, tuple[int, ...]] = {}
     for name in ("attention_conv", "mlp_conv"):
-        shapes |= {f"{name}.base_kernel": (2, num_taps, width), f"{name}.kernel_projection.weight": (num_rows, width)}
+        shapes |= {
+            f"{name}.base_kernel": (2, num_taps, width),
+            f"{name}.kernel_projection.weight": (num_rows, width),
+        }
     return shapes
 
 
@@ -147,7 +166,10 @@ def _markov_shapes(design: Design, rank: int) -> dict[str, tuple[int, ...]]:
     shapes[f"{prefix}markov_w2.weight"] = (design.num_draft_ids, rank)
     match design.options.get("markov_head_type"):
         case "gated":
-            shapes |= {f"{prefix}gate_proj.weight": (rank, width + rank), f"{prefix}gate_proj.bias": (rank,)}
+            shapes |= {
+                f"{prefix}gate_proj.weight": (rank, width + rank),
+                f"{prefix}gate_proj.bias": (rank,),
+            }
         case "rnn":
             shapes |= {f"{prefix}joint_proj.weight": (3 * rank, width + 2 * rank)}
             shapes |= {f"{prefix}joint_proj.bias": (3 * rank,)}
@@ -177,7 +199,9 @@ def layer_fields(design: Design) -> dict[str, Any]:
     return fields
 
 
-def write_speculators(folder: Path, design: Design, weights: dict[str, Tensor], **fields: Any) -> Path:
+def write_speculators(
+    folder: Path, design: Design, weights: dict[str, Tensor], **fields: Any
+) -> Path:
     """A head as vllm-project/speculators saves it."""
     config = {
         "speculators_model_type": design.kind,
@@ -195,12 +219,19 @@ def write_speculators(folder: Path, design: Design, weights: dict[str, Tensor], 
     if design.kind in ("eagle3", "peagle"):
         config["eagle_aux_hidden_state_layer_ids"] = list(design.aux_layers)
     if design.kind in ("dflash", "dflash2", "dspark"):
-        config |= {"aux_hidden_state_layer_ids": list(design.aux_layers), "block_size": design.block_size}
+        config |= {
+            "aux_hidden_state_layer_ids": list(design.aux_layers),
+            "block_size": design.block_size,
+        }
     return _write(folder, {**config, **fields}, weights)
 
 
 def write_original(
-    folder: Path, design: Design, weights: dict[str, Tensor], saving: dict[str, Any] | None = None, **fields: Any
+    folder: Path,
+    design: Design,
+    weights: dict[str, Tensor],
+    saving: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> Path:
     """An EAGLE-3 head as EAGLE and SpecForge save it: flat config, `midlayer`."""
     config = {**layer_fields(design), "architectures": ["LlamaForCausalLMEagle3"], **design.options}
@@ -213,13 +244,24 @@ def write_original(
 
 
 def write_z_lab(
-    folder: Path, design: Design, weights: dict[str, Tensor], saving: dict[str, Any] | None = None, **fields: Any
+    folder: Path,
+    design: Design,
+    weights: dict[str, Tensor],
+    saving: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> Path:
     """A DFlash head as z-lab saves it, whose ids name layers by their outputs."""
     architecture = "DFlash2DraftModel" if design.kind == "dflash2" else "DFlashDraftModel"
-    config = {**layer_fields(design), "architectures": [architecture], "num_target_layers": NUM_TARGET_LAYERS}
+    config = {
+        **layer_fields(design),
+        "architectures": [architecture],
+        "num_target_layers": NUM_TARGET_LAYERS,
+    }
     config["block_size"] = design.block_size
-    config["dflash_config"] = {"target_layer_ids": [layer - 1 for layer in design.aux_layers], **design.options}
+    config["dflash_config"] = {
+        "target_layer_ids": [layer - 1 for layer in design.aux_layers],
+        **design.options,
+    }
     return _write(folder, {**config, **fields}, weights, **(saving or {}))
 
 

@@ -30,7 +30,9 @@ Loaded = tuple[DraftHead, PreTrainedModel]
 
 def _written(design: Design) -> Callable[[Path], Loaded]:
     def load(folder: Path) -> Loaded:
-        return load_drafter(write_speculators(folder, design, make_weights(design)), target_of()), target_of()
+        return load_drafter(
+            write_speculators(folder, design, make_weights(design)), target_of()
+        ), target_of()
 
     return load
 

@@ -40,16 +40,22 @@ def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int
     num_layers, kept = target.config.num_hidden_layers, []
     with contextlib.ExitStack() as stack:
         if num_layers in layers:
-            handle = target.model.layers[-1].register_forward_hook(lambda module, args, output: kept.append(output))
+            handle = target.model.layers[-1].register_forward_hook(
+                lambda module, args, output: kept.append(output)
+            )
             stack.callback(handle.remove)
         given = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
     parts = [kept[0][0] if layer == num_layers else given[layer][0] for layer in layers]
     return torch.cat([given[0][0][:, :0], *parts], -1)
 
 
-def random_texts(lens: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+def random_texts(
+    lens: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE
+) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lens]
+    return [
+        torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lens
+    ]
 
 
 @hf_speculate.register_row_wise
@@ -63,7 +69,13 @@ class BySum(LogitsProcessor):
 class Rounds:
     """Rows that a drafter is led through, token by token as the decoder would."""
 
-    def __init__(self, head: DraftHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], **changes: Any):
+    def __init__(
+        self,
+        head: DraftHead,
+        target: PreTrainedModel,
+        texts: Sequence[Sequence[int]],
+        **changes: Any,
+    ):
         longest = max(map(len, texts))
         self.pads = [longest - len(text) for text in texts]
         self.texts = [list(text) for text in texts]
@@ -85,7 +97,10 @@ class Rounds:
         self.num_rounds = 0
 
     def draft(
-        self, num: int, strategy: SampleStrategy = SampleStrategy.GREEDY, seeds: Sequence[int] | None = None
+        self,
+        num: int,
+        strategy: SampleStrategy = SampleStrategy.GREEDY,
+        seeds: Sequence[int] | None = None,
     ) -> DraftOut:
         """One call of the drafter, with everything that rows have gained since the last one."""
         self.num_rounds += 1
@@ -93,7 +108,9 @@ class Rounds:
         is_first, begins = not any(self.told), [told or 1 for told in self.told]
         new = [text[begin:] for text, begin in zip(self.texts, begins, strict=True)]
         counts = [len(row) for row in new]
-        ids = torch.tensor([row + [-1] * (max(counts) - len(row)) for row in new], dtype=torch.int64)
+        ids = torch.tensor(
+            [row + [-1] * (max(counts) - len(row)) for row in new], dtype=torch.int64
+        )
         kept = Kept(ids, torch.tensor(counts, dtype=torch.int32), self._states(begins, counts))
         size = max(map(len, self.texts)) if is_first else max(*counts, 1)
         query = torch.tensor([([PAD] * size + text)[-size:] for text in self.texts])
@@ -108,7 +125,10 @@ class Rounds:
         """Keep so many drafted tokens of each row and one more that was not drafted; None: the row gains nothing."""
         for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
             if count is not None:
-                text += draft.token_ids[row, :count].tolist() + random_texts([1], seed=seed * 31 + row)[0]
+                text += (
+                    draft.token_ids[row, :count].tolist()
+                    + random_texts([1], seed=seed * 31 + row)[0]
+                )
 
     def rows(self, indices: Sequence[int]) -> None:
         self.drafter.rows(indices)
@@ -121,7 +141,8 @@ class Rounds:
 
     def _fill_stale_columns(self) -> None:
         cache = self.drafter.cache
-        for buffer in (part for parts in cache.buffers.values() for part in parts):  # [B, heads, T, D]
+        # [B, heads, T, D]
+        for buffer in (part for parts in cache.buffers.values() for part in parts):
             for row, length in enumerate(cache.row_lens.on_host):
                 buffer[row, :, length:] = STALE
 
@@ -131,6 +152,7 @@ class Rounds:
         rows = []
         for text, begin, count in zip(self.texts, begins, counts, strict=True):
             own = states_of(self.target, text, self.layers)[begin - 1 : begin - 1 + count]
-            junk = own.new_full((max(counts) - count, own.shape[1]), torch.nan)  # nothing may be read of it
+            # nothing may be read of it
+            junk = own.new_full((max(counts) - count, own.shape[1]), torch.nan)
             rows.append(self.drafter.project_states(torch.cat([own, junk])[None])[0])
         return torch.stack(rows)

@@ -45,17 +45,23 @@ VARIANTS: dict[str, Design] = {
         use_aux_hidden_state=False, eagle_config={"use_aux_hidden_state": False}
     ),
     "partial rotary, scaled": replace(
-        EAGLE3, rope={"rope_theta": 1000.0, "partial_rotary_factor": 0.5}, options={"logit_scale": 0.5}
+        EAGLE3,
+        rope={"rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        options={"logit_scale": 0.5},
     ),
     "P-EAGLE": PEAGLE.with_options(fc_norm=True, norm_before_residual=True),
     "DFlash": DFLASH,
     "DFlash, windows": replace(DFLASH, **MIXED),
-    "DFlash, windows that see ahead": replace(DFLASH, **MIXED).with_options(sliding_window_non_causal=True),
+    "DFlash, windows that see ahead": replace(DFLASH, **MIXED).with_options(
+        sliding_window_non_causal=True
+    ),
     "DFlash, own tables, from the anchor": replace(
         DFLASH, draft_ids=EAGLE3.draft_ids, has_embeddings=True
     ).with_options(sample_from_anchor=True),
     "DFlash 2, windows": replace(DFLASH2, **MIXED),
-    "DFlash 2, two taps": DFLASH2.with_options(conv_kernel_size=2, conv_group_size=24, selector_top_k=VOCAB_SIZE),
+    "DFlash 2, two taps": DFLASH2.with_options(
+        conv_kernel_size=2, conv_group_size=24, selector_top_k=VOCAB_SIZE
+    ),
     "DFlash 2, own tables": replace(DFLASH2, hidden_size=16, has_embeddings=True),
     "DSpark, some ids": replace(DSPARK, draft_ids=EAGLE3.draft_ids),
     "DSpark, gated": DSPARK.with_options(markov_head_type="gated"),
@@ -97,7 +103,11 @@ def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
     design, target = VARIANTS[name], target_of()
     weights = make_weights(design)
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
-    assert (head.spec.kind, head.spec.format, head.default_draft_tokens) == (design.kind, "speculators", K)
+    assert (head.spec.kind, head.spec.format, head.default_draft_tokens) == (
+        design.kind,
+        "speculators",
+        K,
+    )
     assert head.hidden_layers == ((-1,) if design.kind == "mtp" else design.aux_layers)
     reference = reference_of(design, weights, target)
     rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1))
@@ -107,7 +117,8 @@ def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
         assert_drafts_are_the_references(rounds, reference, draft)
         rounds.accept(draft, accepted, seed=number)
         if number == 1:
-            rounds.texts = [[*text, 3, 7] for text in rounds.texts]  # plain steps, which the next round tells of
+            # plain steps, which the next round tells of
+            rounds.texts = [[*text, 3, 7] for text in rounds.texts]
     rounds.rows([2, 0])
     draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
     assert_drafts_are_the_references(rounds, reference, draft)
@@ -134,31 +145,47 @@ def test_z_lab_and_speculators_draft_the_same(name, tmp_path):
             given.pop(old) for old in ("fc.weight", "hidden_norm.weight")
         )
     elif name == "mask embedding":  # takes the place of another token's
-        given["mask_embedding"] = target.get_input_embeddings().weight[DFLASH.options["mask_token_id"]].float()
+        given["mask_embedding"] = (
+            target.get_input_embeddings().weight[DFLASH.options["mask_token_id"]].float()
+        )
     folders = [
         write_speculators(tmp_path / "speculators", DFLASH, weights),
         write_z_lab(tmp_path / "z-lab", DFLASH.with_options(**options), given),
     ]
     heads = [load_drafter(folder, target) for folder in folders]
     assert [head.hidden_layers for head in heads] == [DFLASH.aux_layers] * 2
-    plain, ours = (Rounds(head, target, texts).draft(16, SampleStrategy.RANDOM).token_logits for head in heads)
-    assert plain.shape[1] == DFLASH.block_size - 1 == heads[0].spec.max_draft_tokens  # a block bounds the draft
-    torch.testing.assert_close(ours, expected(plain), rtol=0, atol=1e-5)  # the table rounded to float32
+    plain, ours = (
+        Rounds(head, target, texts).draft(16, SampleStrategy.RANDOM).token_logits for head in heads
+    )
+    # a block bounds the draft
+    assert plain.shape[1] == DFLASH.block_size - 1 == heads[0].spec.max_draft_tokens
+    # the table rounded to float32
+    torch.testing.assert_close(ours, expected(plain), rtol=0, atol=1e-5)
 
 
 def as_embeddings(weights):
     """Codebooks under the names of embeddings."""
-    return {f"{name}.weight" if name.endswith("_codebook") else name: weight for name, weight in weights.items()}
+    return {
+        f"{name}.weight" if name.endswith("_codebook") else name: weight
+        for name, weight in weights.items()
+    }
 
 
-ROTARY = {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}}
+ROTARY = {
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
 DFLASH2_FOLDERS = {
     "block_size nested": lambda folder, weights: write_z_lab(
         folder, DFLASH2.with_options(block_size=DFLASH2.block_size), weights, block_size=None
     ),
     "block_size at the top": lambda folder, weights: write_z_lab(folder, DFLASH2, weights),
-    "codebooks as embeddings": lambda folder, weights: write_z_lab(folder, DFLASH2, as_embeddings(weights)),
-    "sharded": lambda folder, weights: write_z_lab(folder, DFLASH2, weights, {"max_shard_size": 4096}),
+    "codebooks as embeddings": lambda folder, weights: write_z_lab(
+        folder, DFLASH2, as_embeddings(weights)
+    ),
+    "sharded": lambda folder, weights: write_z_lab(
+        folder, DFLASH2, weights, {"max_shard_size": 4096}
+    ),
     "rotary of the target": lambda folder, weights: write_z_lab(folder, DFLASH2, weights, **ROTARY),
     "rotary of the target, nested": lambda folder, weights: write_speculators(
         folder, DFLASH2, weights, transformer_layer_config=layer_fields(DFLASH2) | ROTARY
@@ -197,12 +224,16 @@ def test_dflash_2_without_convolutions_and_bonus_drafts_as_dflash(num_candidates
     design, target = DFLASH2.with_options(selector_top_k=num_candidates), target_of()
     weights = without_effect(make_weights(design))
     own = ("candidate_selector", "_conv.")
-    plain = {name: weight for name, weight in weights.items() if not any(part in name for part in own)}
+    plain = {
+        name: weight for name, weight in weights.items() if not any(part in name for part in own)
+    }
     heads = [
         load_drafter(write_speculators(tmp_path / "2", design, weights), target),
         load_drafter(write_speculators(tmp_path / "1", DFLASH, plain), target),
     ]
-    ours, theirs = (Rounds(head, target, random_texts([6, 4], seed=3)).draft(K).token_ids for head in heads)
+    ours, theirs = (
+        Rounds(head, target, random_texts([6, 4], seed=3)).draft(K).token_ids for head in heads
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -225,14 +256,17 @@ def test_a_row_whose_proposals_are_all_banned_is_drawn_as_without_processors(des
     proposed = expected.token_logits[0, 0].isfinite().nonzero()[:, 0]
     processors = BlockLogitsProcessorList([Bans(proposed)])
     draft = Rounds(head, target, texts, processors=processors).draft(K, SampleStrategy.RANDOM)
-    assert torch.equal(draft.token_logits[0, 0], expected.token_logits[0, 0].float())  # as processors give it
+    # as processors give it
+    assert torch.equal(draft.token_logits[0, 0], expected.token_logits[0, 0].float())
     assert draft.token_ids[0, 0] == expected.token_ids[0, 0]
     assert draft.logsumexp.isfinite().all()
 
 
 @pytest.mark.parametrize("reads_markov", [True, False])
 def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads_markov, tmp_path):
-    design = DSPARK.with_options(enable_confidence_head=True, confidence_head_with_markov=reads_markov)
+    design = DSPARK.with_options(
+        enable_confidence_head=True, confidence_head_with_markov=reads_markov
+    )
     target, weights = target_of(), make_weights(design, seed=5)
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
     reference = reference_of(design, weights, target)
@@ -243,7 +277,9 @@ def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads
     draft = rounds.draft(K)
     lens = []
     for row, text in enumerate(rounds.texts):
-        estimates = reference.confidences(text, rounds.states(row), whole.token_ids[row].tolist(), K)
+        estimates = reference.confidences(
+            text, rounds.states(row), whole.token_ids[row].tolist(), K
+        )
         lens.append(int((estimates.cumprod(0) >= threshold).sum()))
     assert len(set(lens)) > 1
     assert draft.lens.tolist() == lens
@@ -256,7 +292,9 @@ def nested(ids):
     return {name: None, "eagle_config": {name: ids}}
 
 
-FORMATS = {  # what is added to the names of weights, how these are saved, fields, and the layers that are then read
+# what is added to the names of weights, how these are saved, fields, and the layers that are then
+# read
+FORMATS = {
     "bin": ("", {"safe_serialization": False}, {}, EAGLE3.aux_layers),
     "sharded": ("", {"max_shard_size": 4096}, {}, EAGLE3.aux_layers),
     "model. in names": ("model.", {}, {}, EAGLE3.aux_layers),
@@ -268,12 +306,20 @@ FORMATS = {  # what is added to the names of weights, how these are saved, field
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_equal_weights_draft_the_same_in_every_format(name, tmp_path):
-    target, weights, (prefix, saving, fields, layers) = target_of(), make_weights(EAGLE3), FORMATS[name]
-    folder = write_speculators(tmp_path / "speculators", replace(EAGLE3, aux_layers=layers), weights)
+    target, weights, (prefix, saving, fields, layers) = (
+        target_of(),
+        make_weights(EAGLE3),
+        FORMATS[name],
+    )
+    folder = write_speculators(
+        tmp_path / "speculators", replace(EAGLE3, aux_layers=layers), weights
+    )
     renamed = {prefix + own: weight for own, weight in weights.items()}
     original = write_original(tmp_path / "original", EAGLE3, renamed, saving, **fields)
     expected, found = load_drafter(folder, target), load_drafter(original, target)
     assert found.hidden_layers == layers
     texts = random_texts([6, 4], seed=3)
-    drafts = [Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM) for head in (expected, found)]
+    drafts = [
+        Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM) for head in (expected, found)
+    ]
     assert torch.equal(drafts[0].token_logits, drafts[1].token_logits)

@@ -32,12 +32,16 @@ HEAD = replace(EAGLE3, hidden_size=32, target_hidden_size=32, vocab_size=64, aux
 
 def of_rope(rope: dict[str, Any] | None):
     """A head with such an entry of its config."""
-    return replace(HEAD, rope={"rope_theta": 1000.0} | ({} if rope is None else {"rope_scaling": rope}))
+    return replace(
+        HEAD, rope={"rope_theta": 1000.0} | ({} if rope is None else {"rope_scaling": rope})
+    )
 
 
 def layers_of(head_dim: int, rope: dict[str, Any]):
     sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "intermediate_size": 8}
-    return read_layer_config({**sizes, "head_dim": head_dim, "rope_theta": 1e6, "rope_scaling": rope})
+    return read_layer_config(
+        {**sizes, "head_dim": head_dim, "rope_theta": 1e6, "rope_scaling": rope}
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,12 +68,16 @@ def test_a_rotation_is_that_of_the_target(reference, rope):
 
 def test_sections_that_do_not_fit_are_named(tmp_path):
     folder = write_speculators(tmp_path, of_rope({"mrope_section": [2, 2, 1]}), make_weights(HEAD))
-    with pytest.raises(ConfigError, match=r"mrope_section must be three numbers whose sum is 4, .* got \[2, 2, 1\]"):
+    with pytest.raises(
+        ConfigError, match=r"mrope_section must be three numbers whose sum is 4, .* got \[2, 2, 1\]"
+    ):
         load_drafter(folder, target())
 
 
 def test_tokens_go_on_from_the_prompt_in_every_row():
-    prompts = torch.tensor([[[9, 9, 0, 1, 1, 2]], [[0, 1, 1, 2, 3, 3]]]).transpose(0, 1).repeat(3, 1, 1)
+    prompts = (
+        torch.tensor([[[9, 9, 0, 1, 1, 2]], [[0, 1, 1, 2, 3, 3]]]).transpose(0, 1).repeat(3, 1, 1)
+    )
     prompts[1, 1, 2] = 5
     axes = RowAxes(prompts, [2, 0], torch.device("cpu"))
     expected = torch.tensor([[0, 1, 1, 2, 3, 4], [0, 1, 1, 2, 3, 3]])
@@ -94,7 +102,10 @@ class Recorder:
     def __init__(self, drafter: Any, records: list[tuple[int, int, list[int]]]):
         self.drafter, self.records, self.hidden_layers = drafter, records, drafter.hidden_layers
         self.is_compiled = drafter.is_compiled
-        self.row_ids, self.num_known = list(range(len(drafter._num_pads))), [1] * len(drafter._num_pads)
+        self.row_ids, self.num_known = (
+            list(range(len(drafter._num_pads))),
+            [1] * len(drafter._num_pads),
+        )
 
     def project_states(self, states: Tensor) -> Tensor:
         return self.drafter.project_states(states)
@@ -103,16 +114,23 @@ class Recorder:
         draft = self.drafter.draft(request)
         counts = request.kept.num_emitted.tolist()
         self.num_known = [num + more for num, more in zip(self.num_known, counts, strict=True)]
-        drafted = [ids[:num] for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)]
+        drafted = [
+            ids[:num]
+            for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)
+        ]
         self.records += zip(self.row_ids, self.num_known, drafted, strict=True)
         return draft
 
     def rows(self, indices: Sequence[int]) -> None:
         self.drafter.rows(indices)
-        self.row_ids, self.num_known = ([values[row] for row in indices] for values in (self.row_ids, self.num_known))
+        self.row_ids, self.num_known = (
+            [values[row] for row in indices] for values in (self.row_ids, self.num_known)
+        )
 
 
-def rows_alone(model: PreTrainedModel, inputs: dict[str, Tensor], outputs: Tensor) -> list[dict[str, Tensor]]:
+def rows_alone(
+    model: PreTrainedModel, inputs: dict[str, Tensor], outputs: Tensor
+) -> list[dict[str, Tensor]]:
     """The arguments of a plain forward over each row's own text and pictures, without padding."""
     rows, begin = [], 0
     num_prompt = inputs["input_ids"].shape[1]
@@ -141,7 +159,9 @@ def axes_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], num_more: 
 
 
 @torch.no_grad()
-def states_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], layers: Sequence[int]) -> Tensor:
+def states_of_row(
+    model: PreTrainedModel, arguments: dict[str, Tensor], layers: Sequence[int]
+) -> Tensor:
     """[T, A * D] of a forward without a cache."""
     given = model(**arguments, use_cache=False, output_hidden_states=True).hidden_states
     return torch.cat([given[layer][0] for layer in layers], dim=-1)
@@ -159,7 +179,9 @@ def recorded(
     return records, text, stats
 
 
-@pytest.mark.parametrize("rope", [SPLIT, INTERLEAVED, None], ids=["split", "interleaved", "one axis"])
+@pytest.mark.parametrize(
+    "rope", [SPLIT, INTERLEAVED, None], ids=["split", "interleaved", "one axis"]
+)
 def test_drafts_after_pictures_are_those_of_the_reference(tmp_path, rope):
     design, model, inputs = of_rope(rope), target(), mixed_prompts(target())
     weights = make_weights(design)
@@ -169,7 +191,9 @@ def test_drafts_after_pictures_are_those_of_the_reference(tmp_path, rope):
     records, text, _ = recorded(head, inputs, eos_token_id=eos)
     plain = model.generate(**inputs, max_new_tokens=NUM_NEW, eos_token_id=eos)
     assert torch.equal(plain, text)
-    reference = Reference(design, weights, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    reference = Reference(
+        design, weights, model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    )
     alone = rows_alone(model, inputs, text)
     states = [states_of_row(model, arguments, design.aux_layers) for arguments in alone]
     axes = [axes_of_row(model, arguments) for arguments in alone]
@@ -198,7 +222,9 @@ def test_rows_of_text_alone_are_drafted_as_without_axes(tmp_path):
     model, inputs = target(), mixed_prompts(target())
     text = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
     heads = [
-        load_drafter(write_speculators(tmp_path / str(index), of_rope(rope), make_weights(HEAD)), model)
+        load_drafter(
+            write_speculators(tmp_path / str(index), of_rope(rope), make_weights(HEAD)), model
+        )
         for index, rope in enumerate((SPLIT, None))
     ]
     assert recorded(heads[0], text)[0] == recorded(heads[1], text)[0]
@@ -215,7 +241,9 @@ def test_compiled_chains_go_on_from_the_prompt_too(tmp_path):
 
 
 def test_a_head_with_axes_under_every_schedule(tmp_path):
-    head = load_drafter(write_speculators(tmp_path, of_rope(INTERLEAVED), make_weights(HEAD)), target())
+    head = load_drafter(
+        write_speculators(tmp_path, of_rope(INTERLEAVED), make_weights(HEAD)), target()
+    )
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens_schedule": "heuristic"}
     stats = assert_decodes_as_plain(target(), head, mixed_prompts(target()), **options)
     assert stats.num_drafted > 0

@@ -13,7 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedModelError
 from hf_speculate.options.heads.load import load_drafter
-from tests.options.heads.designs import DFLASH, DFLASH2, DSPARK, EAGLE3, MTP, PEAGLE, make_weights, write_original
+from tests.options.heads.designs import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE3,
+    MTP,
+    PEAGLE,
+    make_weights,
+    write_original,
+)
 from tests.options.heads.designs import write_speculators as write
 from tests.options.heads.rounds import target_of
 from tests.options.heads.test_mtp import make_checkpoint, make_hybrid
@@ -59,7 +68,9 @@ def with_json(name: str, **fields: Any) -> Callable[[Path], None]:
     """Fields of a JSON file, None to remove one."""
 
     def change(content: bytes) -> bytes:
-        new = {key: value for key, value in (json.loads(content) | fields).items() if value is not None}
+        new = {
+            key: value for key, value in (json.loads(content) | fields).items() if value is not None
+        }
         return json.dumps(new).encode()
 
     return rewritten(name, change)
@@ -101,11 +112,27 @@ def one_layer_less(weights):
 
 EXTRA = "model.layers.1.mlp.extra.weight"
 FAULTS = {  # what writes a folder, what damages it, and what the error says
-    "cut off": (eagle, rewritten(SAFE, lambda content: content[:-9]), f"{SAFE} must be a whole file .*incomplete"),
-    "longer": (eagle, rewritten(SAFE, lambda content: content + b"more"), f"{SAFE} must be a whole file"),
-    "empty": (eagle, rewritten(SAFE, lambda content: b""), f"{SAFE} must be a whole file .*got 0 bytes"),
+    "cut off": (
+        eagle,
+        rewritten(SAFE, lambda content: content[:-9]),
+        f"{SAFE} must be a whole file .*incomplete",
+    ),
+    "longer": (
+        eagle,
+        rewritten(SAFE, lambda content: content + b"more"),
+        f"{SAFE} must be a whole file",
+    ),
+    "empty": (
+        eagle,
+        rewritten(SAFE, lambda content: b""),
+        f"{SAFE} must be a whole file .*got 0 bytes",
+    ),
     "pointer": (eagle, rewritten(SAFE, lambda content: POINTER), f"{SAFE} must be a whole file"),
-    "pickle cut off": (pickled, rewritten("pytorch_model.bin", lambda content: content[:-9]), r"\.bin must be a whole"),
+    "pickle cut off": (
+        pickled,
+        rewritten("pytorch_model.bin", lambda content: content[:-9]),
+        r"\.bin must be a whole",
+    ),
     "pickle of a list": (
         pickled,
         lambda folder: torch.save([torch.ones(1)], folder / "pytorch_model.bin"),
@@ -121,8 +148,16 @@ FAULTS = {  # what writes a folder, what damages it, and what the error says
         with_json(INDEX, weight_map=["a"]),
         f"{INDEX} must be an index whose weight_map",
     ),
-    "an index cut off": (sharded, rewritten(INDEX, lambda content: content[:-9]), f"{INDEX} must be a whole file"),
-    "no shard": (sharded, without_a_shard, f"{INDEX} must name files that lie beside it, got model-00001-of"),
+    "an index cut off": (
+        sharded,
+        rewritten(INDEX, lambda content: content[:-9]),
+        f"{INDEX} must be a whole file",
+    ),
+    "no shard": (
+        sharded,
+        without_a_shard,
+        f"{INDEX} must name files that lie beside it, got model-00001-of",
+    ),
     "a shard without a weight": (
         sharded,
         without_a_listed_weight,
@@ -158,7 +193,11 @@ FAULTS = {  # what writes a folder, what damages it, and what the error says
         with_weights(lambda weights: weights.update(extra=torch.ones(1))),
         f"{SAFE} must hold .* left over extra;",
     ),
-    "PARD cut off": (pard, rewritten(SAFE, lambda content: content[:-9]), f"{SAFE} must be a whole file"),
+    "PARD cut off": (
+        pard,
+        rewritten(SAFE, lambda content: content[:-9]),
+        f"{SAFE} must be a whole file",
+    ),
     "PARD's token": (
         pard,
         with_json("config.json", pard_token=99),
@@ -169,13 +208,21 @@ FAULTS = {  # what writes a folder, what damages it, and what the error says
         with_weights(one_layer_less),
         rf"{SAFE} must hold the 2 MTP layers .*layers \[0\]",
     ),
-    "three MTP layers of two": (deepseek, with_weights(one_more_layer), rf"{SAFE} must hold the 2 MTP .*\[0, 1, 2\]"),
+    "three MTP layers of two": (
+        deepseek,
+        with_weights(one_more_layer),
+        rf"{SAFE} must hold the 2 MTP .*\[0, 1, 2\]",
+    ),
     "an MTP layer with one more": (
         deepseek,
         with_weights(lambda weights: weights.update({EXTRA: torch.ones(1)})),
         rf"{SAFE} must hold .* left over 0\.mtp_block\.mlp\.extra\.weight",
     ),
-    "an MTP layer cut off": (deepseek, rewritten(SAFE, lambda content: content[:-9]), f"{SAFE} must be a whole file"),
+    "an MTP layer cut off": (
+        deepseek,
+        rewritten(SAFE, lambda content: content[:-9]),
+        f"{SAFE} must be a whole file",
+    ),
     "one prefixed layer of two": (
         hybrid,
         with_json("config.json", mtp_num_hidden_layers=2),
@@ -203,7 +250,8 @@ def test_a_checkpoint_without_its_mtp_layers(tmp_path):
     target = deepseek(tmp_path)
     save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / SAFE)
     with pytest.raises(
-        UnsupportedModelError, match=f"{SAFE} must hold the weights of the target's MTP layers, got none"
+        UnsupportedModelError,
+        match=f"{SAFE} must hold the weights of the target's MTP layers, got none",
     ):
         load_drafter(tmp_path, target)
 
@@ -211,7 +259,9 @@ def test_a_checkpoint_without_its_mtp_layers(tmp_path):
 DESIGNS = {
     "EAGLE-3": EAGLE3.with_options(fc_norm=True),
     "P-EAGLE": PEAGLE,
-    "DFlash": replace(DFLASH, layer_types=("sliding_attention", "full_attention"), sliding_window=4),
+    "DFlash": replace(
+        DFLASH, layer_types=("sliding_attention", "full_attention"), sliding_window=4
+    ),
     "DFlash 2": DFLASH2,
     "DSpark": DSPARK.with_options(enable_confidence_head=True, confidence_head_with_markov=True),
     "MTP": MTP,
@@ -244,7 +294,10 @@ def test_a_damaged_config_loads_or_is_named(name, tmp_path):
             load_drafter(folder, target_of())
         except SpeculateError as error:
             errors.append(str(error))
-    assert any("config.json must hold the fields of a draft head, got a fault in it" in error for error in errors)
+    assert any(
+        "config.json must hold the fields of a draft head, got a fault in it" in error
+        for error in errors
+    )
     assert all(" must " in error and ", got " in error and "; " in error for error in errors)
 
 

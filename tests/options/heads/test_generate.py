@@ -47,7 +47,9 @@ NUM_NEW = 24
 NUM_DRAWS = 8_000  # of 512 texts
 NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
 SOME_IDS = tuple(index for index in range(VOCAB_SIZE) if index % 8)
-FITTED = replace(EAGLE3, hidden_size=64, head_dim=16, draft_ids=SOME_IDS, aux_layers=(1, 3, NUM_TARGET_LAYERS))
+FITTED = replace(
+    EAGLE3, hidden_size=64, head_dim=16, draft_ids=SOME_IDS, aux_layers=(1, 3, NUM_TARGET_LAYERS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,9 @@ def prompts(batch_size: int = 3):
 def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
     head, target = KINDS[kind](tmp_path)
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
-    stats = assert_decodes_as_plain(hf_speculate.enable(target), head, prompts(batch_size), **options)
+    stats = assert_decodes_as_plain(
+        hf_speculate.enable(target), head, prompts(batch_size), **options
+    )
     hf_speculate.disable(target)
     assert max(stats.rounds_by_draft_len) == 3
 
@@ -80,8 +84,13 @@ def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
 @pytest.mark.parametrize("design", [EAGLE3, DFLASH, MTP])
 def test_a_head_reads_a_target_whose_last_layers_share_keys(design, tmp_path):
     """Of such layers, the aux layers of the first two kinds name both the first and the last."""
-    layers = {"num_hidden_layers": NUM_TARGET_LAYERS, "layer_types": ["sliding_attention", "full_attention"] * 3}
-    target = make_model("gemma4", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_kv_shared_layers=3, **layers)
+    layers = {
+        "num_hidden_layers": NUM_TARGET_LAYERS,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }
+    target = make_model(
+        "gemma4", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_kv_shared_layers=3, **layers
+    )
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
     assert_decodes_as_plain(hf_speculate.enable(target), head, prompts(), max_new_tokens=NUM_NEW)
 
@@ -91,7 +100,12 @@ def test_no_hook_stays_on_the_target(pair):
     assert NUM_TARGET_LAYERS in head.hidden_layers
     before = len(target.model.layers[-1]._forward_hooks)
     with pytest.raises(ZeroDivisionError):
-        target.generate(**prompts(), assistant_model=head, max_new_tokens=8, speculation_callback=lambda report: 1 / 0)
+        target.generate(
+            **prompts(),
+            assistant_model=head,
+            max_new_tokens=8,
+            speculation_callback=lambda report: 1 / 0,
+        )
     assert len(target.model.layers[-1]._forward_hooks) == before
 
 
@@ -101,13 +115,26 @@ def test_no_hook_stays_on_the_target(pair):
         (EAGLE3, "rejection", {}),
         (DFLASH, "rejection", {"draft_sampling": "argmax"}),
         (DFLASH, "block", {}),
-        *((DFLASH2.with_options(selector_top_k=3), verifier, {}) for verifier in ("rejection", "block", "coupled")),
+        *(
+            (DFLASH2.with_options(selector_top_k=3), verifier, {})
+            for verifier in ("rejection", "block", "coupled")
+        ),
         (DSPARK, "coupled", {}),
     ],
 )
-def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design, verifier, options, tmp_path):
-    target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2))
-    fields = {"hidden_size": 16, "target_hidden_size": 16, "vocab_size": 8, "num_heads": 2, "num_kv_heads": 1}
+def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(
+    design, verifier, options, tmp_path
+):
+    target = hf_speculate.enable(
+        make_small_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2)
+    )
+    fields = {
+        "hidden_size": 16,
+        "target_hidden_size": 16,
+        "vocab_size": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+    }
     if design.kind != "dflash2":  # which proposes three of the 8 tokens
         fields["draft_ids"] = (1, 2, 3, 5, 6, 7)
     design = replace(design, **fields, aux_layers=(0, 1, 2))
@@ -127,13 +154,22 @@ def test_a_head_may_be_named(form, pair, tmp_path):
     """It is loaded for the first call and kept with the target."""
     folder = write_speculators(tmp_path / "head", FITTED, make_weights(FITTED))
     for _ in range(2):
-        assert assert_decodes_as_plain(pair[0], form(folder), prompts(), max_new_tokens=NUM_NEW).num_drafted > 0
+        assert (
+            assert_decodes_as_plain(
+                pair[0], form(folder), prompts(), max_new_tokens=NUM_NEW
+            ).num_drafted
+            > 0
+        )
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_pipelines_take_a_head(pair):
     target, head = pair
-    make = {"task": "text-generation", "model": target, "tokenizer": letters_tokenizer(CHARACTERS[:VOCAB_SIZE])}
+    make = {
+        "task": "text-generation",
+        "model": target,
+        "tokenizer": letters_tokenizer(CHARACTERS[:VOCAB_SIZE]),
+    }
     options, stats = {"max_new_tokens": 8, "do_sample": False}, hf_speculate.SpeculationStats()
     expected = pipeline(**make)("abc", **options)
     write = pipeline(**make, assistant_model=head)
@@ -143,7 +179,10 @@ def test_pipelines_take_a_head(pair):
 
 @pytest.mark.parametrize(
     ("design", "cause"),
-    [(FITTED, "it may read other layers"), (MTP, "it may belong to another target, or to weights that this one had")],
+    [
+        (FITTED, "it may read other layers"),
+        (MTP, "it may belong to another target, or to weights that this one had"),
+    ],
 )
 def test_few_accepted_first_tokens_are_warned_of_once(pair, design, cause, tmp_path):
     """Counted over calls, because a schedule stops drafting early in one."""
@@ -153,7 +192,10 @@ def test_few_accepted_first_tokens_are_warned_of_once(pair, design, cause, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         target.generate(**prompts(), **options, assistant_model=head)
-    with pytest.warns(UserWarning, match=f"fewer than 20% of the first tokens that .* drafted were accepted; {cause}"):
+    with pytest.warns(
+        UserWarning,
+        match=f"fewer than 20% of the first tokens that .* drafted were accepted; {cause}",
+    ):
         target.generate(**prompts(), **options, assistant_model=head)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -165,18 +207,28 @@ def test_few_accepted_first_tokens_are_warned_of_once(pair, design, cause, tmp_p
 def test_what_does_not_go_with_a_head_is_refused(pair, tmp_path):
     target, head = pair
     for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
-        with pytest.raises(UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a draft head"):
+        with pytest.raises(
+            UnsupportedGenerationError,
+            match=f"{next(iter(own))} cannot be combined with a draft head",
+        ):
             target.generate(**prompts(), assistant_model=head, **own)
-    other = hf_speculate.enable(make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH))
-    with pytest.raises(UnsupportedModelError, match="it was loaded for 6 layers, and the target has 2"):
+    other = hf_speculate.enable(
+        make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH)
+    )
+    with pytest.raises(
+        UnsupportedModelError, match="it was loaded for 6 layers, and the target has 2"
+    ):
         other.generate(**prompts(), assistant_model=head, max_new_tokens=4)
 
 
 def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
-    target, head = pair[0], pair[1].with_layers(pair[1].hidden_layers)  # without estimates of other calls
+    # without estimates of other calls
+    target, head = pair[0], pair[1].with_layers(pair[1].hidden_layers)
     assert head.default_draft_tokens == 4
     stats = hf_speculate.SpeculationStats()
-    target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, speculation_stats=stats)
+    target.generate(
+        **prompts(), assistant_model=head, max_new_tokens=NUM_NEW, speculation_stats=stats
+    )
     assert max(stats.rounds_by_draft_len) <= 4  # times of tiny models decide whether it drafts
     assert "drafter: eagle3 head" in stats.plan
     assert "draft length: adaptive, at most 4;" in stats.plan
@@ -185,8 +237,14 @@ def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
 def decoded(target, head, **options):
     """Ids and statistics."""
     stats = hf_speculate.SpeculationStats()
-    options |= {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
-    return target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, **options), stats
+    options |= {
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+        "speculation_stats": stats,
+    }
+    return target.generate(
+        **prompts(), assistant_model=head, max_new_tokens=NUM_NEW, **options
+    ), stats
 
 
 class Overwriting(nn.Module):
@@ -208,14 +266,19 @@ def test_states_that_the_target_overwrites_are_read_as_they_were(pair, tmp_path,
     head = load_drafter(write_fitted(tmp_path, design, target, prompts(), NUM_NEW)[0], target)
     expected, before = decoded(hf_speculate.enable(target), head)
     decoder = target.get_decoder()
-    decoder.layers, decoder.norm = nn.ModuleList(map(Overwriting, decoder.layers)), Overwriting(decoder.norm)
+    decoder.layers, decoder.norm = (
+        nn.ModuleList(map(Overwriting, decoder.layers)),
+        Overwriting(decoder.norm),
+    )
     found, after = decoded(target, head)
     assert_equal_ids(expected, found)
     assert after.accepted_per_position == before.accepted_per_position
     assert min(after.accepted_per_position) > 0
 
 
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0, "seed": 5}], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "top_k": 0, "seed": 5}], ids=["greedy", "sampling"]
+)
 def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling):
     target, design = pair[0], replace(FITTED, aux_layers=(0, 3, 5))
     head = load_drafter(write_fitted(tmp_path, design, target, prompts(), NUM_NEW)[0], target)
@@ -230,7 +293,9 @@ def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling):
 
 
 @pytest.mark.fallback("eager forwards")
-@pytest.mark.parametrize("layer", [-1, NUM_TARGET_LAYERS], ids=["after the final norm", "before the final norm"])
+@pytest.mark.parametrize(
+    "layer", [-1, NUM_TARGET_LAYERS], ids=["after the final norm", "before the final norm"]
+)
 def test_which_states_compiled_targets_return(pair, tmp_path, layer):
     target, design = pair[0], MTP if layer == -1 else replace(EAGLE3, aux_layers=(1, layer))
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
@@ -245,8 +310,12 @@ def test_layers_that_are_off_by_one_are_found(fitted, is_wrong):
     (folder, texts), layers = fitted, tuple(layer - is_wrong for layer in FITTED.aux_layers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check = check_layers(load_drafter(folder, target_of(), aux_layers=layers), target_of(), texts, num_tokens=60)
-    assert ["load it with aux_layers=[1, 3, 6]" in str(one.message) for one in caught] == [True] * is_wrong
+        check = check_layers(
+            load_drafter(folder, target_of(), aux_layers=layers), target_of(), texts, num_tokens=60
+        )
+    assert ["load it with aux_layers=[1, 3, 6]" in str(one.message) for one in caught] == [
+        True
+    ] * is_wrong
     assert (check.layers, check.best_layers) == (layers, FITTED.aux_layers)
     assert check.accuracies[int(is_wrong)] > 0.4
     assert 50 < check.num_tokens <= 60
@@ -254,16 +323,24 @@ def test_layers_that_are_off_by_one_are_found(fitted, is_wrong):
 
 def test_what_reads_no_layers_has_nothing_to_check(fitted, tmp_path):
     write_pard(tmp_path)
-    with pytest.raises(ConfigError, match="check_layers needs a head that reads the states of layers"):
-        check_layers(load_drafter(tmp_path, target_of()), target_of(), torch.ones(1, 9, dtype=torch.int64))
+    with pytest.raises(
+        ConfigError, match="check_layers needs a head that reads the states of layers"
+    ):
+        check_layers(
+            load_drafter(tmp_path, target_of()), target_of(), torch.ones(1, 9, dtype=torch.int64)
+        )
     with pytest.raises(ConfigError, match="prompts must hold a text of at least three tokens"):
-        check_layers(load_drafter(fitted[0], target_of()), target_of(), torch.ones(1, 2, dtype=torch.int64))
+        check_layers(
+            load_drafter(fitted[0], target_of()), target_of(), torch.ones(1, 2, dtype=torch.int64)
+        )
 
 
 def test_check_layers_of_a_head_is_deprecated(fitted):
     folder, texts = fitted
     head = load_drafter(folder, target_of())
-    with pytest.warns(DeprecationWarning, match=r"call check_layers\(head, ...\) of hf_speculate.tools") as caught:
+    with pytest.warns(
+        DeprecationWarning, match=r"call check_layers\(head, ...\) of hf_speculate.tools"
+    ) as caught:
         check = head.check_layers(target_of(), texts, num_tokens=20)
     assert caught[0].filename == __file__
     assert check == check_layers(head, target_of(), texts, num_tokens=20)
@@ -313,14 +390,20 @@ def test_a_prompt_in_chunks_gives_the_drafts_of_a_whole_one(loaded):
     head, target = loaded[0], hf_speculate.enable(copy.deepcopy(loaded[1]))
     ids = torch.tensor(random_texts([9, 9], seed=5))
     expected, drafts = target.generate(ids, max_new_tokens=12), {}
-    for name, options in {"whole": {}, "chunks": {"prefill_chunk_size": 2}, "prefix": {CACHE_NAME: None}}.items():
+    for name, options in {
+        "whole": {},
+        "chunks": {"prefill_chunk_size": 2},
+        "prefix": {CACHE_NAME: None},
+    }.items():
         if CACHE_NAME in options:
             options[CACHE_NAME] = target(ids[:, :5], use_cache=True)[CACHE_NAME]
         drafts[name] = []
         options |= {"drafter": recording(head, drafts[name]), "num_assistant_tokens": K}
         options |= {"num_assistant_tokens_schedule": "constant", "max_new_tokens": 12}
         assert_equal_ids(expected, target.generate(ids, **options))
-    whole, chunks = ([draft.token_ids.tolist() for draft in drafts[name]] for name in ("whole", "chunks"))
+    whole, chunks = (
+        [draft.token_ids.tolist() for draft in drafts[name]] for name in ("whole", "chunks")
+    )
     assert whole == chunks
     assert len(drafts["prefix"]) > 1
 
@@ -328,10 +411,17 @@ def test_a_prompt_in_chunks_gives_the_drafts_of_a_whole_one(loaded):
 def test_processors_see_the_text_and_the_drafts_before(loaded):
     """Over rounds in which drafts are refused, and after a row has left."""
     head, target = loaded
-    rounds = Rounds(head, target, random_texts([6, 4, 9], seed=6), processors=BlockLogitsProcessorList([BySum()]))
+    rounds = Rounds(
+        head,
+        target,
+        random_texts([6, 4, 9], seed=6),
+        processors=BlockLogitsProcessorList([BySum()]),
+    )
     for number, accepted in enumerate([(0, 2, 1), (1, 0), (1, 2)]):
         draft = rounds.draft(2, SampleStrategy.RANDOM, seeds=range(len(accepted)))
-        for text, num_pads, ids in zip(rounds.texts, rounds.pads, draft.token_ids.tolist(), strict=True):
+        for text, num_pads, ids in zip(
+            rounds.texts, rounds.pads, draft.token_ids.tolist(), strict=True
+        ):
             read = sum(text) + len(text) + num_pads * (PAD + 1)
             assert ids == [read % VOCAB_SIZE, (read + read % VOCAB_SIZE + 1) % VOCAB_SIZE]
         rounds.accept(draft, accepted, seed=number)
@@ -355,7 +445,10 @@ def test_drafts_end_with_what_ends_a_row(loaded, strategy):
 def test_a_pickle_of_a_head_drafts_the_same_and_a_copy_is_the_head_itself(loaded):
     head, target = loaded
     texts, twin = random_texts([6, 4], seed=8), pickle.loads(pickle.dumps(head))
-    ours, theirs = (Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, twin))
+    ours, theirs = (
+        Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, twin)
+    )
     assert torch.equal(ours.token_logits, theirs.token_logits)
     assert twin.network is not head.network
-    assert copy.deepcopy(head) is head  # `generate` copies a `GenerationConfig`, and the head in it, in every call
+    # `generate` copies a `GenerationConfig`, and the head in it, in every call
+    assert copy.deepcopy(head) is head

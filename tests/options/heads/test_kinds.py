@@ -37,7 +37,11 @@ from tests.support.tiny import make_config
         ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, [], "dflash2"),
         ({"selector_top_k": 4, "model_type": "qwen3"}, [], "dflash2"),
         ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, [], "eagle3"),
-        ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "midlayer.hidden_norm.weight", "d2t"], "eagle3"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            ["fc.weight", "midlayer.hidden_norm.weight", "d2t"],
+            "eagle3",
+        ),
     ],
 )
 def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind):
@@ -56,19 +60,42 @@ def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind
         ({"dflash_config": {"draft_ffn_type": "moe"}}, set(), "a draft with experts"),
         ({"dflash_config": {"projector_type": "domino"}}, set(), "projector_type 'domino'"),
         ({"dflash_config": {"fusion_mode": "flare"}}, set(), "fusion_mode 'flare'"),
-        ({"dflash_config": {"selector_rank": 4, "draft_ffn_type": "moe"}}, set(), "a draft with experts"),
+        (
+            {"dflash_config": {"selector_rank": 4, "draft_ffn_type": "moe"}},
+            set(),
+            "a draft with experts",
+        ),
         ({"speculators_model_type": "xpress"}, set(), "the speculators model type 'xpress'"),
-        ({"model_type": "llama", "medusa_num_heads": 4}, set(), "model_type 'llama' with architectures None"),
-        ({"architectures": ["Qwen3DSparkModel"]}, set(), "a DSpark head outside the speculators format"),
-        ({"model_type": "llama"}, {"fc.weight", "layers.0.self_attn.q_proj.weight"}, "an EAGLE-1 or EAGLE-2 head"),
-        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, set(), "model_type 'deepseek_v3'"),
+        (
+            {"model_type": "llama", "medusa_num_heads": 4},
+            set(),
+            "model_type 'llama' with architectures None",
+        ),
+        (
+            {"architectures": ["Qwen3DSparkModel"]},
+            set(),
+            "a DSpark head outside the speculators format",
+        ),
+        (
+            {"model_type": "llama"},
+            {"fc.weight", "layers.0.self_attn.q_proj.weight"},
+            "an EAGLE-1 or EAGLE-2 head",
+        ),
+        (
+            {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0},
+            set(),
+            "model_type 'deepseek_v3'",
+        ),
     ],
 )
 def test_what_is_not_served_is_named_with_what_is(config, names, got):
-    with pytest.raises(UnsupportedModelError, match=r"must be of a served kind .*EAGLE-3.*PARD") as caught:
+    with pytest.raises(
+        UnsupportedModelError, match=r"must be of a served kind .*EAGLE-3.*PARD"
+    ) as caught:
         recognise(config, lambda: names, "deepseek_v3")
     assert got in str(caught.value)
-    assert is_head(config) or config.get("model_type") in ("llama", "deepseek_v3")  # not taken for a draft model
+    # not taken for a draft model
+    assert is_head(config) or config.get("model_type") in ("llama", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +103,14 @@ def test_what_is_not_served_is_named_with_what_is(config, names, got):
     [
         ({}, None),
         ({"hidden_size": 32}, "it reads states of width 24, and the target's are 32"),
-        ({"vocab_size": 1057}, "its vocabulary has 32 tokens, and the target's 1057, more than 1,024 apart"),
-        ({"num_hidden_layers": 4}, "it reads the states of layers [5], and the target has layers 0 to 4"),
+        (
+            {"vocab_size": 1057},
+            "its vocabulary has 32 tokens, and the target's 1057, more than 1,024 apart",
+        ),
+        (
+            {"num_hidden_layers": 4},
+            "it reads the states of layers [5], and the target has layers 0 to 4",
+        ),
         (
             {"max_position_embeddings": 600},
             "its context is 512 tokens, and the target's is 600: longer rows decode plainly",
@@ -107,19 +140,49 @@ def test_guessed_layers_are_noted(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "fields", "message"),
     [
-        ({"fc.weight_scale": torch.ones(1)}, {}, r"quantised weights \(fc\.weight_scale in float32\)"),
-        ({"fc.weight": torch.ones(24, 72, dtype=torch.int8)}, {}, r"quantised weights \(fc\.weight in int8\)"),
-        ({"d2t": torch.zeros(12, dtype=torch.int64) - 1}, {}, "d2t in .*model.safetensors must hold offsets"),
-        ({"t2d": torch.ones(32, dtype=torch.bool)}, {}, "t2d in .*model.safetensors must mark the 12 ids"),
-        ({"candidate_selector.successor_codebook": torch.ones(1)}, {}, r"left over candidate_selector\.successor"),
+        (
+            {"fc.weight_scale": torch.ones(1)},
+            {},
+            r"quantised weights \(fc\.weight_scale in float32\)",
+        ),
+        (
+            {"fc.weight": torch.ones(24, 72, dtype=torch.int8)},
+            {},
+            r"quantised weights \(fc\.weight in int8\)",
+        ),
+        (
+            {"d2t": torch.zeros(12, dtype=torch.int64) - 1},
+            {},
+            "d2t in .*model.safetensors must hold offsets",
+        ),
+        (
+            {"t2d": torch.ones(32, dtype=torch.bool)},
+            {},
+            "t2d in .*model.safetensors must mark the 12 ids",
+        ),
+        (
+            {"candidate_selector.successor_codebook": torch.ones(1)},
+            {},
+            r"left over candidate_selector\.successor",
+        ),
         ({"lilicorr.logit_scale": torch.ones(1)}, {}, r"left over lilicorr\.logit_scale"),
-        ({"lm_head.weight": None}, {}, r"lm_head\.weight in .* must have a row for each of the 12 tokens"),
-        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 3]}, "must read as many target states as fc.weight joins, 3 of"),
+        (
+            {"lm_head.weight": None},
+            {},
+            r"lm_head\.weight in .* must have a row for each of the 12 tokens",
+        ),
+        (
+            {},
+            {"eagle_aux_hidden_state_layer_ids": [1, 3]},
+            "must read as many target states as fc.weight joins, 3 of",
+        ),
         ({}, {"target_hidden_size": 48}, r"must fit its target, got .*it reads states of width 48"),
     ],
 )
 def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message, tmp_path):
-    weights = {name: one for name, one in (make_weights(EAGLE3) | weights).items() if one is not None}
+    weights = {
+        name: one for name, one in (make_weights(EAGLE3) | weights).items() if one is not None
+    }
     folder = write_speculators(tmp_path, EAGLE3, weights, **fields)
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         load_drafter(folder, target_of())
@@ -144,16 +207,36 @@ NO_LAYERS = {"dflash_config": {"mask_token_id": 3, "block_size": 5}}
             {"conv_kernel_size": 6},
             "conv_kernel_size must be an int of at least 1 and at most 5, got 6",
         ),
-        (write_speculators, {"conv_kernel_size": 0}, "conv_kernel_size must be an int of at least 1"),
-        (write_speculators, {"conv_group_size": 5}, "conv_group_size of .* must divide its width of 24, got 5"),
-        (write_speculators, {"selector_rank": 0}, "selector_rank must be an int of at least 1, got 0"),
-        (write_speculators, {"selector_rank": 4}, r"of another shape candidate_selector\.hidden_projection"),
+        (
+            write_speculators,
+            {"conv_kernel_size": 0},
+            "conv_kernel_size must be an int of at least 1",
+        ),
+        (
+            write_speculators,
+            {"conv_group_size": 5},
+            "conv_group_size of .* must divide its width of 24, got 5",
+        ),
+        (
+            write_speculators,
+            {"selector_rank": 0},
+            "selector_rank must be an int of at least 1, got 0",
+        ),
+        (
+            write_speculators,
+            {"selector_rank": 4},
+            r"of another shape candidate_selector\.hidden_projection",
+        ),
         (
             write_speculators,
             {"selector_top_k": 33},
             "selector_top_k must be an int of at least 1 and at most 32, got 33",
         ),
-        (write_speculators, {"sample_from_anchor": True}, "a DFlash 2 head with sample_from_anchor"),
+        (
+            write_speculators,
+            {"sample_from_anchor": True},
+            "a DFlash 2 head with sample_from_anchor",
+        ),
         (write_speculators, {"draft_vocab_size": 12}, "a DFlash 2 head with draft_vocab_size 12"),
         (write_speculators, {"draft_ffn_type": "moe"}, "a draft with experts"),
         (write_z_lab, {"add_swa_attention_sink_bias": True}, "a DFlash head with attention sinks"),
@@ -169,9 +252,13 @@ def test_fields_of_dflash_2_that_cannot_be_are_named(write, fields, message, tmp
 def test_dflash_2_has_one_block_size(tmp_path):
     design = DFLASH2.with_options(block_size=4)
     folder = write_z_lab(tmp_path, design, make_weights(design))
-    with pytest.raises(ConfigError, match=r"block_size must be the same in config\.json of .*, got 5 and 4"):
+    with pytest.raises(
+        ConfigError, match=r"block_size must be the same in config\.json of .*, got 5 and 4"
+    ):
         load_drafter(folder, target_of())
-    assert load_drafter(write_z_lab(tmp_path, design, make_weights(design), block_size=None), target_of())
+    assert load_drafter(
+        write_z_lab(tmp_path, design, make_weights(design), block_size=None), target_of()
+    )
 
 
 @pytest.mark.parametrize(("fields", "scale"), [({}, 1.0), ({"input_embedding_scale": 4.0}, 4.0)])
@@ -206,7 +293,11 @@ def marks(ids):
         (torch.arange(12), marks(torch.arange(12) * 2), torch.arange(12) * 2),
         (OPEN, marks(OPEN), OPEN),
         (OPEN, marks(OPEN + torch.arange(12)), OPEN + torch.arange(12)),
-        (OPEN, None, r"d2t in .*model\.safetensors must come with t2d if it rises at every one of 12 columns"),
+        (
+            OPEN,
+            None,
+            r"d2t in .*model\.safetensors must come with t2d if it rises at every one of 12 columns",
+        ),
         (
             IDS.flip(0),
             None,
@@ -216,14 +307,19 @@ def marks(ids):
     ],
 )
 def test_d2t_may_hold_offsets_or_ids(d2t, t2d, expected, tmp_path):
-    weights = {name: one for name, one in make_weights(EAGLE3).items() if name not in ("d2t", "t2d")}
+    weights = {
+        name: one for name, one in make_weights(EAGLE3).items() if name not in ("d2t", "t2d")
+    }
     weights |= {"d2t": d2t.clone()} | ({} if t2d is None else {"t2d": t2d})
     folder = write_speculators(tmp_path, EAGLE3, weights)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             load_drafter(folder, target_of())
     else:
-        assert load_drafter(folder, target_of()).network.vocabulary.target_ids.tolist() == expected.tolist()
+        assert (
+            load_drafter(folder, target_of()).network.vocabulary.target_ids.tolist()
+            == expected.tolist()
+        )
 
 
 def test_a_long_d2t_without_neighbours_holds_ids():
@@ -232,14 +328,23 @@ def test_a_long_d2t_without_neighbours_holds_ids():
 
 
 def test_folders_without_config_or_weights_are_named(tmp_path):
-    for source, content in ((tmp_path, None), ("nobody/nothing-here", None), (tmp_path, "[1, 2]"), (tmp_path, "{")):
+    for source, content in (
+        (tmp_path, None),
+        ("nobody/nothing-here", None),
+        (tmp_path, "[1, 2]"),
+        (tmp_path, "{"),
+    ):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"must be a folder or a Hub repository with a config\.json, got"):
+        with pytest.raises(
+            ConfigError, match=r"must be a folder or a Hub repository with a config\.json, got"
+        ):
             load_drafter(source, target_of())
     write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match=r"must hold one of model\.safetensors, .*pytorch_model\.bin"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"must hold one of model\.safetensors, .*pytorch_model\.bin"
+    ):
         load_drafter(tmp_path, target_of())
 
 
@@ -268,7 +373,10 @@ def test_a_head_may_lie_in_a_subfolder(is_repository, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("subfolder", ["/heads", "../heads"])
 def test_a_subfolder_lies_below_the_folder(subfolder, tmp_path):
-    with pytest.raises(ConfigError, match=f"subfolder must be a path below the folder of the head, got '{subfolder}'"):
+    with pytest.raises(
+        ConfigError,
+        match=f"subfolder must be a path below the folder of the head, got '{subfolder}'",
+    ):
         load_drafter(tmp_path, target_of(), subfolder=subfolder)
 
 
@@ -276,8 +384,15 @@ def test_the_context_is_that_of_the_config_with_its_scaling_or_the_callers(tmp_p
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
     config = json.loads((folder / "config.json").read_text())
-    for layer_fields, num_tokens in (({}, 512), (scaled, 1024), ({"max_position_embeddings": None}, None)):
-        changed = {**config, "transformer_layer_config": {**config["transformer_layer_config"], **layer_fields}}
+    for layer_fields, num_tokens in (
+        ({}, 512),
+        (scaled, 1024),
+        ({"max_position_embeddings": None}, None),
+    ):
+        changed = {
+            **config,
+            "transformer_layer_config": {**config["transformer_layer_config"], **layer_fields},
+        }
         (folder / "config.json").write_text(json.dumps(changed))
         assert load_drafter(folder, target_of()).spec.max_position_embeddings == num_tokens
     assert load_drafter(folder, target_of(), context_len=96).spec.max_position_embeddings == 96
@@ -288,12 +403,20 @@ def test_the_context_is_that_of_the_config_with_its_scaling_or_the_callers(tmp_p
 def test_a_head_says_what_it_is(tmp_path):
     folder = write_speculators(tmp_path / "my-head", EAGLE3, make_weights(EAGLE3))
     head = load_drafter(folder, target_of(), dtype=torch.bfloat16, aux_layers=[2, 4, 6])
-    parts = ("my-head: eagle3", "layers 2, 4, 6 (before the final norm)", "12 of 32 tokens", "bfloat16 on cpu", "K 4")
+    parts = (
+        "my-head: eagle3",
+        "layers 2, 4, 6 (before the final norm)",
+        "12 of 32 tokens",
+        "bfloat16 on cpu",
+        "K 4",
+    )
     assert all(part in repr(head) for part in parts)
 
 
 def test_a_pickled_file_cannot_run_code(tmp_path):
-    folder = write_original(tmp_path, EAGLE3, make_weights(EAGLE3), saving={"safe_serialization": False})
+    folder = write_original(
+        tmp_path, EAGLE3, make_weights(EAGLE3), saving={"safe_serialization": False}
+    )
     torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_drafter(folder, target_of())
@@ -322,7 +445,10 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 def test_windows_are_those_of_the_layers_types():
-    types = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
+    types = {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 7,
+    }
     assert windows_of(read_layer_config({**FIELDS, **types, "num_hidden_layers": 2})) == (7, None)
     config = read_layer_config({**FIELDS, "sliding_window": 7})
     assert (windows_of(config), config.num_key_value_heads, config.head_dim) == ((None,), 4, 8)
@@ -345,7 +471,9 @@ def test_rotary_embeddings_are_those_of_transformers(fields, rope):
     config = read_layer_config({**FIELDS, "max_position_embeddings": 512, **fields})
     positions = torch.arange(200)[None]
     expected = LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope)
+        LlamaConfig(
+            hidden_size=32, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope
+        )
     )(torch.empty(0), positions)
     found = Rotary(config, torch.device("cpu"))(positions, torch.float32)
     for ours, theirs in zip(found, expected, strict=True):

@@ -19,7 +19,9 @@ from tests.support.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragge
 
 NUM_NEW = 24
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose checkpoints hold the layer under `mtp.`
-TOLERANCE = 1e-4  # the target's states round at 1e-5, by where its delta rule cuts a text; swapped weights differ by 1
+# the target's states round at 1e-5, by where its delta rule cuts a text; swapped weights differ by
+# 1
+TOLERANCE = 1e-4
 
 
 def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
@@ -34,15 +36,24 @@ def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
         "initializer_range": INITIALIZER_RANGE,
     }
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None, "pad_token_id": 0}
+    sizes |= {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(0)
     config = Glm4MoeConfig(**sizes, tie_word_embeddings=False)
-    model = Glm4MoeForCausalLM._from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
+    model = Glm4MoeForCausalLM._from_config(
+        config, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
     clamp_masks(model)
     return model.requires_grad_(False)
 
 
-def make_checkpoint(folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64):
+def make_checkpoint(
+    folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64
+):
     """A target and its folder; MTP layers nearly repeat its layer, or are random with a seed.
 
     The folder holds the MTP layers' weights alone: the target is in memory already.
@@ -63,22 +74,31 @@ def make_checkpoint(folder, kind: str, num_mtp_layers: int, seed: int | None = N
     for name, weight in drafts.state_dict().items():
         if name.startswith("layers."):
             _, depth, rest = name.split(".", 2)
-            rest = rest.removeprefix("mtp_block.").replace("post_norm.weight", "shared_head.norm.weight")
+            rest = rest.removeprefix("mtp_block.").replace(
+                "post_norm.weight", "shared_head.norm.weight"
+            )
             weights[f"model.layers.{1 + int(depth)}.{rest}"] = weight.contiguous()
     save_file(weights, folder / "model.safetensors")
     target.config.save_pretrained(folder)
     target.config.name_or_path = str(folder)
-    target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]  # the real ones name layers 61 and on
-    target._weight_conversions = []  # as from_pretrained leaves it where names are those of the modules
+    # the real ones name layers 61 and on
+    target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]
+    # as from_pretrained leaves it where names are those of the modules
+    target._weight_conversions = []
     return hf_speculate.enable(target)
 
 
 def test_use_mtp_drafts_for_batches(tmp_path):
     target = make_checkpoint(tmp_path, "deepseek_v3", 2)
-    inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
+    inputs, options = (
+        ragged_prompts(3, seed=3),
+        {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3},
+    )
     stats = assert_decodes_as_plain(target, None, inputs, **options, use_mtp=True)
     assert min(stats.accepted_per_position) > 0  # the third token comes from the first layer again
-    with pytest.raises(UnsupportedGenerationError, match="got prompt_lookup_num_tokens and use_mtp; omit one"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="got prompt_lookup_num_tokens and use_mtp; omit one"
+    ):
         target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
 
 
@@ -95,7 +115,9 @@ def test_layers_that_a_quantised_checkpoint_left_plain_draft_and_others_are_refu
     name = next(name for name in weights if name.endswith("o_proj.weight"))
     weights[name] = weights[name].to(torch.float8_e4m3fn)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=rf"quantised weights \({name} in float8_e4m3fn\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"quantised weights \({name} in float8_e4m3fn\)"
+    ):
         load_drafter(tmp_path, target)
 
 
@@ -110,7 +132,10 @@ def test_the_target_stays_as_it_is_and_shares_no_module(tmp_path):
 
 def by_expert(name, weight):
     """The weights of the experts one by one, as checkpoints of Qwen3-Next hold them."""
-    head, own = name.rpartition(".")[0], ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+    head, own = (
+        name.rpartition(".")[0],
+        ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",),
+    )
     for number, part in enumerate(weight):
         for one, values in zip(own, part.chunk(len(own)), strict=True):
             yield f"{head}.{number}.{one}.weight", values
@@ -119,13 +144,23 @@ def by_expert(name, weight):
 def make_hybrid(folder, kind: str):
     """A target, the folder of its layer of random weights, and these, by the names of transformers' modules."""
     generator = torch.Generator().manual_seed(5)
-    target = hf_speculate.enable(make_model(kind, **{} if kind == "qwen3_next" else {"mtp_num_hidden_layers": 1}))
+    target = hf_speculate.enable(
+        make_model(kind, **{} if kind == "qwen3_next" else {"mtp_num_hidden_layers": 1})
+    )
     width = target.config.hidden_size
-    shapes = {f"layers.0.{name}": weight.shape for name, weight in target.model.layers[1].named_parameters()}
-    shapes |= {f"{name}.weight": (width,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes = {
+        f"layers.0.{name}": weight.shape
+        for name, weight in target.model.layers[1].named_parameters()
+    }
+    shapes |= {
+        f"{name}.weight": (width,)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
     shapes["fc.weight"] = (width, 2 * width)
     weights = {
-        name: torch.empty(shape, dtype=torch.float64).normal_(0, INITIALIZER_RANGE, generator=generator)
+        name: torch.empty(shape, dtype=torch.float64).normal_(
+            0, INITIALIZER_RANGE, generator=generator
+        )
         for name, shape in shapes.items()
     }
     stored = {f"mtp.{name}": weight for name, weight in weights.items()}
@@ -150,7 +185,11 @@ def reference(target, weights, text, states, drafted):
     """[K, V] of the layer applied to its own outputs, over the whole text in every step."""
     kind = target.config.model_type.removesuffix("_text")
     block = make_model(kind, num_hidden_layers=1, layer_types=["full_attention"]).model
-    of_layer = {name.removeprefix("layers.0."): one for name, one in weights.items() if name.startswith("layers.")}
+    of_layer = {
+        name.removeprefix("layers.0."): one
+        for name, one in weights.items()
+        if name.startswith("layers.")
+    }
     block.layers[0].load_state_dict(of_layer)
     block.norm.weight.copy_(weights["norm.weight"])
 
@@ -161,8 +200,12 @@ def reference(target, weights, text, states, drafted):
     scores, own = [], []
     for step in range(len(drafted)):
         embeddings = target.get_input_embeddings()(torch.tensor(text[1:] + drafted[:step]))
-        joined = torch.cat([normed(embeddings, "embedding"), normed(torch.cat([states, *own]), "hidden")], dim=-1)
-        outputs = block(inputs_embeds=(joined @ weights["fc.weight"].T)[None], use_cache=False).last_hidden_state
+        joined = torch.cat(
+            [normed(embeddings, "embedding"), normed(torch.cat([states, *own]), "hidden")], dim=-1
+        )
+        outputs = block(
+            inputs_embeds=(joined @ weights["fc.weight"].T)[None], use_cache=False
+        ).last_hidden_state
         scores.append(target.get_output_embeddings()(outputs[0, -1]))
         own.append(outputs[0, -1:])
     return torch.stack(scores)
@@ -174,7 +217,9 @@ def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
     for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, None)]):
         draft = rounds.draft(4, SampleStrategy.RANDOM, seeds=range(len(rounds.texts)))
         for row, text in enumerate(rounds.texts):
-            expected = reference(target, weights, text, rounds.states(row), draft.token_ids[row].tolist())
+            expected = reference(
+                target, weights, text, rounds.states(row), draft.token_ids[row].tolist()
+            )
             torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
         rounds.accept(draft, accepted, seed=number)
         if number == 1:
@@ -184,7 +229,11 @@ def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
 def test_greedy_text_is_plain_and_use_mtp_loads_the_layers_from_the_targets_checkpoint(hybrid):
     target, head, weights = hybrid
     inputs, before = ragged_prompts(3, seed=3), target.config.to_dict()
-    options = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "use_mtp": True}
+    options = {
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+        "use_mtp": True,
+    }
     stats = assert_decodes_as_plain(target, None, inputs, **options, max_new_tokens=NUM_NEW)
     assert stats.cache == "hybrid"
     assert len(stats.verified_per_position) == 3

@@ -36,7 +36,10 @@ def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
         draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=range(len(rounds.texts)))
         for row, text in enumerate(rounds.texts):
             logits = model(torch.tensor([text + [PARD_TOKEN] * (K - 1)])).logits[0, -K:]
-            expected = torch.nn.functional.pad(logits, (0, vocab_size - VOCAB_SIZE), value=-torch.inf)  # or cut
+            # or cut
+            expected = torch.nn.functional.pad(
+                logits, (0, vocab_size - VOCAB_SIZE), value=-torch.inf
+            )
             torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
         rounds.accept(draft, accepted, seed=number)
         if number == 1:

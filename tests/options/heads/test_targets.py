@@ -119,7 +119,8 @@ def test_drafts_are_those_of_a_head_that_is_loaded_for_the_changed_target(kind, 
     )
     expected = draft_of(Rounds(load(target), target, texts))
     assert_same(draft_of(ours), draft_of(theirs))
-    assert_same(draft_of(others), expected)  # of its own target, though a call of another one came between
+    # of its own target, though a call of another one came between
+    assert_same(draft_of(others), expected)
 
 
 @pytest.mark.filterwarnings("ignore:the draft head .* vocabulary")
@@ -129,7 +130,9 @@ def test_text_is_plain_when_the_vocabulary_has_changed(kind, size, load_kind):
     changed = hf_speculate.enable(copy.deepcopy(target))
     changed.resize_token_embeddings(size)
     inputs = ragged_prompts(2, seed=3, vocab_size=size)
-    stats = assert_decodes_as_plain(changed, head, inputs, max_new_tokens=12, num_assistant_tokens=K)
+    stats = assert_decodes_as_plain(
+        changed, head, inputs, max_new_tokens=12, num_assistant_tokens=K
+    )
     assert max(stats.rounds_by_draft_len) == K
 
 
@@ -138,8 +141,16 @@ def test_text_is_plain_when_the_vocabulary_has_changed(kind, size, load_kind):
 def test_a_head_stays_on_its_device_while_the_target_moves(kind, load_kind):
     pytest.importorskip("triton", reason="the simulated device needs Triton")
     head, target, _ = load_kind(kind)
-    moved, inputs = hf_speculate.enable(copy.deepcopy(target)), ragged_prompts(2, seed=3, vocab_size=VOCAB_SIZE)
-    options = {"max_new_tokens": 8, "num_assistant_tokens": K, "verifier_backend": "torch", "assistant_model": head}
+    moved, inputs = (
+        hf_speculate.enable(copy.deepcopy(target)),
+        ragged_prompts(2, seed=3, vocab_size=VOCAB_SIZE),
+    )
+    options = {
+        "max_new_tokens": 8,
+        "num_assistant_tokens": K,
+        "verifier_backend": "torch",
+        "assistant_model": head,
+    }
     texts, counts = [moved.generate(**inputs, **options)], hf_speculate.SpeculationStats()
     with counted(moved, None):
         texts.append(moved.generate(**on_gpu(inputs), **options, speculation_stats=counts).cpu())
@@ -169,10 +180,17 @@ def test_ids_that_one_side_lacks(name, size, strategy, tmp_path):
     weights = make_weights(design)
     if "lm_head.weight" in weights:
         weights["lm_head.weight"][-1] *= 9  # chosen where it can be
-    with pytest.warns(UserWarning, match=f"vocabulary has 32 tokens, and the target's {size}; ids are taken to mean"):
+    with pytest.warns(
+        UserWarning,
+        match=f"vocabulary has 32 tokens, and the target's {size}; ids are taken to mean",
+    ):
         head = load_drafter(write_speculators(tmp_path, design, weights), target)
-    reference = Reference(design, weights, target.get_input_embeddings().weight, target.get_output_embeddings().weight)
-    rounds = Rounds(head, target, [[*text, size - 1] for text in random_texts([7, 3], seed=1, vocab_size=size)])
+    reference = Reference(
+        design, weights, target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    )
+    rounds = Rounds(
+        head, target, [[*text, size - 1] for text in random_texts([7, 3], seed=1, vocab_size=size)]
+    )
     shares_head = "lm_head.weight" not in weights and "markov_head.markov_w2.weight" not in weights
     ids = list(design.draft_ids or range(size if shares_head else VOCAB_SIZE))
     ids = [token for token in ids if token < size]
@@ -191,19 +209,29 @@ def test_ids_that_one_side_lacks(name, size, strategy, tmp_path):
 
 
 def test_a_target_that_is_too_different_is_refused(tmp_path):
-    head = load_drafter(write_speculators(tmp_path / "a", DFLASH, make_weights(DFLASH)), target_of())
+    head = load_drafter(
+        write_speculators(tmp_path / "a", DFLASH, make_weights(DFLASH)), target_of()
+    )
     for fields, message in (
-        ({"vocab_size": VOCAB_SIZE + 1025}, "32 tokens, and the target's 1057, more than 1,024 apart"),
+        (
+            {"vocab_size": VOCAB_SIZE + 1025},
+            "32 tokens, and the target's 1057, more than 1,024 apart",
+        ),
         ({"vocab_size": 3}, "it looks up token 3, and the target has 3"),
         ({"num_hidden_layers": 7}, "it was loaded for 6 layers, and the target has 7"),
         ({"hidden_size": 32}, "it reads states of width 24, and the target's are 32"),
     ):
         other = copy.deepcopy(target_of())
         other.config.update(fields)
-        with pytest.raises(UnsupportedModelError, match=f"must fit its target LlamaForCausalLM.*{message}"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"must fit its target LlamaForCausalLM.*{message}"
+        ):
             Rounds(head, other, [[1, 2]])
     longest = DFLASH.with_options(mask_token_id=VOCAB_SIZE - 1)
-    folder, short = write_speculators(tmp_path / "b", longest, make_weights(longest)), copy.deepcopy(target_of())
+    folder, short = (
+        write_speculators(tmp_path / "b", longest, make_weights(longest)),
+        copy.deepcopy(target_of()),
+    )
     short.resize_token_embeddings(VOCAB_SIZE - 4)
     with (
         pytest.warns(UserWarning, match="ids are taken to mean"),
@@ -217,7 +245,9 @@ def test_a_target_that_is_too_different_is_refused(tmp_path):
 def test_embeddings_with_and_without_the_scale_of_the_family(is_wrapped, is_scaled):
     """Of Gemma's table, also with what an adapter adds to it."""
     target = copy.deepcopy(make_model("gemma3"))
-    config = LoraConfig(target_modules=["embed_tokens"] if is_wrapped else ["q_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        target_modules=["embed_tokens"] if is_wrapped else ["q_proj"], init_lora_weights=False
+    )
     wrapped = get_peft_model(target, config).eval().to(torch.float64)
     base, ids = wrapped.get_base_model(), torch.arange(9)
     parts = TargetParts(base, DraftVocabulary(64), torch.device("cpu"), torch.float64)
@@ -258,7 +288,12 @@ def with_plain_weights(target):
     return twin
 
 
-FORMATS = [(torch.uint8, True), (torch.int8, True), (torch.float8_e4m3fn, True), (torch.uint8, False)]
+FORMATS = [
+    (torch.uint8, True),
+    (torch.int8, True),
+    (torch.float8_e4m3fn, True),
+    (torch.uint8, False),
+]
 
 
 @each_value(kind=[name for name in KINDS if name not in ("PARD", CHECKPOINT)], stored=FORMATS)
@@ -271,7 +306,10 @@ def test_drafts_of_quantised_tables_are_those_of_what_they_stand_for(kind, store
     plain = with_plain_weights(packed)
     assert_same(draft_of(Rounds(head, packed, texts)), draft_of(Rounds(head, plain, texts)))
     stats = assert_decodes_as_plain(
-        hf_speculate.enable(packed), head, ragged_prompts(2, vocab_size=VOCAB_SIZE), max_new_tokens=8
+        hf_speculate.enable(packed),
+        head,
+        ragged_prompts(2, vocab_size=VOCAB_SIZE),
+        max_new_tokens=8,
     )
     assert stats.num_drafted > 0
 
@@ -306,13 +344,20 @@ def test_a_language_modelling_head_of_bitsandbytes_is_shared(layer, tmp_path):
 def test_drafts_are_the_same_when_the_target_is_offloaded(kind, place, load_kind, tmp_path):
     head, target, load = load_kind(kind)
     offloaded = copy.deepcopy(target)
-    accelerate.cpu_offload(offloaded) if place == "cpu" else accelerate.disk_offload(offloaded, tmp_path)
+    accelerate.cpu_offload(offloaded) if place == "cpu" else accelerate.disk_offload(
+        offloaded, tmp_path
+    )
     assert offloaded.get_output_embeddings().weight.is_meta
     texts = random_texts([9, 5], seed=2)
     ours = Rounds(load(offloaded), offloaded, texts)
     assert_same(draft_of(ours), draft_of(Rounds(head, target, texts)))
     inputs = ragged_prompts(2, vocab_size=VOCAB_SIZE)
-    assert assert_decodes_as_plain(hf_speculate.enable(offloaded), head, inputs, max_new_tokens=8).num_drafted > 0
+    assert (
+        assert_decodes_as_plain(
+            hf_speculate.enable(offloaded), head, inputs, max_new_tokens=8
+        ).num_drafted
+        > 0
+    )
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
@@ -338,7 +383,9 @@ ADAPTERS = {
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_drafts_are_those_of_the_adapter_that_is_active(kind, name, load_kind):
     head, target, load = load_kind(kind)
-    wrapped = get_peft_model(copy.deepcopy(target), LoraConfig(**ADAPTERS[name], init_lora_weights=False), "a")
+    wrapped = get_peft_model(
+        copy.deepcopy(target), LoraConfig(**ADAPTERS[name], init_lora_weights=False), "a"
+    )
     wrapped.add_adapter("b", LoraConfig(**ADAPTERS[name], init_lora_weights=False))
     wrapped.eval().to(torch.float64)
     for weight_name, weight in wrapped.named_parameters():

@@ -64,7 +64,11 @@ def test_all_drafts_of_the_target_itself_are_accepted(family, cache_kind):
     target, draft, inputs = target_of(family), same_weights(family), prompts(family)
     read = []
     handle = encoder_of(draft).register_forward_hook(lambda *_: read.append(1))
-    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "num_assistant_tokens": 3,
+        "speculation_cache": cache_kind,
+    }
     options["eos_token_id"] = eos_of_row(family, inputs, 1, 6)  # one row leaves, others go on
     stats = assert_decodes_as_plain(target, draft, inputs, **options)
     handle.remove()
@@ -89,18 +93,26 @@ def test_all_are_accepted_of_repeated_rows_that_are_sampled(family):
 
 @pytest.mark.parametrize("family", MAKERS)
 def test_another_picture_changes_the_drafts(family):
-    target, draft, inputs = target_of(family), noisy_copy(target_of(family), ACCEPTED_ALL), prompts(family)
+    target, draft, inputs = (
+        target_of(family),
+        noisy_copy(target_of(family), ACCEPTED_ALL),
+        prompts(family),
+    )
 
     def see_another(module, args, kwargs):
         args = tuple(noise(*arg.shape, seed=9) if arg.is_floating_point() else arg for arg in args)
         kwargs = {
-            name: noise(*value.shape, seed=9) if torch.is_tensor(value) and value.is_floating_point() else value
+            name: noise(*value.shape, seed=9)
+            if torch.is_tensor(value) and value.is_floating_point()
+            else value
             for name, value in kwargs.items()
         }
         return args, kwargs
 
     encoder_of(draft).register_forward_pre_hook(see_another, with_kwargs=True)
-    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    stats = assert_decodes_as_plain(
+        target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3
+    )
     assert stats.num_accepted < stats.num_verified
 
 
@@ -124,7 +136,8 @@ def test_positions_are_those_of_the_call_and_the_draft_is_not_written_to(family)
 def test_a_draft_that_sees_with_other_sources_and_schedules(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft = noisy_copy(target, DRAFT_NOISE)
-    for _ in range(2):  # a draft state that had kept the first call's prompt would be of other pictures
+    # a draft state that had kept the first call's prompt would be of other pictures
+    for _ in range(2):
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
         assert "text and pixel_values" in stats.plan
         assert stats.num_accepted > 0
@@ -132,7 +145,9 @@ def test_a_draft_that_sees_with_other_sources_and_schedules(own):
 
 
 @pytest.mark.fallback("plain decoding")
-@pytest.mark.parametrize("own", [{}, {"max_new_tokens": 1}], ids=["as large as its target", "one token"])
+@pytest.mark.parametrize(
+    "own", [{}, {"max_new_tokens": 1}], ids=["as large as its target", "one token"]
+)
 def test_a_draft_that_will_not_draft_encodes_no_pictures(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft, calls = noisy_copy(target, DRAFT_NOISE), []
@@ -155,7 +170,9 @@ def test_rows_that_leave_before_the_first_draft_take_their_pictures_along():
 def test_videos_are_seen_too():
     target, inputs, _ = READINGS["second_per_grid_ts"]()
     draft = noisy_copy(hf_speculate.enable(target), ACCEPTED_ALL)
-    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    stats = assert_decodes_as_plain(
+        target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3
+    )
     assert "text and pixel_values_videos" in stats.plan
     assert stats.num_accepted == stats.num_verified > 0
 
@@ -166,14 +183,19 @@ def test_a_vocabulary_that_is_padded_keeps_the_ids_of_pictures():
     draft.resize_token_embeddings(72)
     inputs = prompts("llava")
     with pytest.warns(UserWarning, match="ids are taken to be the same"):
-        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+        stats = assert_decodes_as_plain(
+            target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3
+        )
     assert "text and pixel_values" in stats.plan
     assert stats.num_accepted == stats.num_verified > 0
 
 
 def with_other_patches() -> PreTrainedModel:
     """A LLaVA for which a picture has sixteen tokens."""
-    fields = {**CLIP_AND_LLAMA, "vision_config": {**CLIP_AND_LLAMA["vision_config"], "patch_size": 2}}
+    fields = {
+        **CLIP_AND_LLAMA,
+        "vision_config": {**CLIP_AND_LLAMA["vision_config"], "patch_size": 2},
+    }
     return make("LlavaForConditionalGeneration", **fields, image_token_id=IMAGE_TOKEN_ID)
 
 
@@ -183,7 +205,8 @@ def with_another_id() -> PreTrainedModel:
     return draft
 
 
-ENCODES_FIRST = "mm_encoder_outputs" in READINGS  # older versions encode pictures in the forward of the prompt
+# older versions encode pictures in the forward of the prompt
+ENCODES_FIRST = "mm_encoder_outputs" in READINGS
 
 
 @pytest.mark.parametrize(
@@ -192,7 +215,9 @@ ENCODES_FIRST = "mm_encoder_outputs" in READINGS  # older versions encode pictur
         pytest.param(
             with_other_patches,
             "its encoder gives 48 states for 12 image tokens" if ENCODES_FIRST else "",
-            marks=pytest.mark.fallback("reads the text alone" if ENCODES_FIRST else "raised ValueError"),
+            marks=pytest.mark.fallback(
+                "reads the text alone" if ENCODES_FIRST else "raised ValueError"
+            ),
         ),
         pytest.param(
             with_another_id,
@@ -204,7 +229,9 @@ ENCODES_FIRST = "mm_encoder_outputs" in READINGS  # older versions encode pictur
 )
 def test_a_draft_that_cannot_see_reads_the_text_alone_and_says_why(make_draft, words):
     target, inputs = target_of("llava"), prompts("llava")
-    stats = assert_decodes_as_plain(target, make_draft(), inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    stats = assert_decodes_as_plain(
+        target, make_draft(), inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3
+    )
     if words:
         assert f"draft reads: text alone, because {words}" in stats.plan
         assert stats.num_drafted > 0
@@ -218,12 +245,18 @@ def test_what_the_targets_encoder_made_is_not_for_the_draft():
     hf_speculate.enable(target)
     stats = hf_speculate.SpeculationStats()
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3, "speculation_stats": stats}
+    own = {
+        "assistant_model": noisy_copy(target),
+        "num_assistant_tokens": 3,
+        "speculation_stats": stats,
+    }
     assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
     assert "text alone, because mm_encoder_outputs are those of the target's encoder" in stats.plan
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Granite4VisionConfig"), reason="transformers lacks Granite 4 Vision")
+@pytest.mark.skipif(
+    not hasattr(transformers, "Granite4VisionConfig"), reason="transformers lacks Granite 4 Vision"
+)
 def test_pictures_whose_encoder_gives_states_by_layer_are_read():
     """Granite 4 Vision adds states of two layers of its encoder in two of the text's, and pools none."""
     vision = {
@@ -234,16 +267,32 @@ def test_pictures_whose_encoder_gives_states_by_layer_are_read():
         "vision_use_head": False,
     }
     projector = {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 24}
-    projector |= {"cross_attention_frequency": 1, "max_position_embeddings": 64, "use_qformer_text_input": False}
+    projector |= {
+        "cross_attention_frequency": 1,
+        "max_position_embeddings": 64,
+        "use_qformer_text_input": False,
+    }
     projector |= {"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 4}
-    own = {"vision_config": vision, "text_config": {"model_type": "granite", **TEXT}, "qformer_config": projector}
-    own |= {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [], "downsample_rate": "1/2"}
+    own = {
+        "vision_config": vision,
+        "text_config": {"model_type": "granite", **TEXT},
+        "qformer_config": projector,
+    }
+    own |= {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "spatial_target_layers": [],
+        "downsample_rate": "1/2",
+    }
     own |= {"image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": [[8, 16], [16, 8]]}
-    target = make("Granite4VisionForConditionalGeneration", **own, vision_feature_select_strategy="full")
+    target = make(
+        "Granite4VisionForConditionalGeneration", **own, vision_feature_select_strategy="full"
+    )
     sizes = torch.tensor([[8, 16], [8, 16]])  # as LLaVA-NeXT's
     pictures = {"pixel_values": noise(2, 3, 3, 8, 8), "image_sizes": sizes}
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), **pictures)
     draft = noisy_copy(target, ACCEPTED_ALL)
-    stats = assert_decodes_as_plain(hf_speculate.enable(target), draft, inputs, max_new_tokens=NUM_NEW)
+    stats = assert_decodes_as_plain(
+        hf_speculate.enable(target), draft, inputs, max_new_tokens=NUM_NEW
+    )
     assert "draft reads: text and pixel_values" in stats.plan
     assert stats.verified_acceptance_rate == 1.0

@@ -25,7 +25,12 @@ from hf_speculate.options.ranks.tensor_parallel import tensor_parallel_group
 from hf_speculate.options.self_test.compare import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.draft.test_custom import Repeats
-from tests.generation.test_caches import FLOAT32_TOLERANCE, STATE_TOLERANCE, assert_same_contents, cache_contents
+from tests.generation.test_caches import (
+    FLOAT32_TOLERANCE,
+    STATE_TOLERANCE,
+    assert_same_contents,
+    cache_contents,
+)
 from tests.options.self_test.test_compare import Own
 from tests.reliability.faults import Fault, Mistake, RowWiseProcessor, hook
 from tests.support.compiled_calls import compile_config
@@ -43,7 +48,9 @@ SAMPLED = {"do_sample": True, "seed": 3}
 def join(rank, port):
     torch.set_num_threads(1)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(
+        {name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1"
+    )
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
 
 
@@ -72,12 +79,26 @@ class FailsInBatches(LlamaForCausalLM):
 
 NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
 COUPLED = {**SAMPLED, "verifier": "coupled"}
-# What a call is given beside its prompt; "noise" is the draft's, "ends" which token of each row of rank 1 ends it.
+# What a call is given beside its prompt; "noise" is the draft's, "ends" which token of each row of
+# rank 1 ends it.
 CALLS = {
-    "window": {"family": "mistral_window", "num_assistant_tokens": 4, "speculation_cache": "dynamic", "ends": (3, 3)},
-    "rows of rank 1 end apart": {"num_assistant_tokens": NUM_NEW, "noise": ACCEPTED_ALL, "ends": (3, 7)},
+    "window": {
+        "family": "mistral_window",
+        "num_assistant_tokens": 4,
+        "speculation_cache": "dynamic",
+        "ends": (3, 3),
+    },
+    "rows of rank 1 end apart": {
+        "num_assistant_tokens": NUM_NEW,
+        "noise": ACCEPTED_ALL,
+        "ends": (3, 7),
+    },
     "rank 1 ends at its first token": {**K, "most": 1},
-    "adaptive": {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5, "ends": (3, 3)},
+    "adaptive": {
+        "num_assistant_tokens_schedule": "adaptive",
+        "num_assistant_tokens": 5,
+        "ends": (3, 3),
+    },
     "lock step": {**K, "logits_processor": [Unchanged()], "ends": (3, 3)},
     "copying": {"noise": None, "prompt_lookup_num_tokens": 4, "ends": (3, 3)},
     "alone": {"noise": None, **COUPLED, "ends": (3, 3)},
@@ -90,7 +111,8 @@ CALLS = {
     },
     "unknown type": {**K, "model_class": Own},
     "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
-    "full table": {**K, "family": "gpt_neo", "most": 8},  # of rank 1, while rank 0 has room for drafts
+    # of rank 1, while rank 0 has room for drafts
+    "full table": {**K, "family": "gpt_neo", "most": 8},
     "drafts of NaN": {**K, "ends": (3, 3)},
     "sampled drafts of NaN": {**K, **SAMPLED, "verifier": "rejection", "ends": (3, 3)},
     "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # which a row of rank 1 outgrows
@@ -100,7 +122,10 @@ OF_NAN = ("drafts of NaN", "sampled drafts of NaN")
 REFUSED = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
     "cache_implementation and compile_config": {"cache_implementation": "static"},
-    "candidate_generator": {"candidate_generator": PromptLookupCandidateGenerator(), "assistant_model": None},
+    "candidate_generator": {
+        "candidate_generator": PromptLookupCandidateGenerator(),
+        "assistant_model": None,
+    },
     "drafter": {"drafter": Repeats, "assistant_model": None},
     "prefill_chunk_size": {"prefill_chunk_size": 4},
 }
@@ -118,7 +143,9 @@ def gathering(*models):
         num_forwards[code - 1] += 1
 
     hooks = [lambda *_, code=code: wait_for(code) for code in range(1, 1 + len(models))]
-    handles = [model.register_forward_pre_hook(hook) for model, hook in zip(models, hooks, strict=True)]
+    handles = [
+        model.register_forward_pre_hook(hook) for model, hook in zip(models, hooks, strict=True)
+    ]
     try:
         yield num_forwards
     finally:
@@ -133,10 +160,23 @@ def prompts_of(rank):
 
 def run_call(rank, name):
     """One call of one rank: its text and cache are those of a call alone, and its forwards those of the other rank."""
-    own = {"family": "llama", "noise": DRAFT_NOISE, "ends": (), "most": NUM_NEW, "model_class": None, **CALLS[name]}
-    family, noise, ends, most, model_class = map(own.pop, ("family", "noise", "ends", "most", "model_class"))
+    own = {
+        "family": "llama",
+        "noise": DRAFT_NOISE,
+        "ends": (),
+        "most": NUM_NEW,
+        "model_class": None,
+        **CALLS[name],
+    }
+    family, noise, ends, most, model_class = map(
+        own.pop, ("family", "noise", "ends", "most", "model_class")
+    )
     context = own.pop("context", None)
-    fields = {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most} if name == "full table" else {}
+    fields = (
+        {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most}
+        if name == "full table"
+        else {}
+    )
     target = make_model(family, **fields)
     target.__class__ = model_class or type(target)
     hf_speculate.enable(target)
@@ -152,17 +192,24 @@ def run_call(rank, name):
     with drafts_of_nan(target, draft, embedding_is_nan) if name in OF_NAN else nullcontext():
         if ends and rank:
             free = target.generate(**inputs, **shared, **plain).sequences
-            shared["eos_token_id"] = [int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)]
+            shared["eos_token_id"] = [
+                int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)
+            ]
         alone = target.generate(**inputs, **shared, **plain)
-        for _ in range(1 + ("draft_state" in own)):  # in the second call the draft has read its prompt
+        # in the second call the draft has read its prompt
+        for _ in range(1 + ("draft_state" in own)):
             with gathering(target, draft) as num_forwards:
                 ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
-    tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE  # which attends in float32
-    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (alone, ours)), tolerance)
+    # which attends in float32
+    tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE
+    assert_same_contents(
+        *(cache_contents(output[CACHE_NAME]) for output in (alone, ours)), tolerance
+    )
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
-    num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
+    # all in one round, so that one lacks what follows its end
+    num_more += name == "rows of rank 1 end apart"
     first, second = of_all_ranks(num_forwards[0] - (1 + max(num_rounds) + num_more))
     # drafts of an early exit are forwards of the target
     assert first == second and (first > 0) == (name == "early exit" or name in OF_NAN), name
@@ -173,8 +220,11 @@ def run_call(rank, name):
         assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for the sake of rank 0
     if context is not None:
         assert ours.speculation.num_accepted == ours.speculation.num_drafted, name
-        has_ended = [bool(without_caches(reasons)) for reasons in of_all_ranks(ours.speculation.fallbacks)]
-        assert has_ended == [family == "gpt_neo", True], name  # columns end for all ranks, positions for a row
+        has_ended = [
+            bool(without_caches(reasons)) for reasons in of_all_ranks(ours.speculation.fallbacks)
+        ]
+        # columns end for all ranks, positions for a row
+        assert has_ended == [family == "gpt_neo", True], name
 
 
 def run_faults(rank):
@@ -182,7 +232,9 @@ def run_faults(rank):
     target, draft = pair("llama")
     options = {**K, "assistant_model": draft, "max_new_tokens": NUM_NEW, "synced_gpus": True}
     modules = {"draft": draft, "layer": draft.model.layers[0]}
-    for failing, at, part in itertools.product(range(NUM_RANKS), (1, 2, 5), (*modules, "processor")):
+    for failing, at, part in itertools.product(
+        range(NUM_RANKS), (1, 2, 5), (*modules, "processor")
+    ):
         own, inside = dict(options), nullcontext()
         is_processor, fault = part == "processor", Fault(at, Mistake("on purpose"))
         if is_processor:  # its first call is that of the prompt, and three are the draft's steps
@@ -190,10 +242,15 @@ def run_faults(rank):
             own["logits_processor"] = LogitsProcessorList([RowWiseProcessor(fault)])
         elif rank == failing:
             inside = hook(modules[part], fault)
-        with inside, gathering(target, draft), pytest.raises(Mistake if rank == failing else OtherRankError):
+        with (
+            inside,
+            gathering(target, draft),
+            pytest.raises(Mistake if rank == failing else OtherRankError),
+        ):
             target.generate(**prompts_of(rank), **own)
     with gathering(target, draft):
-        assert target.generate(**prompts_of(rank), **options).shape[0] == rank + 1  # and the next call goes on
+        # and the next call goes on
+        assert target.generate(**prompts_of(rank), **options).shape[0] == rank + 1
 
 
 def run_rank(rank, port):
@@ -205,13 +262,19 @@ def run_rank(rank, port):
         run_faults(rank)
     target, draft = pair("llama")
     for name, options in REFUSED.items():  # no rank may have waited for another by then
-        with pytest.raises(UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "):
-            target.generate(torch.tensor([[5, 6, 7]]), **{"assistant_model": draft, **options}, synced_gpus=True)
+        with pytest.raises(
+            UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "
+        ):
+            target.generate(
+                torch.tensor([[5, 6, 7]]), **{"assistant_model": draft, **options}, synced_gpus=True
+            )
     stranger = make_model("llama")
     stranger.__class__ = FailsInBatches
     words = "on another rank; leave" if rank == 0 else "FailsInBatches must give the same logits"
     with pytest.raises(UnsupportedModelError, match=words):
-        hf_speculate.generate(stranger, **prompts_of(rank), assistant_model=draft, max_new_tokens=6, synced_gpus=True)
+        hf_speculate.generate(
+            stranger, **prompts_of(rank), assistant_model=draft, max_new_tokens=6, synced_gpus=True
+        )
     dist.destroy_process_group()
 
 
@@ -224,7 +287,12 @@ def test_synced_ranks_run_the_same_forwards_and_get_their_own_texts():
 def test_a_rank_without_others_decodes_as_ever(has_group):
     target, draft = pair("llama")
     inputs = ragged_prompts(2, seed=1)
-    options = {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": 4, "assistant_model": draft, "synced_gpus": True}
+    options = {
+        "prompt_lookup_num_tokens": 3,
+        "prefill_chunk_size": 4,
+        "assistant_model": draft,
+        "synced_gpus": True,
+    }
     if has_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -237,10 +305,12 @@ def test_a_rank_without_others_decodes_as_ever(has_group):
 
 # What follows is of targets that are split by tensor parallelism.
 TINY_FAMILIES = ("llama", "mistral_window", "qwen2_moe")
-SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}  # below half of the target, which is what a process holds
+# below half of the target, which is what a process holds
+SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}
 ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5}
 
-# What a call is given beside its prompt: "small" says whose size the draft has, "ends" whether rows end by an EOS.
+# What a call is given beside its prompt: "small" says whose size the draft has, "ends" whether rows
+# end by an EOS.
 SPLIT_CALLS = {
     "one row": {**K, "num_rows": 1},
     "dynamic": {**K, "speculation_cache": "dynamic", "ends": True},
@@ -292,13 +362,23 @@ def assert_equal_everywhere(ids, name):
 def draft_of(options, draft_seed=1):
     """What the options ask for, which they lose; a process may have a draft of its own."""
     small = make_model("llama", **SMALL) if options.pop("small", False) else None
-    return {"assistant_model": small or noisy_copy(make_model(options.pop("family", "llama")), seed=draft_seed)}
+    return {
+        "assistant_model": small
+        or noisy_copy(make_model(options.pop("family", "llama")), seed=draft_seed)
+    }
 
 
 def run_apart(models, rank, name):
     """A call in which each process would choose for itself: all do what the first one chose."""
-    (target, whole), inputs, stats = models["llama"], ragged_prompts(3, seed=1), hf_speculate.SpeculationStats()
-    options, plain = APART[name](rank), {"max_new_tokens": NUM_NEW, **(SAMPLED if name == "drafts" else {})}
+    (target, whole), inputs, stats = (
+        models["llama"],
+        ragged_prompts(3, seed=1),
+        hf_speculate.SpeculationStats(),
+    )
+    options, plain = (
+        APART[name](rank),
+        {"max_new_tokens": NUM_NEW, **(SAMPLED if name == "drafts" else {})},
+    )
     time, drafts = options.pop("time", None), draft_of(options, options.pop("draft_seed", 1))
     torch.manual_seed(rank)
     with pytest.MonkeyPatch.context() as patch:
@@ -306,7 +386,9 @@ def run_apart(models, rank, name):
             patch.setattr("time.perf_counter", jumping(rank))
         if time:
             patch.setattr(stopping_criteria, "time", time)
-        ids = target.generate(**inputs, max_new_tokens=NUM_NEW, **options, **drafts, speculation_stats=stats)
+        ids = target.generate(
+            **inputs, max_new_tokens=NUM_NEW, **options, **drafts, speculation_stats=stats
+        )
     assert_equal_everywhere(ids, name)
     assert_equal_everywhere(torch.tensor(sorted(stats.rounds_by_draft_len.items())), name)
     if name in ("clocks", "drafts", "compiled"):
@@ -320,20 +402,33 @@ def run_apart(models, rank, name):
 
 def loaded(folder, family):
     """The split model, and the whole one."""
-    options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}  # as in tests/support/tiny.py
-    model = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto", dtype=torch.float64, **options)
+    # as in tests/support/tiny.py
+    options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / family, tp_plan="auto", dtype=torch.float64, **options
+    )
     return hf_speculate.enable(model), hf_speculate.enable(make_model(family))
 
 
 def run_split_call(models, name):
     """One call, on the split model and on the whole one."""
-    own = {"family": "llama", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True, **SPLIT_CALLS[name]}
+    own = {
+        "family": "llama",
+        "max_new_tokens": NUM_NEW,
+        "return_dict_in_generate": True,
+        **SPLIT_CALLS[name],
+    }
     target, whole = models[own["family"]]
-    ends, inputs = own.pop("ends", False), without_nan(ragged_prompts(own.pop("num_rows", 3), seed=1))
+    ends, inputs = (
+        own.pop("ends", False),
+        without_nan(ragged_prompts(own.pop("num_rows", 3), seed=1)),
+    )
     own = {**draft_of(own), **own}
     own.pop("family", None)
     if ends:
-        own["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[:, 5 - NUM_NEW].tolist()
+        own["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[
+            :, 5 - NUM_NEW
+        ].tolist()
     is_nan = name.startswith("drafts of NaN")
     with ExitStack() as stack:
         for model, draft in ((target, own["assistant_model"]), (whole, None)) if is_nan else ():
@@ -345,7 +440,9 @@ def run_split_call(models, name):
         for states, part in ((layer.keys, our_layer.keys), (layer.values, our_layer.values)):
             of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
             assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name
-    assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, name
+    assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, (
+        name
+    )
     assert ours.speculation.num_drafted > 0 or name == "alone", name
     assert ours.speculation.lock_step == ("lock step" in name), name
     assert (ours.speculation.num_rescored > 0) == is_nan, name
@@ -356,7 +453,9 @@ def run_split_fault(target, rank, failing):
     draft = noisy_copy(make_model("llama"))
     fault = Fault(4 if rank == failing else 10**9, Mistake("on purpose"))
     with hook(draft, fault), pytest.raises(Mistake if rank == failing else OtherRankError):
-        target.generate(**ragged_prompts(3, seed=1), **K, max_new_tokens=NUM_NEW, assistant_model=draft)
+        target.generate(
+            **ragged_prompts(3, seed=1), **K, max_new_tokens=NUM_NEW, assistant_model=draft
+        )
 
 
 def run_split_rank(rank, port, folder):
@@ -369,7 +468,9 @@ def run_split_rank(rank, port, folder):
             run_apart(models, rank, name)
     for failing in range(NUM_RANKS):
         run_split_fault(models["llama"][0], rank, failing)
-    split, whole = (cost_ratio(model, make_model("llama", num_hidden_layers=1)) for model in models["llama"])
+    split, whole = (
+        cost_ratio(model, make_model("llama", num_hidden_layers=1)) for model in models["llama"]
+    )
     assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its part
     dist.destroy_process_group()
 
@@ -382,10 +483,14 @@ def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one
 
 
 @pytest.mark.parametrize(
-    ("dim_names", "found"), [([("fsdp",), ("fsdp", "tp")], 1), ([("tp",)], 0), ([None], 0), ([("fsdp",)], None)]
+    ("dim_names", "found"),
+    [([("fsdp",), ("fsdp", "tp")], 1), ([("tp",)], 0), ([None], 0), ([("fsdp",)], None)],
 )
 def test_the_processes_are_those_of_the_parts_and_not_those_of_fsdp(dim_names, found):
-    meshes = [types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim) for names in dim_names]
+    meshes = [
+        types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim)
+        for names in dim_names
+    ]
     weights = [torch.zeros(2), *(types.SimpleNamespace(device_mesh=mesh) for mesh in meshes)]
     model = types.SimpleNamespace(tp_size=2, parameters=lambda: weights)
     shards = tensor_parallel_group([model], torch.device("cpu"))

@@ -37,7 +37,8 @@ class Oracle:
         self.places = [1] * len(self.texts)  # the token after the prompt is the target's
         self.row_ids = list(range(len(self.texts)))
         self.num_rounds = 0
-        self.accepted: set[int] = set()  # how many tokens of a draft stayed, over all rows and rounds
+        # how many tokens of a draft stayed, over all rows and rounds
+        self.accepted: set[int] = set()
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
         return self
@@ -51,11 +52,17 @@ class Oracle:
         drafts = []
         for row, position in enumerate(self.places):
             num_right = (self.num_rounds + self.row_ids[row]) % (num_draft_tokens + 1)
-            text = (self.texts[self.row_ids[row]] + [0] * num_draft_tokens)[position:][:num_draft_tokens]
-            drafts.append([token if at < num_right else (token + 1) % 64 for at, token in enumerate(text)])
+            text = (self.texts[self.row_ids[row]] + [0] * num_draft_tokens)[position:][
+                :num_draft_tokens
+            ]
+            drafts.append(
+                [token if at < num_right else (token + 1) % 64 for at, token in enumerate(text)]
+            )
         self.num_rounds += 1
         ids = torch.tensor(drafts)
-        return DraftOut(ids, torch.full((len(ids),), num_draft_tokens, dtype=torch.int32), None, None)
+        return DraftOut(
+            ids, torch.full((len(ids),), num_draft_tokens, dtype=torch.int32), None, None
+        )
 
     def rows(self, indices: Sequence[int]) -> None:
         self.places = [self.places[row] for row in indices]
@@ -75,9 +82,14 @@ def draft_of(family: str) -> PreTrainedModel:
 def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
     inputs = ragged_prompts(batch_size, seed=batch_size)
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    oracle, stats = Oracle(plain[:, inputs["input_ids"].shape[1] :]), hf_speculate.SpeculationStats()
+    oracle, stats = (
+        Oracle(plain[:, inputs["input_ids"].shape[1] :]),
+        hf_speculate.SpeculationStats(),
+    )
     own = {"drafter": oracle, "num_assistant_tokens": num_drafted, "speculation_stats": stats}
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, num_assistant_tokens_schedule="constant", **own)
+    ours = target.generate(
+        **inputs, max_new_tokens=NUM_NEW, num_assistant_tokens_schedule="constant", **own
+    )
     assert_equal_ids(plain, ours)
     assert oracle.accepted >= set(range(num_drafted + 1))
     assert stats.cache == "hybrid"
@@ -89,13 +101,23 @@ def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @pytest.mark.parametrize(
     ("batch_size", "num_drafted"),
-    [(3, 5), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 1), (1, 3), (1, 5), (3, 1), (3, 3)))],
+    [
+        (3, 5),
+        *(
+            pytest.param(*size, marks=pytest.mark.slow)
+            for size in ((1, 1), (1, 3), (1, 5), (3, 1), (3, 3))
+        ),
+    ],
 )
-def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(family, batch_size, num_drafted):
+def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(
+    family, batch_size, num_drafted
+):
     assert_plain_whatever_is_accepted(target_of(family), batch_size, num_drafted)
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2")
+@pytest.mark.skipif(
+    not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2"
+)
 def test_greedy_text_of_inkling2_is_plain():
     """In float32, for its router stays in float32."""
     config = fill(
@@ -110,7 +132,9 @@ def test_greedy_text_of_inkling2_is_plain():
         log_scaling_alpha=2.0,
     )
     torch.manual_seed(0)
-    target = hf_speculate.enable(transformers.Inkling2ForCausalLM(config).eval().requires_grad_(False))
+    target = hf_speculate.enable(
+        transformers.Inkling2ForCausalLM(config).eval().requires_grad_(False)
+    )
     assert_plain_whatever_is_accepted(target, 3, 5)
 
 
@@ -138,11 +162,17 @@ def test_a_passed_cache_goes_on_from_call_to_call(family, batch_size):
 
 def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
-    for family in ("qwen3_5", "jamba"):  # the latter reads a chunk as if nothing were before it, in plain decoding too
-        assert_decodes_as_plain(target_of(family), draft_of(family), inputs, **options, num_assistant_tokens=3)
+    # the latter reads a chunk as if nothing were before it, in plain decoding too
+    for family in ("qwen3_5", "jamba"):
+        assert_decodes_as_plain(
+            target_of(family), draft_of(family), inputs, **options, num_assistant_tokens=3
+        )
     ours = target_of("mamba2").generate(**inputs, **options, prompt_lookup_num_tokens=3)
-    assert_equal_ids(target_of("mamba2").generate(**inputs, max_new_tokens=8), ours)  # plain decoding cuts no prompt
-    with pytest.raises(UnsupportedModelError, match="prefill_chunk_size must be left out for MambaForCausalLM"):
+    # plain decoding cuts no prompt
+    assert_equal_ids(target_of("mamba2").generate(**inputs, max_new_tokens=8), ours)
+    with pytest.raises(
+        UnsupportedModelError, match="prefill_chunk_size must be left out for MambaForCausalLM"
+    ):
         target_of("mamba").generate(**inputs, **options, prompt_lookup_num_tokens=3)
 
 
@@ -150,23 +180,34 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
 @pytest.mark.skipif("inkling" not in RECURRENT_FAMILIES, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_where_attention_counts_columns():
     """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
-    target = hf_speculate.enable(make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0))
+    target = hf_speculate.enable(
+        make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0)
+    )
     for model, is_lock_step in ((target, True), (target_of("inkling"), False)):
         options = {"max_new_tokens": 8, "num_assistant_tokens": 3}
-        stats = assert_decodes_as_plain(model, draft_of("inkling"), ragged_prompts(3, seed=1), **options)
+        stats = assert_decodes_as_plain(
+            model, draft_of("inkling"), ragged_prompts(3, seed=1), **options
+        )
         assert stats.lock_step == is_lock_step
 
 
 def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 12, "num_assistant_tokens": 3}
     for family, num_layers in (("qwen3_5", 2), ("mamba", 1), ("jamba", 2)):
-        assert_decodes_as_plain(target_of(family), None, inputs, **options, assistant_early_exit=num_layers)
-    with pytest.raises(ConfigError, match="assistant_early_exit must leave an attention layer in Qwen3_5ForCausalLM"):
+        assert_decodes_as_plain(
+            target_of(family), None, inputs, **options, assistant_early_exit=num_layers
+        )
+    with pytest.raises(
+        ConfigError,
+        match="assistant_early_exit must leave an attention layer in Qwen3_5ForCausalLM",
+    ):
         target_of("qwen3_5").generate(**inputs, **options, assistant_early_exit=1)
 
 
 @pytest.mark.fallback("of the memory")
-@each_value(family=["mamba2", "lfm2", "falcon_h1", "bamba"], part=["target", "draft"], keeps=[True, False])
+@each_value(
+    family=["mamba2", "lfm2", "falcon_h1", "bamba"], part=["target", "draft"], keeps=[True, False]
+)
 def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
     if not keeps:  # states are computed again, from weights that are loaded again
         monkeypatch.setattr("hf_speculate.options.recurrent.kind.MAX_STATE_SHARE", -1.0)
@@ -174,13 +215,23 @@ def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
     models = {"target": whole, "draft": noisy_copy(whole, 0.05, seed=1)}
     models[part].save_pretrained(tmp_path / "model")
     num_bytes = sum(weight.numel() * weight.element_size() for weight in whole.parameters())
-    placement = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
-    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, **placement)
+    placement = {
+        "device_map": "auto",
+        "max_memory": {"cpu": num_bytes // 2},
+        "offload_folder": tmp_path / "rest",
+    }
+    models[part] = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, **placement
+    )
     assert any(weight.is_meta for weight in models[part].parameters())
     target, stats = hf_speculate.enable(models["target"]), hf_speculate.SpeculationStats()
     options = {**ragged_prompts(3, seed=3), "max_new_tokens": 16}
     plain = target.generate(**options)
-    drafts = {"assistant_model": models["draft"], "num_assistant_tokens": 3, "speculation_stats": stats}
+    drafts = {
+        "assistant_model": models["draft"],
+        "num_assistant_tokens": 3,
+        "speculation_stats": stats,
+    }
     assert_equal_ids(plain, target.generate(**options, **drafts))
     assert 0 < stats.num_accepted < stats.num_drafted
     assert any(weight.is_meta for weight in models[part].parameters())
@@ -188,8 +239,14 @@ def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
 
 def test_a_round_loads_the_projections_of_a_mixer_once(tmp_path, monkeypatch):
     make_model("mamba2").float().save_pretrained(tmp_path / "model")
-    placement = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "rest", "dtype": torch.float32}
-    target = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(tmp_path / "model", **placement))
+    placement = {
+        "device_map": {"": "disk"},
+        "offload_folder": tmp_path / "rest",
+        "dtype": torch.float32,
+    }
+    target = hf_speculate.enable(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", **placement)
+    )
     names = {module: name.rpartition(".")[2] for name, module in target.named_modules()}
     options = {**ragged_prompts(1, seed=1), "max_new_tokens": 12, "prompt_lookup_num_tokens": 4}
     stats = hf_speculate.SpeculationStats()
@@ -199,7 +256,9 @@ def test_a_round_loads_the_projections_of_a_mixer_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
         AlignDevicesHook,
         "pre_forward",
-        lambda hook, module, *args, **kwargs: loads.update([names.get(module)]) or load(hook, module, *args, **kwargs),
+        lambda hook, module, *args, **kwargs: (
+            loads.update([names.get(module)]) or load(hook, module, *args, **kwargs)
+        ),
     )
     target.generate(**options, **drafts)
     assert stats.num_drafted > 0
@@ -214,19 +273,28 @@ def test_what_cannot_be_rolled_back_is_refused_by_name():
     model = hf_speculate.enable(make_model("qwen3_5"))
     mixer = next(module for module in model.modules() if hasattr(module, "conv1d"))
     mixer.forward = mixer.forward
-    with pytest.raises(UnsupportedModelError, match="whose Qwen3_5GatedDeltaNet has a replaced forward"):
+    with pytest.raises(
+        UnsupportedModelError, match="whose Qwen3_5GatedDeltaNet has a replaced forward"
+    ):
         model.generate(**inputs, **drafts)
     del mixer.forward
     model._tp_size = 2
-    with pytest.raises(UnsupportedModelError, match="has recurrent state and is split by tensor parallelism"):
+    with pytest.raises(
+        UnsupportedModelError, match="has recurrent state and is split by tensor parallelism"
+    ):
         model.generate(**inputs, **drafts)
     model._tp_size = 1
     model.compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match="Qwen3_5ForCausalLM has recurrent state and is compiled in place"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="Qwen3_5ForCausalLM has recurrent state and is compiled in place",
+    ):
         model.generate(**inputs, **drafts)
 
 
-@each_value(error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], family=["qwen3_5", "mamba2"])
+@each_value(
+    error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], family=["qwen3_5", "mamba2"]
+)
 def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(family, error):
     target, prompt = target_of(family), ragged_prompts(3, seed=3)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
@@ -243,7 +311,9 @@ def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(family, 
     assert not hooks_of(target)
     for states, others in zip(before, recurrent_states(caches[0]), strict=True):
         assert all(torch.equal(states[slot], others[slot]) for slot in states)
-    assert_equal_ids(*(target.generate(**inputs, **{cache_name(target): kv_cache}) for kv_cache in caches))
+    assert_equal_ids(
+        *(target.generate(**inputs, **{cache_name(target): kv_cache}) for kv_cache in caches)
+    )
 
 
 def test_states_are_freed_with_the_call():
@@ -267,9 +337,14 @@ def test_calls_on_one_model_in_several_threads_give_their_own_texts(family):
     target, ways = target_of(family), (with_draft, {"prompt_lookup_num_tokens": 4}, {})
 
     def decode(seed, own):
-        return [target.generate(**ragged_prompts(3, seed=seed), max_new_tokens=12, **own) for _ in range(3)]
+        return [
+            target.generate(**ragged_prompts(3, seed=seed), max_new_tokens=12, **own)
+            for _ in range(3)
+        ]
 
-    all_texts = together(*(lambda _, seed=seed, own=own: decode(seed, own) for seed, own in enumerate(ways)))
+    all_texts = together(
+        *(lambda _, seed=seed, own=own: decode(seed, own) for seed, own in enumerate(ways))
+    )
     for seed, texts in enumerate(all_texts):
         for plain, text in zip(decode(seed, {}), texts, strict=True):
             assert_equal_ids(plain, text)

@@ -13,7 +13,13 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from hf_speculate.options.recurrent.kind import make_hybrid_cache, rollback_text
 from hf_speculate.options.recurrent.states import States
-from tests.support.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
+from tests.support.recurrent_cases import (
+    FLOAT32_TOLERANCE,
+    TOLERANCE,
+    error,
+    hooks_of,
+    recurrent_states,
+)
 from tests.support.tiny import make_model, ragged_prompts
 
 KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes that states after each token may take
@@ -37,13 +43,17 @@ def tolerance(family: str) -> float:
 
 
 @torch.no_grad()
-def step_by_step(family: str, prompt: dict[str, Tensor], token_ids: Tensor) -> tuple[list[Tensor], list[list[States]]]:
+def step_by_step(
+    family: str, prompt: dict[str, Tensor], token_ids: Tensor
+) -> tuple[list[Tensor], list[list[States]]]:
     """Logits after each of `token_ids` [N], which all rows read after their prompts, and states, also before them."""
     model, mask = model_of(family), prompt["attention_mask"]
     kv_cache = DynamicCache(config=model.config)
     names = inspect.signature(type(model).forward).parameters
     logits, states = [], []
-    for number, ids in enumerate([prompt["input_ids"], *token_ids.expand(len(mask), -1).split(1, dim=1)]):
+    for number, ids in enumerate(
+        [prompt["input_ids"], *token_ids.expand(len(mask), -1).split(1, dim=1)]
+    ):
         inputs = {"input_ids": ids, cache_name(model): kv_cache}
         if number:
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
@@ -58,14 +68,18 @@ def step_by_step(family: str, prompt: dict[str, Tensor], token_ids: Tensor) -> t
 
 def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
     model, cpu = model_of("qwen3_5"), torch.device("cpu")
-    texts = [rollback_text(model, DynamicCache(config=model.config), num, cpu) for num in (5, 1 << 40)]
+    texts = [
+        rollback_text(model, DynamicCache(config=model.config), num, cpu) for num in (5, 1 << 40)
+    ]
     assert [text.split()[0] for text in texts] == ["keeps", "computes"]
 
 
 def test_hooks_ignore_forwards_that_meet_them_half_registered():
     """torch adds a hook first and its request for keywords after that; a forward in another thread may come between."""
     model, token = make_model("qwen3_5"), torch.tensor([[7]])
-    kv_cache = make_hybrid_cache(model, DynamicCache(config=model.config), 1, None, torch.device("cpu"))
+    kv_cache = make_hybrid_cache(
+        model, DynamicCache(config=model.config), 1, None, torch.device("cpu")
+    )
     language_model = LanguageModel(model)
     language_model.forward(token, kv_cache)
     kv_cache.begin_recording()
@@ -83,7 +97,10 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family, max_kept_bytes):
     """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
-    prompt, text = ragged_prompts(3, seed=3), torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2))
+    prompt, text = (
+        ragged_prompts(3, seed=3),
+        torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2)),
+    )
     model, passed = LanguageModel(model_of(family)), DynamicCache(config=model_of(family).config)
     cpu, mask = torch.device("cpu"), prompt["attention_mask"]
     kv_cache = make_hybrid_cache(model.model, passed, 3, mask, cpu, max_kept_bytes)
@@ -97,16 +114,21 @@ def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family
         assert kv_cache.num_real_tokens == (mask.sum(1) + torch.tensor(lens)).tolist()
         whole = [torch.cat([prompt["input_ids"][row], text]) for row in range(3)]
         first = [prompt["input_ids"].shape[1] + num for num in lens]
-        query = torch.stack([ids[start : start + num_query] for ids, start in zip(whole, first, strict=True)])
+        query = torch.stack(
+            [ids[start : start + num_query] for ids, start in zip(whole, first, strict=True)]
+        )
         logits = model.forward(query, kv_cache)
         lens = [num + num_query for num in lens]
         plain_logits, plain_states = step_by_step(family, prompt, text[: max(lens)])
         for row, num in enumerate(lens):
             assert error(logits[row, -1], plain_logits[num - 1][row]) <= tolerance(family)
-            for states, others in zip(recurrent_states(kv_cache.cache), plain_states[num], strict=True):
+            for states, others in zip(
+                recurrent_states(kv_cache.cache), plain_states[num], strict=True
+            ):
                 assert states.keys() == others.keys()
                 assert all(
-                    error(states[slot][row], expected[row]) <= tolerance(family) for slot, expected in others.items()
+                    error(states[slot][row], expected[row]) <= tolerance(family)
+                    for slot, expected in others.items()
                 )
     kv_cache.release()
     assert not hooks_of(model_of(family))
@@ -119,6 +141,8 @@ def test_a_draft_model_reads_on_from_earlier_states(family):
     for sizes in ((5, 6), (5, 1, 1, 1, 1, 1, 1)):
         kv_cache = make_hybrid_cache(model, None, 1, None, torch.device("cpu"))
         language_model = LanguageModel(model)
-        logits.append([language_model.forward(part, kv_cache) for part in ids.split(sizes, dim=1)][-1][:, -1])
+        logits.append(
+            [language_model.forward(part, kv_cache) for part in ids.split(sizes, dim=1)][-1][:, -1]
+        )
         kv_cache.release()
     assert error(*logits) <= FLOAT32_TOLERANCE

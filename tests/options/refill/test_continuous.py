@@ -51,7 +51,11 @@ def alone(target, prompt, **options):
 def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
     """The results by key, and the decoder."""
     decoder = ContinuousDecoder(target, num_rows, options, on_tokens=on_tokens)
-    results = {result.prompt.key: result for finished in decoder.decode(source_of(prompts)) for result in finished}
+    results = {
+        result.prompt.key: result
+        for finished in decoder.decode(source_of(prompts))
+        for result in finished
+    }
     assert set(results) == {prompt.key for prompt in prompts}
     return results, decoder
 
@@ -61,7 +65,11 @@ def sources(draft):
     return {
         "model": {"assistant_model": draft, "num_assistant_tokens": 3},
         "lookup": {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"},
-        "both": {"assistant_model": draft, "num_assistant_tokens": 3, "prompt_lookup_num_tokens": 4},
+        "both": {
+            "assistant_model": draft,
+            "num_assistant_tokens": 3,
+            "prompt_lookup_num_tokens": 4,
+        },
         "none": {},
         "adaptive": {"assistant_model": draft},
     }
@@ -74,7 +82,11 @@ def sources(draft):
         *(("llama", source, "greedy") for source in ("model", "lookup", "none", "adaptive")),
         ("mistral_window", "both", "greedy"),
         ("gemma2", "model", "greedy"),
-        *(("llama", "model", "rejection"), ("llama", "lookup", "block"), ("llama", "model", "coupled")),
+        *(
+            ("llama", "model", "rejection"),
+            ("llama", "lookup", "block"),
+            ("llama", "model", "coupled"),
+        ),
     ],
 )
 def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verifier):
@@ -82,16 +94,29 @@ def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verif
     draft = cheaper_copy(target) if source == "adaptive" else draft
     options = {**sources(draft)[source], "do_sample": verifier != "greedy", "verifier": verifier}
     some = make_prompts(5, temperature=0.8, eos_token_id=[5])
-    others = make_prompts(5, temperature=1.2, top_k=9, repetition_penalty=1.3, eos_token_id=[5], no_repeat_ngram_size=2)
-    prompts = [replace(prompt, seed=50 + key, key=key) for key, prompt in enumerate([*some, *others])]
+    others = make_prompts(
+        5,
+        temperature=1.2,
+        top_k=9,
+        repetition_penalty=1.3,
+        eos_token_id=[5],
+        no_repeat_ngram_size=2,
+    )
+    prompts = [
+        replace(prompt, seed=50 + key, key=key) for key, prompt in enumerate([*some, *others])
+    ]
     results, decoder = decoded(target, [*prompts[::2], *prompts[1::2]], **options)
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
     for name in ("num_rounds", "num_drafted", "num_accepted"):
-        assert sum(getattr(result, name) for result in results.values()) == getattr(decoder.stats, name)
+        assert sum(getattr(result, name) for result in results.values()) == getattr(
+            decoder.stats, name
+        )
     assert decoder.stats.num_accepted > 0 or source in ("none", "adaptive")
     assert decoder.num_live == 0
-    assert decoder.stats.num_rounds > 1.5 * decoder.stats.num_batch_rounds, "rows are decoded one by one"
+    assert decoder.stats.num_rounds > 1.5 * decoder.stats.num_batch_rounds, (
+        "rows are decoded one by one"
+    )
 
 
 def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
@@ -122,7 +147,9 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
     target, draft = pair("llama")
     options, chunk = sources(draft)[source] | {"prefill_chunk_size": 32}, 32
     short = RowPrompt([3, 4, 5], arguments={"max_new_tokens": 120}, key="short")
-    long = RowPrompt([1 + num % 60 for num in range(200)], arguments={"max_new_tokens": 8}, key="long")
+    long = RowPrompt(
+        [1 + num % 60 for num in range(200)], arguments={"max_new_tokens": 8}, key="long"
+    )
     dropped = RowPrompt(long.token_ids, arguments={"max_new_tokens": 9}, key="dropped")
     num_read, most_read, chunks_seen = 0, 0, {"long": 0, "dropped": 0}
 
@@ -155,8 +182,12 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
 def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
     target, draft = pair("llama")
     options, events = sources(draft)[source] | {"prefill_chunk_size": 32}, []
-    long = RowPrompt([1 + num % 60 for num in range(320)], arguments={"max_new_tokens": 8}, key="long")
-    shorts = [RowPrompt([3, 4, 5 + num], arguments={"max_new_tokens": 20}, key=num) for num in range(3)]
+    long = RowPrompt(
+        [1 + num % 60 for num in range(320)], arguments={"max_new_tokens": 8}, key="long"
+    )
+    shorts = [
+        RowPrompt([3, 4, 5 + num], arguments={"max_new_tokens": 20}, key=num) for num in range(3)
+    ]
     waiting = [long]
 
     def count(module, args, kwargs):
@@ -173,7 +204,9 @@ def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
 
     hooks = [model.register_forward_pre_hook(count, with_kwargs=True) for model in (target, draft)]
     decoder = ContinuousDecoder(target, len(shorts) + 1, options, on_tokens=on_tokens)
-    results = [one for some in decoder.decode(lambda: waiting.pop(0) if waiting else None) for one in some]
+    results = [
+        one for some in decoder.decode(lambda: waiting.pop(0) if waiting else None) for one in some
+    ]
     for hook in hooks:
         hook.remove()
     asked = [at for at, event in enumerate(events) if event == "asked"]
@@ -181,13 +214,16 @@ def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
     assert len(asked) == len(begun) == 3
     for ask, begin in zip(asked, begun, strict=True):
         assert "chunk" not in events[ask:begin]
-    assert events.count("chunk") == (20 if source == "model" else 10)  # 320 tokens, read by each model
+    # 320 tokens, read by each model
+    assert events.count("chunk") == (20 if source == "model" else 10)
     for result in results:
         assert result.token_ids == alone(target, result.prompt, **options), result.prompt.key
 
 
 @pytest.mark.fallback("as large as its target")
-@pytest.mark.parametrize(("scripted", "reads"), [((0,), False), ((0, 0, 2), True)], indirect=["scripted"])
+@pytest.mark.parametrize(
+    ("scripted", "reads"), [((0,), False), ((0, 0, 2), True)], indirect=["scripted"]
+)
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_draft_reads_a_prompt_when_it_drafts_next(scripted, reads, chunk):
     target, draft = pair("llama")
@@ -222,8 +258,12 @@ def test_a_failing_row_ends_alone(raises, message):
     options, prompts = {**sources(draft)["model"], "do_sample": True}, make_prompts(9)
     texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
     bad = texts[2][20]  # which comes late in one row at least, and at once in others
-    results, _ = decoded(target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options)
-    fails = {prompt.key for prompt in prompts if bad in [*prompt.token_ids, *texts[prompt.key][:-1]]}
+    results, _ = decoded(
+        target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options
+    )
+    fails = {
+        prompt.key for prompt in prompts if bad in [*prompt.token_ids, *texts[prompt.key][:-1]]
+    }
     assert 0 < len(fails) < len(prompts)
     for key, result in results.items():
         assert (message in str(result.error)) == (key in fails)
@@ -238,9 +278,15 @@ def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
     target, options = new_pair("llama")[0], {"do_sample": do_sample, "prompt_lookup_num_tokens": 3}
     options |= {"num_assistant_tokens_schedule": "constant", "max_new_tokens": 6}
     target.register_forward_hook(spoil, with_kwargs=True)
-    prompts = [RowPrompt(ids, seed=key, key=key) for key, ids in enumerate([[1, 2, 3], [1, 7], [4, 5]])]
+    prompts = [
+        RowPrompt(ids, seed=key, key=key) for key, ids in enumerate([[1, 2, 3], [1, 7], [4, 5]])
+    ]
     results, decoder = decoded(target, prompts, **options)
-    assert [isinstance(results[key].error, BadLogitsError) for key in range(3)] == [False, do_sample, False]
+    assert [isinstance(results[key].error, BadLogitsError) for key in range(3)] == [
+        False,
+        do_sample,
+        False,
+    ]
     for prompt in prompts[::2] if do_sample else prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
     assert do_sample or decoder.stats.status
@@ -251,12 +297,18 @@ def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
     ("family", "options", "reason"),
     [
         ("mistral_window", {"speculation_cache": "dynamic"}, "window"),
-        ("llama", {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "lock step"),
+        (
+            "llama",
+            {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])},
+            "lock step",
+        ),
     ],
 )
 def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
     target, draft = pair(family)
-    decoder = ContinuousDecoder(target, NUM_ROWS, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
+    decoder = ContinuousDecoder(
+        target, NUM_ROWS, {"assistant_model": draft, "num_assistant_tokens": 3, **options}
+    )
     assert reason in decoder.obstacle(make_prompts(1)[0])
     with pytest.raises(UnsupportedGenerationError, match=reason):
         next(decoder.decode(source_of(make_prompts(1))))
@@ -264,8 +316,14 @@ def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
 
 def test_many_rows_leave_nothing_behind():
     target, draft = pair("llama")
-    prompts = (RowPrompt((1 + num % 60, 2, 3), arguments={"max_new_tokens": 2 + num % 5}) for num in itertools.count())
-    decoder, sizes = ContinuousDecoder(target, 8, {"assistant_model": draft, "num_assistant_tokens": 3}), []
+    prompts = (
+        RowPrompt((1 + num % 60, 2, 3), arguments={"max_new_tokens": 2 + num % 5})
+        for num in itertools.count()
+    )
+    decoder, sizes = (
+        ContinuousDecoder(target, 8, {"assistant_model": draft, "num_assistant_tokens": 3}),
+        [],
+    )
     for number, _ in enumerate(itertools.islice(decoder.decode(source_of(prompts)), 80)):
         if number % 10 == 9:
             gc.collect()
@@ -277,7 +335,10 @@ def test_many_rows_leave_nothing_behind():
 def test_outputs_are_kept_under_the_key_of_their_row():
     store = SuffixStore()
     prompts = [
-        RowPrompt([3, 4, 5], arguments={"max_new_tokens": 4, "suffix_store": store.of(name)}, key=name) for name in "ab"
+        RowPrompt(
+            [3, 4, 5], arguments={"max_new_tokens": 4, "suffix_store": store.of(name)}, key=name
+        )
+        for name in "ab"
     ]
     decoded(pair("llama")[0], prompts, prompt_lookup_num_tokens=3)
     assert [store.of(name).num_tokens > 0 for name in "ab"] == [True, True]

@@ -13,7 +13,12 @@ from tests.options.refill.test_continuous import alone, decoded
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_that_depend_on_the_drafts_are_as_alone(kind, tmp_path):
     head, target = KINDS[kind](tmp_path)
-    options = {"assistant_model": head, "num_assistant_tokens": 3, "do_sample": True, "verifier": "rejection"}
+    options = {
+        "assistant_model": head,
+        "num_assistant_tokens": 3,
+        "do_sample": True,
+        "verifier": "rejection",
+    }
     arguments = [{"max_new_tokens": 4 + 9 * (number % 3)} for number in range(7)]
     arguments.append({"max_new_tokens": 12, "prefill_chunk_size": 5})
     texts = [*random_texts([3, 25, 8, 14, 2, 19, 30], seed=5), list(range(1, 24))]
@@ -26,15 +31,24 @@ def test_texts_that_depend_on_the_drafts_are_as_alone(kind, tmp_path):
     results, decoder = decoded(target, prompts, **options)
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
-    assert decoder.stats.num_rounds > 1.2 * decoder.stats.num_batch_rounds, "rows are decoded one by one"
+    assert decoder.stats.num_rounds > 1.2 * decoder.stats.num_batch_rounds, (
+        "rows are decoded one by one"
+    )
     assert decoder.stats.num_drafted > decoder.stats.num_rounds
 
 
 @pytest.mark.fallback("past the context of")
 def test_rows_that_join_others_past_the_context_of_their_head_read_their_own_states(tmp_path):
     target = target_of()
-    head = load_drafter(write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3)), target, context_len=16)
-    options = {"assistant_model": head, "num_assistant_tokens": 3, "do_sample": True, "verifier": "rejection"}
+    head = load_drafter(
+        write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3)), target, context_len=16
+    )
+    options = {
+        "assistant_model": head,
+        "num_assistant_tokens": 3,
+        "do_sample": True,
+        "verifier": "rejection",
+    }
     prompts = [
         RowPrompt(text, seed=key, arguments={"max_new_tokens": 4 + 9 * (key % 3)}, key=key)
         for key, text in enumerate(random_texts([3, 25, 8, 14, 2, 19, 1, 5], seed=5))

@@ -25,13 +25,20 @@ def test_rows_of_states_are_as_alone(family, source):
     results, decoder = decoded(target, prompts, **options)
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
-    assert decoder.stats.num_rounds > 1.2 * decoder.stats.num_batch_rounds, "rows are decoded one by one"
+    assert decoder.stats.num_rounds > 1.2 * decoder.stats.num_batch_rounds, (
+        "rows are decoded one by one"
+    )
     assert decoder.num_live == 0
 
 
 # Mixers whose forward of several tokens loses earlier states, or gives others than steps do.
 UNCUT_CALLS = [
-    *(("jamba", {}), ("jamba", {"prefill_chunk_size": 16}), ("zamba", {}), ("zamba2", {"prefill_chunk_size": 16})),
+    *(
+        ("jamba", {}),
+        ("jamba", {"prefill_chunk_size": 16}),
+        ("zamba", {}),
+        ("zamba2", {"prefill_chunk_size": 16}),
+    ),
     *(("nemotron_h", {"do_sample": True}), ("zamba2", {"do_sample": True})),
 ]
 
@@ -47,17 +54,26 @@ def test_rows_of_states_that_chunks_lose_are_as_alone(family, options):
     ]
     results, _ = decoded(target, prompts, **options, max_new_tokens=10)
     for prompt in prompts:
-        assert results[prompt.key].token_ids == alone(target, prompt, **options, max_new_tokens=10), prompt.key
+        assert results[prompt.key].token_ids == alone(
+            target, prompt, **options, max_new_tokens=10
+        ), prompt.key
 
 
 @pytest.mark.parametrize("family", ["jamba", "zamba2"])
 def test_drafts_of_states_that_chunks_lose_are_as_alone(family):
     """The target reads the prompts in chunks, and the draft model reads them whole."""
     target, draft = pair("llama")[0], pair(family)[1]
-    options = {"assistant_model": draft, "num_assistant_tokens": 3, "do_sample": True, "prefill_chunk_size": 16}
+    options = {
+        "assistant_model": draft,
+        "num_assistant_tokens": 3,
+        "do_sample": True,
+        "prefill_chunk_size": 16,
+    }
     prompts = [replace(prompt, arguments={"max_new_tokens": 16}) for prompt in make_prompts(5)]
     results, _ = decoded(target, prompts, **options)
     for prompt in prompts:
         stats = SpeculationStats()
-        assert results[prompt.key].token_ids == alone(target, prompt, **options, speculation_stats=stats), prompt.key
+        assert results[prompt.key].token_ids == alone(
+            target, prompt, **options, speculation_stats=stats
+        ), prompt.key
         assert results[prompt.key].num_accepted == stats.num_accepted

@@ -19,7 +19,8 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
 
 NUM_NEW = 9
-NUM_FORWARDS = (1 + NUM_TOKENS) + 3  # plain steps after the prompt; ours: the prompt, a block, a block after a rollback
+# plain steps after the prompt; ours: the prompt, a block, a block after a rollback
+NUM_FORWARDS = (1 + NUM_TOKENS) + 3
 
 
 class Own(LlamaForCausalLM):
@@ -30,7 +31,9 @@ class Strides(LlamaForCausalLM):
     """Plain decoding places the tokens after the prompt two apart."""
 
     def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
+        inputs = super().prepare_inputs_for_generation(
+            *args, is_first_iteration=is_first_iteration, **kwargs
+        )
         if not is_first_iteration:
             inputs["position_ids"] = 2 * inputs["position_ids"]
         return inputs
@@ -39,7 +42,8 @@ class Strides(LlamaForCausalLM):
 class Counts(LlamaForCausalLM):
     """Counts the tokens that it has read, beside the cache, so that a rollback leaves it with too many."""
 
-    def forward(self, input_ids, past_key_values=None, **kwargs):  # older versions look for the cache's name
+    # older versions look for the cache's name
+    def forward(self, input_ids, past_key_values=None, **kwargs):
         cache = kwargs.get(CACHE_NAME, past_key_values)
         num_past = 0 if cache.get_seq_length() == 0 else self.num_read
         self.num_read = num_past + input_ids.shape[1]
@@ -62,7 +66,9 @@ def count_forwards(model):
 
 
 def decode(model, inputs, **options):
-    return model.generate(**inputs, **{"prompt_lookup_num_tokens": 3, "max_new_tokens": NUM_NEW, **options})
+    return model.generate(
+        **inputs, **{"prompt_lookup_num_tokens": 3, "max_new_tokens": NUM_NEW, **options}
+    )
 
 
 def test_an_unknown_model_is_tested_once_for_each_kind_of_call():
@@ -87,7 +93,10 @@ def test_an_unknown_model_is_tested_once_for_each_kind_of_call():
 
 
 def test_known_types_and_models_in_training_mode_are_not_tested():
-    for model, words in ((hf_speculate.enable(make_model("llama")), ""), (own_model().train(), "self-test: skipped")):
+    for model, words in (
+        (hf_speculate.enable(make_model("llama")), ""),
+        (own_model().train(), "self-test: skipped"),
+    ):
         counts, stats = count_forwards(model), hf_speculate.SpeculationStats()
         decode(model, ragged_prompts(1, seed=1), speculation_stats=stats)
         assert len(counts) == 1 + stats.num_batch_rounds
@@ -108,11 +117,18 @@ def test_a_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
     assert num_more == [NUM_FORWARDS, 0]
 
 
-@each_value(model_class=[Strides, Counts], dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round_off_is_none(model_class, dtype):
+@each_value(
+    model_class=[Strides, Counts],
+    dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16],
+)
+def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round_off_is_none(
+    model_class, dtype
+):
     model, name = own_model(model_class, dtype), str(dtype).removeprefix("torch.")
     for _ in range(2):  # the result is kept
-        with pytest.raises(UnsupportedModelError, match=rf"{name}, got a difference of [01]\.\d+ with left"):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"{name}, got a difference of [01]\.\d+ with left"
+        ):
             decode(model, ragged_prompts(3, seed=1))
     for cache_kind in ("auto", "dynamic"):
         stats = hf_speculate.SpeculationStats()
@@ -128,7 +144,9 @@ def test_a_forward_that_fails_is_refused_with_its_error():
 
     model = own_model()
     model.register_forward_pre_hook(one_by_one, with_kwargs=True)
-    with pytest.raises(UnsupportedModelError, match=r"must read several .* got ValueError: one at a time; leave"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"must read several .* got ValueError: one at a time; leave"
+    ):
         decode(model, ragged_prompts(1, seed=1))
 
 
@@ -139,7 +157,13 @@ def test_nothing_is_left_behind():
     all_keys, contents = [layer.keys for layer in past.layers], cache_contents(past)
     state, config = torch.get_rng_state(), model.generation_config.to_dict()
     with pytest.raises(UnsupportedModelError, match="got a difference"):
-        decode(model, inputs, **{CACHE_NAME: past}, assistant_model=draft, prompt_lookup_num_tokens=None)
+        decode(
+            model,
+            inputs,
+            **{CACHE_NAME: past},
+            assistant_model=draft,
+            prompt_lookup_num_tokens=None,
+        )
     assert all(layer.keys is keys for layer, keys in zip(past.layers, all_keys, strict=True))
     assert_same_contents(contents, cache_contents(past))
     assert torch.equal(torch.get_rng_state(), state)
@@ -159,9 +183,12 @@ def test_nothing_is_left_behind():
 )
 def test_every_kind_of_model_can_be_tested(make, is_lock_step):
     model = make()
-    model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})  # transformers looks for "mamba" in it
+    # transformers looks for "mamba" in it
+    model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})
     inputs, draft = ragged_prompts(3, seed=1, vocab_size=48), noisy_copy(model)
-    stats = assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
+    stats = assert_decodes_as_plain(
+        hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW
+    )
     assert "self-test: passed, difference " in stats.plan
     assert stats.lock_step == is_lock_step
     assert not [hook for hook in hooks_of(model) if hook.__module__.startswith("hf_speculate")]

@@ -17,7 +17,9 @@ def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(family):
     model = make_model(family, num_hidden_layers=4)
     config = copy.deepcopy(model.config.to_dict())
     small = make_model(family, num_hidden_layers=2, seed=5)
-    small.load_state_dict({name: weight for name, weight in model.state_dict().items() if name in small.state_dict()})
+    small.load_state_dict(
+        {name: weight for name, weight in model.state_dict().items() if name in small.state_dict()}
+    )
     ids = ragged_prompts(1, seed=1)["input_ids"]
     before, draft = model(ids).logits, early_exit_model(model, 2)
     assert torch.equal(draft(ids).logits, small(ids).logits)
@@ -28,7 +30,9 @@ def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(family):
 
 
 def test_a_model_whose_layers_share_states_is_refused():
-    with pytest.raises(UnsupportedModelError, match="got Gemma3nForCausalLM: its layers share states"):
+    with pytest.raises(
+        UnsupportedModelError, match="got Gemma3nForCausalLM: its layers share states"
+    ):
         early_exit_model(make_model("gemma3n"), 2)
 
 
@@ -38,7 +42,9 @@ def test_the_generation_config_may_ask_for_it():
     plain = target.generate(**inputs, max_new_tokens=10)
     target.generation_config.assistant_early_exit = 2
     stats = hf_speculate.SpeculationStats()
-    ours = target.generate(**inputs, max_new_tokens=10, speculation_stats=stats, num_assistant_tokens=2)
+    ours = target.generate(
+        **inputs, max_new_tokens=10, speculation_stats=stats, num_assistant_tokens=2
+    )
     assert_equal_ids(plain, ours)
     assert stats.num_drafted > 0
     assert target.generation_config.assistant_early_exit == 2

@@ -38,7 +38,9 @@ def smallest() -> tuple[Any, Any]:
     return hf_speculate.enable(target), noisy_copy(target, 0.3)
 
 
-def decode(source: str, inputs: dict, models: Any = None, grammar: Any = None, **options: Any) -> Any:
+def decode(
+    source: str, inputs: dict, models: Any = None, grammar: Any = None, **options: Any
+) -> Any:
     """Ids and statistics of one call; without a source its plain twin."""
     target, draft = models or smallest()
     stats = hf_speculate.SpeculationStats()
@@ -48,7 +50,9 @@ def decode(source: str, inputs: dict, models: Any = None, grammar: Any = None, *
         "max_new_tokens": NUM_NEW,
         "pad_token_id": 0,
     }
-    own |= SOURCES.get(source, {}) | ({"assistant_model": draft} if source in ("model", "both") else {})
+    own |= SOURCES.get(source, {}) | (
+        {"assistant_model": draft} if source in ("model", "both") else {}
+    )
     grammar = grammar or ForcedGrammar(TextMachine(SIZE))
     return target.generate(**inputs, **{**own, **options}, logits_processor=[grammar]), stats
 
@@ -125,7 +129,9 @@ def test_sampled_text_keeps_its_distribution():
 
 
 @torch.no_grad()
-def _masked(target: Any, machine: TextMachine, state: int, prompt: torch.Tensor, ids: tuple[int, ...]) -> list[float]:
+def _masked(
+    target: Any, machine: TextMachine, state: int, prompt: torch.Tensor, ids: tuple[int, ...]
+) -> list[float]:
     """The distribution of the next token under the mask."""
     text = torch.cat([prompt, torch.tensor([ids], dtype=torch.int64)], dim=1)
     allowed = torch.tensor(machine.allowed(state, 8))
@@ -150,7 +156,9 @@ def test_a_grammar_that_ends_within_a_draft_ends_the_row(source, batch_size):
 def test_a_grammar_that_allows_nothing_gives_the_text_of_plain():
     inputs, machine = ragged_prompts(2, seed=7), TextMachine(SIZE, (*"abcdef", ""))
     plain, _ = decode("", inputs, grammar=ForcedGrammar(machine), max_new_tokens=9)
-    assert_equal_ids(plain, decode("alone", inputs, grammar=ForcedGrammar(machine), max_new_tokens=9)[0])
+    assert_equal_ids(
+        plain, decode("alone", inputs, grammar=ForcedGrammar(machine), max_new_tokens=9)[0]
+    )
 
 
 def test_choice_of_the_call_counts():
@@ -167,12 +175,16 @@ def test_choice_of_the_call_counts():
 def test_what_cannot_draft_forced_text_is_refused():
     target, inputs = smallest()[0], ragged_prompts(1, seed=3)
     options = {"max_new_tokens": 3, "grammar_draft": True, "tokenizer": pieces(SIZE)}
-    with pytest.raises(ConfigError, match=r"unless a logits processor has forced_text\(\), got True"):
+    with pytest.raises(
+        ConfigError, match=r"unless a logits processor has forced_text\(\), got True"
+    ):
         target.generate(**inputs, **options)
     with pytest.raises(ConfigError, match="tokenizer must be given with grammar_draft, got None"):
         decode("alone", inputs, tokenizer=None)
     generator = PromptLookupCandidateGenerator(num_output_tokens=K)
-    with pytest.raises(UnsupportedGenerationError, match="left out with candidate_generator, got True"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="left out with candidate_generator, got True"
+    ):
         decode("alone", inputs, candidate_generator=generator)
     with pytest.raises(ConfigError, match="grammar_draft must be True or False, got 'yes'"):
         decode("alone", inputs, grammar_draft="yes")
@@ -231,7 +243,9 @@ class Accumulates:
             self.rows_of_text = request.query_token_ids.tolist()
         else:
             lens = request.kept.num_emitted.tolist()
-            for text, ids, num in zip(self.rows_of_text, request.kept.token_ids.tolist(), lens, strict=True):
+            for text, ids, num in zip(
+                self.rows_of_text, request.kept.token_ids.tolist(), lens, strict=True
+            ):
                 text += ids[:num]
         assert [text[-1] for text in self.rows_of_text] == request.query_token_ids[:, -1].tolist()
         assert all(len(text) > 1 for text in self.rows_of_text)
@@ -350,11 +364,19 @@ def test_refilled_rows_are_as_alone_and_fail_alone(source, samples):
         prompts.append(RowPrompt(ids, 7 + number if samples else None, arguments, key=number))
     decoder = ContinuousDecoder(target, 3, options, ends_rows=True)
     results = {one.prompt.key: one for done in decoder.decode(source_of(prompts)) for one in done}
-    assert {key: type(one.error) for key, one in results.items() if one.error is not None} == {1: Fails}
+    assert {key: type(one.error) for key, one in results.items() if one.error is not None} == {
+        1: Fails
+    }
     for key, one in results.items():
         ids = torch.tensor([prompts[key].token_ids])
-        own = {"do_sample": samples, "verifier": "coupled", "seed": prompts[key].seed} if samples else {}
+        own = (
+            {"do_sample": samples, "verifier": "coupled", "seed": prompts[key].seed}
+            if samples
+            else {}
+        )
         plain = target.generate(ids, **prompts[key].arguments, **own)[0, ids.shape[1] :].tolist()
         assert one.token_ids == plain or key == 1
         assert one.num_accepted > 0.2 * len(plain) or key < 2
-    assert decoder.stats.num_rounds > 1.5 * decoder.stats.num_batch_rounds, "rows are decoded one by one"
+    assert decoder.stats.num_rounds > 1.5 * decoder.stats.num_batch_rounds, (
+        "rows are decoded one by one"
+    )

@@ -24,7 +24,9 @@ def llama():
 
 def make(llama, batch_size, num=4, processors=()):
     model, kv_cache = make_drafter(llama, batch_size, processors=processors)
-    return HybridDrafter(model, SuffixSettings(max_draft_tokens=8), num, torch.device("cpu")), kv_cache
+    return HybridDrafter(
+        model, SuffixSettings(max_draft_tokens=8), num, torch.device("cpu")
+    ), kv_cache
 
 
 def begin(drafter, texts):
@@ -92,8 +94,12 @@ def test_each_source_learns_from_its_own_rounds(llama):
 
 def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
     logits = torch.randn(2, 2, 5)
-    drafted = DraftOut(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), logits, logits.logsumexp(-1))
-    mixed = mixed_draft(point_masses([[4, 0, 2], []], torch.device("cpu")), drafted, torch.tensor([True, False]))
+    drafted = DraftOut(
+        torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), logits, logits.logsumexp(-1)
+    )
+    mixed = mixed_draft(
+        point_masses([[4, 0, 2], []], torch.device("cpu")), drafted, torch.tensor([True, False])
+    )
     assert mixed.token_ids.tolist() == [[4, 0, 2], [3, 4, 0]]
     assert mixed.lens.tolist() == [3, 2]
     assert torch.equal(mixed.token_logits[0].softmax(-1), torch.eye(5)[[4, 0, 2]])
@@ -109,7 +115,10 @@ def test_rows_keep_what_belongs_to_them(llama):
     drafter.rows([2, 0])
     kv_cache.rows([2, 0])
     drafter.look_up([[9, 8], [1, 2]])
-    assert draft(drafter, kv_cache, [[9, 8], [1, 2]]).token_ids.tolist() == [[7, 6, 5, 9], [3, 4, 1, 2]]
+    assert draft(drafter, kv_cache, [[9, 8], [1, 2]]).token_ids.tolist() == [
+        [7, 6, 5, 9],
+        [3, 4, 1, 2],
+    ]
 
 
 def test_row_takes_the_source_with_more_expected_tokens(llama):
@@ -139,7 +148,9 @@ def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
     stats = assert_decodes_as_plain(target, draft, inputs, **options, **lookup)
     assert stats.num_drafted > 0
     proposed = {name for report in reports if report.num_round % 9 for name in report.drafted_by}
-    drafted = {name for report in reports if report.num_round % 9 == 0 for name in report.drafted_by}
+    drafted = {
+        name for report in reports if report.num_round % 9 == 0 for name in report.drafted_by
+    }
     assert proposed <= {"", "prompt lookup"} and "model LlamaForCausalLM" in drafted
 
 

@@ -50,7 +50,11 @@ def test_memory_stays_within_the_bound(vocab_size):
         store = SuffixStore(MIN_BYTES)
         for _ in range(20):
             store.add([generator.randrange(vocab_size) for _ in range(3000)])
-            assert tracemalloc.get_traced_memory()[0] <= store.num_bytes + (64 << 10) <= MIN_BYTES + (64 << 10)
+            assert (
+                tracemalloc.get_traced_memory()[0]
+                <= store.num_bytes + (64 << 10)
+                <= MIN_BYTES + (64 << 10)
+            )
     finally:
         tracemalloc.stop()
     assert store.num_tokens < 20 * 3000
@@ -93,8 +97,14 @@ def test_memory_of_keys_stays_within_the_bounds():
         stores = SuffixStore(MIN_BYTES, key=tuple), SuffixStore(key=tuple, max_tokens=2000)
         for _ in range(600):
             prompt = [generator.randrange(50_000) for _ in range(40)]
-            stores[0].add_output(prompt, [generator.randrange(50_000) for _ in range(generator.randrange(30))])
-        assert tracemalloc.get_traced_memory()[0] <= stores[0].num_bytes + (64 << 10) <= MIN_BYTES + (64 << 10)
+            stores[0].add_output(
+                prompt, [generator.randrange(50_000) for _ in range(generator.randrange(30))]
+            )
+        assert (
+            tracemalloc.get_traced_memory()[0]
+            <= stores[0].num_bytes + (64 << 10)
+            <= MIN_BYTES + (64 << 10)
+        )
     finally:
         tracemalloc.stop()
     for number in range(300):
@@ -117,7 +127,10 @@ def test_rows_of_a_batch_draft_from_the_outputs_of_their_prompt():
     assert [ids[:-NUM_NEW] for _, ids in outputs] == [prompts[0][-8:]] * 2
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     own = {"suffix_store": store.of("elsewhere"), **options}
-    assert assert_decodes_as_plain(pair("llama")[0], None, alone, **own).num_batch_rounds > second.num_batch_rounds
+    assert (
+        assert_decodes_as_plain(pair("llama")[0], None, alone, **own).num_batch_rounds
+        > second.num_batch_rounds
+    )
 
 
 def test_long_keys_count_and_too_long_ones_are_refused():
@@ -135,7 +148,11 @@ def test_a_key_that_fails_ends_the_call_before_it_decodes(key):
     store, stats = SuffixStore(key=key), hf_speculate.SpeculationStats()
     with pytest.raises(ConfigError, match="key must return a hashable value"):
         pair("llama")[0].generate(
-            **ragged_prompts(1, seed=5), **LOOKUP, suffix_store=store, max_new_tokens=3, speculation_stats=stats
+            **ragged_prompts(1, seed=5),
+            **LOOKUP,
+            suffix_store=store,
+            max_new_tokens=3,
+            speculation_stats=stats,
         )
     assert not stats.fallbacks
 
@@ -156,7 +173,12 @@ def test_a_file_holds_outputs_keys_and_their_order(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     again = SuffixStore.load(path, TOKENIZER, key=key)
     assert again.num_tokens == store.num_tokens == 3 + 18 + 300
-    for view, last in ((None, [9, 8]), ((1, ("a", 0)), [1, 2]), ((1, ("a", 1)), [1, 2]), ("text", [254, 255])):
+    for view, last in (
+        (None, [9, 8]),
+        ((1, ("a", 0)), [1, 2]),
+        ((1, ("a", 1)), [1, 2]),
+        ("text", [254, 255]),
+    ):
         assert found(again.of(view), last) == found(store.of(view), last) != (0, [])
     again.save(path)
     assert SuffixStore.load(path, TOKENIZER).num_tokens == 321
@@ -175,7 +197,9 @@ def test_files_of_another_tokenizer_and_other_files_are_refused(tmp_path):
     store.add([1, 2])
     store.save(path)
     other = letters_tokenizer("abcdefghik", pad_token="a", eos_token="b")
-    with pytest.raises(ConfigError, match="must be of this tokenizer, got one of another vocabulary"):
+    with pytest.raises(
+        ConfigError, match="must be of this tokenizer, got one of another vocabulary"
+    ):
         SuffixStore.load(path, other)
     whole = path.read_bytes()
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
@@ -188,7 +212,9 @@ def test_files_of_another_tokenizer_and_other_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="tokenizer must be given to save a store"):
         SuffixStore().save(path)
     store.of(2.5).add([1])
-    with pytest.raises(ConfigError, match="keys must be strings, integers or tuples of them to be saved, got float"):
+    with pytest.raises(
+        ConfigError, match="keys must be strings, integers or tuples of them to be saved, got float"
+    ):
         store.save(path)
 
 
@@ -202,7 +228,8 @@ def test_the_store_is_copied_from_where_its_match_is_longer():
     store = SuffixStore()
     store.add([1, 2, 3, 4, 5])
     assert draft_of([[3, 9, 2, 3]], store=store) == [[4, 5]]
-    assert draft_of([[2, 3, 9, 2, 3]], num=4, store=store) == [[9, 2, 3, 9]]  # as long here, and the row's own
+    # as long here, and the row's own
+    assert draft_of([[2, 3, 9, 2, 3]], num=4, store=store) == [[9, 2, 3, 9]]
     assert draft_of([[9, 2, 3]], store=store, vocab_size=5) == [[4]]
     assert draft_of([[3, 8, 2, 3]], num=3, store=store, vocab_size=4) == [
         [8, 2, 3]

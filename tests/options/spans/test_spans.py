@@ -9,10 +9,21 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.options.spans.spans import Span, Spans, SpanVerifier, make_spans
 from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, NoiseKeys, Status
-from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, register_verifier
+from hf_speculate.verify import (
+    GreedyVerifier,
+    RejectionVerifier,
+    TypicalVerifier,
+    register_verifier,
+)
 from hf_speculate.verify.base import check_verifier, traits_of
 from tests.cases import DRAFTERS, KeepsAll, Unchanged, each_value
-from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value, with_eos
+from tests.generation.test_distribution import (
+    SIGNIFICANCE,
+    draw,
+    joint_distribution,
+    p_value,
+    with_eos,
+)
 from tests.support.fake_cuda import FakeCuda
 from tests.support.tiny import make_small_model, ragged_prompts
 from tests.verify.test_verifiers import make_keys, make_round
@@ -77,16 +88,27 @@ def compare(target, inputs, sequences) -> Kept:
 
 @pytest.mark.fallback("lock step")
 @each_value(drafter=DRAFTERS, is_lock_step=[False, True], num_drafted=[1, 5, 3])
-def test_outside_of_spans_greedy_tokens_are_the_argmax(models, prompts, num_drafted, is_lock_step, drafter):
+def test_outside_of_spans_greedy_tokens_are_the_argmax(
+    models, prompts, num_drafted, is_lock_step, drafter
+):
     """Also in rows that go on when others have left."""
     target, draft = models
-    options = {"assistant_model": draft, "num_assistant_tokens": num_drafted, "max_new_tokens": NUM_NEW}
-    options |= {**DRAFTERS[drafter], "eos_token_id": EOS, "logits_processor": [Unchanged()] * is_lock_step}
+    options = {
+        "assistant_model": draft,
+        "num_assistant_tokens": num_drafted,
+        "max_new_tokens": NUM_NEW,
+    }
+    options |= {
+        **DRAFTERS[drafter],
+        "eos_token_id": EOS,
+        "logits_processor": [Unchanged()] * is_lock_step,
+    }
     kept = compare(target, prompts, target.generate(**prompts, **options, **INSIDE))
     assert kept.wrong == kept.untypical == 0
     assert min(kept.outside, kept.inside) > 10
     assert kept.relaxed > 0
-    assert compare(target, prompts, target.generate(**prompts, **options, **LAX)).wrong > 0  # without the restriction
+    # without the restriction
+    assert compare(target, prompts, target.generate(**prompts, **options, **LAX)).wrong > 0
 
 
 @pytest.mark.slow
@@ -94,16 +116,28 @@ def test_outside_of_spans_greedy_tokens_are_the_argmax(models, prompts, num_draf
 def test_outside_of_spans_every_draw_has_the_targets_distribution(draft_sampling):
     """Texts end where a span opens, so that all of them lie outside."""
     target, draft = small_pair(torch.float32)
-    options = {"num_assistant_tokens": 3, "draft_sampling": draft_sampling, "eos_token_id": OPEN, "pad_token_id": OPEN}
+    options = {
+        "num_assistant_tokens": 3,
+        "draft_sampling": draft_sampling,
+        "eos_token_id": OPEN,
+        "pad_token_id": OPEN,
+    }
     expected = with_eos(joint_distribution(target), OPEN)
     assert p_value(draw(target, draft, NUM_DRAWS, **options, **INSIDE), expected) > SIGNIFICANCE
     assert p_value(draw(target, draft, NUM_DRAWS, **options, **LAX), expected) < SIGNIFICANCE
 
 
 def test_a_registered_rule_is_restricted_too(models, prompts, registry):
-    hf_speculate.register_verifier("all", lambda config: KeepsAll(), lossless=False, reads_draft_logits=False)
+    hf_speculate.register_verifier(
+        "all", lambda config: KeepsAll(), lossless=False, reads_draft_logits=False
+    )
     target, draft = models
-    own = {"assistant_model": draft, "num_assistant_tokens": 4, "verifier": "all", "relax_only_inside": [OPEN, CLOSE]}
+    own = {
+        "assistant_model": draft,
+        "num_assistant_tokens": 4,
+        "verifier": "all",
+        "relax_only_inside": [OPEN, CLOSE],
+    }
     kept = compare(target, prompts, target.generate(**prompts, **own, max_new_tokens=NUM_NEW))
     assert kept.wrong == 0
     assert min(kept.relaxed, kept.untypical) > 0
@@ -113,8 +147,14 @@ def test_a_registered_rule_is_restricted_too(models, prompts, registry):
     ("options", "message"),
     [
         ({}, "must come with a lossy verifier"),
-        ({"verifier": "rejection", "do_sample": True, "assistant_model": None}, "must come with a lossy verifier"),
-        ({"verifier": "typical", "relax_only_inside": (2, VOCAB_SIZE)}, r"must be ids below 8, .* got \(2, 8\)"),
+        (
+            {"verifier": "rejection", "do_sample": True, "assistant_model": None},
+            "must come with a lossy verifier",
+        ),
+        (
+            {"verifier": "typical", "relax_only_inside": (2, VOCAB_SIZE)},
+            r"must be ids below 8, .* got \(2, 8\)",
+        ),
     ],
 )
 def test_exact_verifiers_and_ids_outside_the_vocabulary_raise(models, prompts, options, message):
@@ -125,7 +165,10 @@ def test_exact_verifiers_and_ids_outside_the_vocabulary_raise(models, prompts, o
 
 
 SPAN = Span(1, 4)
-LOSSY = {"argmax": TypicalVerifier(), "sample": TypicalVerifier(correction="sample", posterior_threshold=0.3)}
+LOSSY = {
+    "argmax": TypicalVerifier(),
+    "sample": TypicalVerifier(correction="sample", posterior_threshold=0.3),
+}
 EXACT = {"greedy": GreedyVerifier(), "rejection": RejectionVerifier()}
 PAIRS = [
     pytest.param(lossy, exact, id=f"{lossy_name} {exact_name}")
@@ -153,7 +196,9 @@ def one_after_the_other(lossy, exact, target, draft, keys, was_open):
             None if draft.logsumexp is None else draft.logsumexp[:, at : at + 1],
         )
         if not counts:
-            part = DraftOut(draft.token_ids[:, :0], torch.tensor([0], dtype=torch.int32), None, None)
+            part = DraftOut(
+                draft.token_ids[:, :0], torch.tensor([0], dtype=torch.int32), None, None
+            )
         logits = target[:, [at, at]] if counts else target[:, [at]]
         here = keys._replace(positions=keys.positions + at)
         verdict = (lossy if is_open else exact).verify(logits, part, here)
@@ -168,7 +213,9 @@ def one_after_the_other(lossy, exact, target, draft, keys, was_open):
 @pytest.mark.parametrize(("lossy", "exact"), PAIRS)
 def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, exact, has_logits):
     num_rows = 150
-    target, draft = make_round(num_rows, 4, has_logits=has_logits, lens=[4 - row % 2 for row in range(num_rows)])
+    target, draft = make_round(
+        num_rows, 4, has_logits=has_logits, lens=[4 - row % 2 for row in range(num_rows)]
+    )
     keys, is_open = make_keys(num_rows), torch.arange(num_rows) % 2 == 0
     draft.token_ids[::9, 1] = 11  # is refused and named
     inside = SPAN.open_after_each(draft.token_ids, is_open)
@@ -178,7 +225,9 @@ def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, ex
         only = slice(row, row + 1)
         part = DraftOut(*(None if field is None else field[only] for field in draft))
         alone = NoiseKeys(*(key[only] for key in keys))
-        ids, num, status = one_after_the_other(lossy, exact, target[only], part, alone, bool(is_open[row]))
+        ids, num, status = one_after_the_other(
+            lossy, exact, target[only], part, alone, bool(is_open[row])
+        )
         assert verdict.token_ids[row].tolist() == ids + [-1] * (4 - num)
         assert (int(verdict.num_accepted[row]), int(verdict.status[row])) == (num, status)
         crossed += len(inside[row, : num + 1].unique()) > 1
@@ -187,7 +236,11 @@ def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, ex
 
 
 def test_on_a_gpu_nothing_waits_for_the_device():
-    (target, draft), keys, is_open = make_round(8, 4, has_logits=True), make_keys(8), torch.arange(8) % 2 == 0
+    (target, draft), keys, is_open = (
+        make_round(8, 4, has_logits=True),
+        make_keys(8),
+        torch.arange(8) % 2 == 0,
+    )
     verifiers = TypicalVerifier(backend="torch"), RejectionVerifier(backend="torch")
     twin = SpanVerifier(*verifiers, SPAN, is_open).verify(target, draft, keys)
     with FakeCuda() as gpu:
@@ -216,7 +269,9 @@ def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
     assert reader.around(TypicalVerifier(), tokens, none[:2]).is_open.tolist() == [False, True]
 
 
-@pytest.mark.parametrize(("do_sample", "exact"), [(False, GreedyVerifier), (True, RejectionVerifier)])
+@pytest.mark.parametrize(
+    ("do_sample", "exact"), [(False, GreedyVerifier), (True, RejectionVerifier)]
+)
 def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
     config = SpeculationConfig(verifier="typical", relax_only_inside=[5, 6]).resolve(do_sample)
     assert isinstance(make_spans(config, do_sample, [0]).exact, exact)
@@ -226,6 +281,8 @@ def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
 
 def test_an_exact_verifier_has_nothing_to_relax(registry):
     register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
-    with pytest.raises(ConfigError, match="relax_only_inside must come with a lossy verifier, one of mine, typical"):
+    with pytest.raises(
+        ConfigError, match="relax_only_inside must come with a lossy verifier, one of mine, typical"
+    ):
         check_verifier(SpeculationConfig(verifier="block", relax_only_inside=(5, 6)))
     check_verifier(SpeculationConfig(verifier="mine", relax_only_inside=(5, 6)))

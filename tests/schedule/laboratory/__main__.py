@@ -1,7 +1,8 @@
 """Measure the adaptive schedule in all cells, print a table and write the results.
 
 python -m tests.schedule.laboratory [--lookup FILE] [--pair FILE] [--head FILE] [--out FILE]
-    [--noise 5%+pauses 20%+pauses] [--seeds 5] [--tokens 64 128] [--only TEXT] [--scenes] [--reference FILE]
+    [--noise 5%+pauses 20%+pauses] [--seeds 5] [--tokens 64 128] [--only TEXT] [--scenes]
+    [--reference FILE]
 """
 
 import argparse
@@ -15,17 +16,25 @@ from tests.schedule.laboratory.table import table, worst
 
 def main() -> None:
     """Run the laboratory."""
-    parser = argparse.ArgumentParser(description="Replay recorded texts under the adaptive schedule.")
+    parser = argparse.ArgumentParser(
+        description="Replay recorded texts under the adaptive schedule."
+    )
     parser.add_argument("--lookup", type=Path, help="texts of prompt lookup, as lookup.json")
     parser.add_argument("--pair", type=Path, help="guesses of a draft model, as pair.json")
-    parser.add_argument("--head", type=Path, help="texts with the runs of a head, as record.py writes them")
+    parser.add_argument(
+        "--head", type=Path, help="texts with the runs of a head, as record.py writes them"
+    )
     parser.add_argument("--out", type=Path, help="file of the results")
-    parser.add_argument("--reference", type=Path, help="earlier results: only the schedule is run again")
+    parser.add_argument(
+        "--reference", type=Path, help="earlier results: only the schedule is run again"
+    )
     parser.add_argument("--noise", nargs="+", choices=NOISES, default=["5%+pauses"])
     parser.add_argument("--seeds", type=int, default=1, help="processes of each cell")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--only", default="", help="part of the names of the cells to run")
-    parser.add_argument("--scenes", action="store_true", help="run the scenes in place of the main cells")
+    parser.add_argument(
+        "--scenes", action="store_true", help="run the scenes in place of the main cells"
+    )
     parser.add_argument("--cells", action="store_true", help="print every cell")
     args = parser.parse_args()
     traces = read_traces(args.lookup, args.pair, args.head)
@@ -44,7 +53,10 @@ def main() -> None:
             known[cell.name] = measure(cell, noise, range(args.seeds), known.get(cell.name))
             rows.append(known[cell.name])
             if args.cells:
-                print(f"{cell.name}, {noise}: best {rows[-1]['best']:.3f}, ours {rows[-1]['ours']}", flush=True)
+                print(
+                    f"{cell.name}, {noise}: best {rows[-1]['best']:.3f}, ours {rows[-1]['ours']}",
+                    flush=True,
+                )
         if args.out:
             args.out.write_text(json.dumps(rows))
     print(table(rows), worst(rows), sep="\n\n")

@@ -60,20 +60,27 @@ class Traces(NamedTuple):
     head: Sequence[Text]  # with the runs of a head, and with what lookup proposes
 
 
-def read_traces(lookup: Path | None = None, pair: Path | None = None, head: Path | None = None) -> Traces:
+def read_traces(
+    lookup: Path | None = None, pair: Path | None = None, head: Path | None = None
+) -> Traces:
     """Read recorded texts; those of this folder where no file is given."""
     head = head or FOLDER / "head.json"
     return Traces(
         lookup_texts(lookup or FOLDER / "lookup.json"),
         model_texts(pair or FOLDER / "pair.json"),
-        lookup_texts(head) if head.exists() else guessed_texts(lookup_texts(lookup or FOLDER / "lookup.json")),
+        lookup_texts(head)
+        if head.exists()
+        else guessed_texts(lookup_texts(lookup or FOLDER / "lookup.json")),
     )
 
 
 def guessed_texts(texts: Sequence[Text], rate: float = 0.45) -> list[Text]:
     """Return texts with the runs of a head that guesses tokens at random: a synthetic stand-in."""
     generator = random.Random("head")
-    return [text._replace(runs=runs_of([generator.random() < rate for _ in range(text.num_tokens)])) for text in texts]
+    return [
+        text._replace(runs=runs_of([generator.random() < rate for _ in range(text.num_tokens)]))
+        for text in texts
+    ]
 
 
 def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:
@@ -93,7 +100,9 @@ def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:
     for kind, texts in models.items():
         for machine in MODEL_MACHINES:
             for num_rows in machine.batches:
-                yield Cell("model", kind, Setting(machine, num_rows, num_tokens, has_model=True), texts)
+                yield Cell(
+                    "model", kind, Setting(machine, num_rows, num_tokens, has_model=True), texts
+                )
 
 
 def scenes(traces: Traces) -> Iterator[Cell]:
@@ -117,7 +126,11 @@ def _heads(traces: Traces) -> Iterator[Cell]:
     for num_rows in (1, 8):
         yield Cell("head", "head", Setting(SMALL_HEAD, num_rows, has_model=True), traces.head)
         for machine in (EAGER_GPU, GRAPH_GPU):
-            for kind, texts in {"pair": traces.pair, "a=0.8": even_texts(0.8), "a=0.1": even_texts(0.1)}.items():
+            for kind, texts in {
+                "pair": traces.pair,
+                "a=0.8": even_texts(0.8),
+                "a=0.1": even_texts(0.1),
+            }.items():
                 yield Cell("gpu", kind, Setting(machine, num_rows, has_model=True), texts)
 
 
@@ -125,9 +138,16 @@ def _long_prompts() -> Iterator[Cell]:
     """Return calls whose prompts take the draft as long as many plain steps to read."""
     for read_s in (10.0, 30.0, 60.0):
         machine = _machine("ideal", MODEL_MACHINES)
-        machine = machine._replace(prompt=lambda num_rows, read_s=read_s: read_s, name=f"ideal, {read_s:.0f} s")
+        machine = machine._replace(
+            prompt=lambda num_rows, read_s=read_s: read_s, name=f"ideal, {read_s:.0f} s"
+        )
         for rate in (0.1, 0.8):
-            yield Cell("long prompt", f"a={rate}", Setting(machine, 1, 256, has_model=True), even_texts(rate))
+            yield Cell(
+                "long prompt",
+                f"a={rate}",
+                Setting(machine, 1, 256, has_model=True),
+                even_texts(rate),
+            )
 
 
 def _refilled(traces: Traces) -> Iterator[Cell]:
@@ -152,7 +172,9 @@ def _refilled(traces: Traces) -> Iterator[Cell]:
 
 def _lock_step(traces: Traces) -> Iterator[Cell]:
     for num_rows in (2, 8):
-        setting = Setting(LOOKUP_MACHINES[1], num_rows, is_lock_step=True, keeps_rows=True, has_lookup=True)
+        setting = Setting(
+            LOOKUP_MACHINES[1], num_rows, is_lock_step=True, keeps_rows=True, has_lookup=True
+        )
         yield Cell("lock step", "lookup", setting, traces.lookup)
         for rate in (0.0, 0.9):
             model = setting._replace(machine=MODEL_MACHINES[1], has_lookup=False, has_model=True)
@@ -161,15 +183,21 @@ def _lock_step(traces: Traces) -> Iterator[Cell]:
 
 def _unsteady(traces: Traces) -> Iterator[Cell]:
     speeds = {
-        "twice as fast": lambda call, position: 0.5 if call > 10 or (call == 10 and position >= 30) else 1.0,
-        "half as fast": lambda call, position: 2.0 if call > 10 or (call == 10 and position >= 30) else 1.0,
+        "twice as fast": lambda call, position: (
+            0.5 if call > 10 or (call == 10 and position >= 30) else 1.0
+        ),
+        "half as fast": lambda call, position: (
+            2.0 if call > 10 or (call == 10 and position >= 30) else 1.0
+        ),
         "to and fro": lambda call, position: 1.0 + position // 40 % 2,
         "growing context": lambda call, position: 1.0 + position / 100,
         "slow first call": lambda call, position: 3.0 if call == 0 and position < 2 else 1.0,
     }
     for kind, slowness in speeds.items():
         for num_rows in (1, 8):
-            model = Setting(_machine("ideal", MODEL_MACHINES), num_rows, 128, has_model=True, slowness=slowness)
+            model = Setting(
+                _machine("ideal", MODEL_MACHINES), num_rows, 128, has_model=True, slowness=slowness
+            )
             for rate in (0.1, 0.8):
                 yield Cell("unsteady", f"{kind}, a={rate}", model, even_texts(rate))
             lookup = model._replace(machine=LOOKUP_MACHINES[1], has_lookup=True, has_model=False)
@@ -180,7 +208,12 @@ def _compiled(traces: Traces) -> Iterator[Cell]:
     for factor in (10.0, 100.0):
         for num_rows in (1, 8):
             setting = Setting(
-                MODEL_MACHINES[1], num_rows, sizes=SIZES, compile_factor=factor, keeps_rows=True, has_model=True
+                MODEL_MACHINES[1],
+                num_rows,
+                sizes=SIZES,
+                compile_factor=factor,
+                keeps_rows=True,
+                has_model=True,
             )
             for rate in (0.1, 0.8):
                 yield Cell("compiled", f"a={rate}, {factor:.0f} times", setting, even_texts(rate))
@@ -189,7 +222,9 @@ def _compiled(traces: Traces) -> Iterator[Cell]:
 
 
 def _mixed(traces: Traces) -> Iterator[Cell]:
-    rates = [text for texts in zip(*map(even_texts, (0.1, 0.5, 0.9)), strict=True) for text in texts]
+    rates = [
+        text for texts in zip(*map(even_texts, (0.1, 0.5, 0.9)), strict=True) for text in texts
+    ]
     lookups = [*traces.lookup, *misleading_texts(4)]
     for num_rows in (3, 6):
         for machine in (MODEL_MACHINES[0], MODEL_MACHINES[3]):
@@ -213,9 +248,13 @@ def _hybrids(traces: Traces) -> Iterator[Cell]:
 
 def _offloaded(traces: Traces) -> Iterator[Cell]:
     for max_tokens in (10, 32):
-        lookup = LOOKUP_MACHINES[4]._replace(max_draft_tokens=max_tokens, name=f"offload K<={max_tokens}")
+        lookup = LOOKUP_MACHINES[4]._replace(
+            max_draft_tokens=max_tokens, name=f"offload K<={max_tokens}"
+        )
         yield Cell("offload", "lookup", Setting(lookup, 1, 128, has_lookup=True), traces.lookup)
-        model = MODEL_MACHINES[4]._replace(max_draft_tokens=max_tokens, name=f"offload K<={max_tokens}")
+        model = MODEL_MACHINES[4]._replace(
+            max_draft_tokens=max_tokens, name=f"offload K<={max_tokens}"
+        )
         yield Cell("offload", "pair", Setting(model, 1, 128, has_model=True), traces.pair)
 
 
@@ -223,7 +262,9 @@ def _speed(plain: Sequence[Call], calls: Sequence[Call], mean: float = 1.0) -> f
     return mean * sum(call.seconds for call in plain) / sum(call.seconds for call in calls)
 
 
-def measure(cell: Cell, noise: str, seeds: Sequence[int], reference: dict[str, Any] | None = None) -> dict[str, Any]:
+def measure(
+    cell: Cell, noise: str, seeds: Sequence[int], reference: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the speeds over plain decoding of constants, of transformers' rule and of the schedule.
 
     Args:
@@ -238,7 +279,9 @@ def measure(cell: Cell, noise: str, seeds: Sequence[int], reference: dict[str, A
     row = dict(reference) if reference else _references(cell, plain)
     ours = [run_adaptive(setting, texts, noise, seed, num_calls) for seed in seeds]
     firsts = [_speed(plain[:1], calls[:1], mean) for calls in ours]
-    per_call = [[_speed([p], [call], mean) for p, call in zip(plain, calls, strict=True)] for calls in ours]
+    per_call = [
+        [_speed([p], [call], mean) for p, call in zip(plain, calls, strict=True)] for calls in ours
+    ]
     row["noise"] = noise
     row["ours"] = [round(_speed(plain, calls, mean), 4) for calls in ours]
     row["first"] = round(fmean(firsts), 4)
@@ -259,7 +302,8 @@ def _references(cell: Cell, plain: Sequence[Call]) -> dict[str, Any]:
         row["constants"] = dict(zip(("lookup alone", "model alone"), speeds, strict=True))
     else:
         row["constants"] = {
-            f"K={num}": _speed(plain, run_constant(setting, texts, num, num_calls=num_calls)) for num in constants
+            f"K={num}": _speed(plain, run_constant(setting, texts, num, num_calls=num_calls))
+            for num in constants
         }
     row["best"] = max(1.0, *row["constants"].values())
     if setting.has_lookup and not setting.has_model:

@@ -77,7 +77,11 @@ def _never(num_rows: int, num: int) -> float:
 
 
 def _compiled_cpu(num_rows: int, num: int) -> float:
-    return 1 + 0.07 * num if num_rows == 1 else (1.2 + 0.025 * num_rows) / 1.2 * (1 + 0.02 * num_rows * num)
+    return (
+        1 + 0.07 * num
+        if num_rows == 1
+        else (1.2 + 0.025 * num_rows) / 1.2 * (1 + 0.02 * num_rows * num)
+    )
 
 
 LOOKUP_MACHINES = [
@@ -98,7 +102,9 @@ def _model_machine(
     step_ratio: float,
     batches: Sequence[int] = (1, 8),
 ) -> Machine:
-    return Machine(name, score, draft, prompt=prompt, read=read, step_ratio=step_ratio, batches=batches)
+    return Machine(
+        name, score, draft, prompt=prompt, read=read, step_ratio=step_ratio, batches=batches
+    )
 
 
 MODEL_MACHINES = [
@@ -112,16 +118,27 @@ MODEL_MACHINES = [
     _model_machine("offload", _offloaded, lambda n, k: 0.01 * k, lambda n: 0.05, 0.001, 0.01),
     _model_machine("useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5),
 ]  # fmt: skip
-# K = 5 of an H200 takes 79 ms a round of one row and 106 ms of 8; a draft has half the layers of the target.
+# K = 5 of an H200 takes 79 ms a round of one row and 106 ms of 8; a draft has half the layers of
+# the target.
 EAGER_GPU = _model_machine(
-    "h200-eager", _gpu_eager, lambda n, k: (0.45 if n == 1 else 0.5) * k, lambda n: 0.5 + 0.25 * n, 0.01, 0.15
+    "h200-eager",
+    _gpu_eager,
+    lambda n, k: (0.45 if n == 1 else 0.5) * k,
+    lambda n: 0.5 + 0.25 * n,
+    0.01,
+    0.15,
 )
 # K = 5 of an H100 from graphs takes 30 ms a round of one row, K = 3 takes 21 ms.
 GRAPH_GPU = _model_machine(
     "h100-graphs", _gpu, lambda n, k: 0.32 * k, lambda n: 1.0 if n == 1 else 5.0 * n / 8, 0.01, 0.16
 )
 SMALL_HEAD = _model_machine(
-    "head-cpu", lambda n, k: _smollm2(n * (k + 1)), lambda n, k: (0.05 + 0.01 * n) * k, lambda n: 0.1 * n, 0.003, 0.08
+    "head-cpu",
+    lambda n, k: _smollm2(n * (k + 1)),
+    lambda n, k: (0.05 + 0.01 * n) * k,
+    lambda n: 0.1 * n,
+    0.003,
+    0.08,
 )
 
 

@@ -37,8 +37,11 @@ def head_runs(head: DraftHead, hidden: Tensor, prompt: list[int], tokens: list[i
     ids, runs = [*prompt, *tokens], []
     groups = head.config.num_attention_heads // head.config.num_key_value_heads
     states = head.project(hidden[:-1][None])
-    heads, residual = head.attend_from(torch.tensor([ids[1:]]), states, head.turns(torch.arange(len(ids) - 1)[None]))
-    keys, values = heads.key, heads.value  # [1, Hkv, T - 1, D], of the tokens that the target has read
+    heads, residual = head.attend_from(
+        torch.tensor([ids[1:]]), states, head.turns(torch.arange(len(ids) - 1)[None])
+    )
+    # [1, Hkv, T - 1, D], of the tokens that the target has read
+    keys, values = heads.key, heads.value
     query = heads.query
     mixed = _attend(query, keys, values, groups, is_causal=True)
     output = head.finish(residual, mixed)  # [1, T - 1, D]
@@ -61,7 +64,9 @@ def head_runs(head: DraftHead, hidden: Tensor, prompt: list[int], tokens: list[i
     return runs
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, groups: int, is_causal: bool = False) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, groups: int, is_causal: bool = False
+) -> Tensor:
     repeated = (states.repeat_interleave(groups, 1) for states in (keys, values))
     return torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=is_causal)
 

@@ -42,7 +42,8 @@ class Setting(NamedTuple):
     sizes: tuple[int, ...] | None = None  # that forwards are compiled for
     compile_factor: float = 1.0  # plain steps that the first forward of a size takes
     keeps_rows: bool = False  # whether finished rows stay in the batch
-    slowness: Callable[[int, int], float] = lambda call, position: 1.0  # of all rounds, by call and tokens
+    # of all rounds, by call and tokens
+    slowness: Callable[[int, int], float] = lambda call, position: 1.0
 
 
 class Call(NamedTuple):
@@ -91,7 +92,9 @@ class _Row:
         num_emitted, match = outcome.num_emitted, self.match()
         if self._rates is not None and match.num_proposed:
             num_seen = min(match.num_proposed, num_emitted, match.num_right + 1)
-            self._rates.observe(suffix_buckets(match.match_len, num_seen), min(match.num_right, num_seen))
+            self._rates.observe(
+                suffix_buckets(match.match_len, num_seen), min(match.num_right, num_seen)
+            )
         if outcome.is_model and outcome.num_drafted:
             num_seen = min(outcome.num_accepted + 1, outcome.num_drafted)
             self._model_rates.observe(model_buckets(num_seen), outcome.num_accepted)
@@ -102,7 +105,9 @@ class _Row:
 class Process:
     """The calls of one process: they share a machine, its clock and the sizes that were compiled."""
 
-    def __init__(self, setting: Setting, noise: Noise = NOISES["none"], seed: int = 0, is_rival: bool = False):
+    def __init__(
+        self, setting: Setting, noise: Noise = NOISES["none"], seed: int = 0, is_rival: bool = False
+    ):
         self.setting, self._is_rival = setting, is_rival
         self._clock = Clock(noise, seed)
         self._shared_rates = suffix_rates()
@@ -126,7 +131,9 @@ class Process:
         seconds, widths, num_drafted, num_accepted = 0.0, [], 0, 0
         while live:
             slowness = setting.slowness(num_call, min(row.position for row in live))
-            outcome, round_s = self._round(schedule, live, slowness, num_rows if setting.keeps_rows else len(live))
+            outcome, round_s = self._round(
+                schedule, live, slowness, num_rows if setting.keeps_rows else len(live)
+            )
             schedule.update(outcome)
             seconds += round_s
             widths.append(outcome.num_draft_tokens)
@@ -151,8 +158,14 @@ class Process:
     ) -> tuple[RoundOutcome, float]:
         setting, machine = self.setting, self.setting.machine
         matches = [row.match() for row in live]
-        proposed = [row.proposed(match, machine.max_draft_tokens) for row, match in zip(live, matches, strict=True)]
-        ahead = [RowAhead(row.row_id, row.num_left, tuple(p)) for row, p in zip(live, proposed, strict=True)]
+        proposed = [
+            row.proposed(match, machine.max_draft_tokens)
+            for row, match in zip(live, matches, strict=True)
+        ]
+        ahead = [
+            RowAhead(row.row_id, row.num_left, tuple(p))
+            for row, p in zip(live, proposed, strict=True)
+        ]
         if setting.is_lock_step:
             products = tuple(map(math.prod, zip(*proposed, strict=False)))
             ahead = [RowAhead(live[0].row_id, live[0].num_left, products)]
@@ -163,7 +176,9 @@ class Process:
         width, num_model = choice.num_draft_tokens, choice.num_model_tokens
         drafts: list[RowOutcome] = []
         for row, match, of_row in zip(live, matches, proposed, strict=True):
-            is_model = num_model > 0 and not (of_row and row.prefers_match(of_row[:width], num_model))
+            is_model = num_model > 0 and not (
+                of_row and row.prefers_match(of_row[:width], num_model)
+            )
             if is_model:
                 num, num_right = min(num_model, row.num_left - 1), row.text.runs[row.position]
             else:
@@ -173,15 +188,26 @@ class Process:
         width = max(draft.num_drafted for draft in drafts)
         if setting.is_lock_step or (choice.is_trial and len({row.position for row in live}) == 1):
             fewest = min(draft.num_accepted for draft in drafts)
-            drafts = [draft._replace(num_accepted=fewest, num_emitted=fewest + 1) for draft in drafts]
-        score_s, draft_s = self._score_s(num_rows, width), self._draft_s(num_rows, num_model, unread)
+            drafts = [
+                draft._replace(num_accepted=fewest, num_emitted=fewest + 1) for draft in drafts
+            ]
+        score_s, draft_s = (
+            self._score_s(num_rows, width),
+            self._draft_s(num_rows, num_model, unread),
+        )
         factor = slowness * self._clock.factor()
         for row, draft in zip(live, drafts, strict=True):
             row.num_unread = 1 if num_model else row.num_unread + draft.num_emitted
             row.advance(draft)
         told = drafts[:1] if setting.is_lock_step else drafts
         outcome = RoundOutcome(
-            told, num_rows, width, num_model, num_unread if num_model else 0, factor * draft_s, factor * score_s
+            told,
+            num_rows,
+            width,
+            num_model,
+            num_unread if num_model else 0,
+            factor * draft_s,
+            factor * score_s,
         )
         return outcome, slowness * self._clock.mean * (score_s + draft_s)
 
@@ -231,7 +257,10 @@ def batches(texts: Sequence[Text], num_rows: int, num_calls: int) -> list[list[T
 
 
 def run(
-    process: Process, make: Callable[[], Schedule], texts: Sequence[Text], num_calls: int = NUM_CALLS
+    process: Process,
+    make: Callable[[], Schedule],
+    texts: Sequence[Text],
+    num_calls: int = NUM_CALLS,
 ) -> list[Call]:
     """Decode the calls of a process."""
     setting = process.setting
@@ -251,7 +280,11 @@ def run_adaptive(
 
 
 def run_constant(
-    setting: Setting, texts: Sequence[Text], num: int, is_rival: bool = False, num_calls: int = NUM_CALLS
+    setting: Setting,
+    texts: Sequence[Text],
+    num: int,
+    is_rival: bool = False,
+    num_calls: int = NUM_CALLS,
 ) -> list[Call]:
     """Decode with a constant K, on an exact clock."""
     make = lambda: ConstantSchedule(num, num if setting.has_model else 0)  # noqa: E731

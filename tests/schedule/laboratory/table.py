@@ -33,7 +33,15 @@ def title(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Return a table with a line for each kind of cell: geometric means, the worst cell in brackets."""
-    header = ("cells", "best constant", "transformers", "ours", "ours/best", "ours/transformers", "first call")
+    header = (
+        "cells",
+        "best constant",
+        "transformers",
+        "ours",
+        "ours/best",
+        "ours/transformers",
+        "first call",
+    )
     lines = [header, ("---",) * len(header)]
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -49,7 +57,10 @@ def table(rows: Sequence[Row]) -> str:
                 f"{geometric_mean(map(ours, some)):.3f} ({min(map(ours, some)):.3f})",
                 f"{geometric_mean(to_best):.3f} ({min(to_best):.3f})",
                 f"{geometric_mean(to_rival):.3f} ({min(to_rival, default=math.nan):.3f})",
-                f"{fmean(row['first'] for row in some):.2f} ({min(row['first'] for row in some):.2f})",
+                (
+                    f"{fmean(row['first'] for row in some):.2f} "
+                    f"({min(row['first'] for row in some):.2f})"
+                ),
             )
         )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -59,6 +70,7 @@ def worst(rows: Sequence[Row]) -> str:
     """Return the cells that are furthest behind their best constant."""
     ordered = sorted(rows, key=lambda row: ours(row) / row["best"])[:NUM_WORST]
     return "\n".join(
-        f"{ours(row) / row['best']:.3f} = {ours(row):.3f} / {row['best']:.3f}  {row['cell']}, {row['noise']}"
+        f"{ours(row) / row['best']:.3f} = {ours(row):.3f} / {row['best']:.3f}  {row['cell']}, "
+        f"{row['noise']}"
         for row in ordered
     )

@@ -41,7 +41,9 @@ class Text(NamedTuple):
     runs: Sequence[int] = ()  # [N] tokens that a model or head would guess right from there
 
 
-def lookup_texts(path: Path = FOLDER / "lookup.json", kinds: str | tuple[str, ...] = "") -> list[Text]:
+def lookup_texts(
+    path: Path = FOLDER / "lookup.json", kinds: str | tuple[str, ...] = ""
+) -> list[Text]:
     """Return the recorded texts whose kind begins like that; with the runs of a head if they were recorded."""
     return [text for text in _read_texts(path) if text.kind.startswith(kinds)]
 
@@ -79,11 +81,15 @@ def rival_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Matc
     ends: dict[tuple[int, ...], int] = {}
     for position, token in enumerate([*prompt, *tokens]):
         if position >= len(prompt):
-            match_len = next((size for size in (2, 1) if ends.get(tuple(ids[-size:]), len(ids)) < len(ids)), 0)
+            match_len = next(
+                (size for size in (2, 1) if ends.get(tuple(ids[-size:]), len(ids)) < len(ids)), 0
+            )
             if match_len:
                 end = ends[tuple(ids[-match_len:])]
                 proposed = ids[end : end + MAX_PROPOSED]
-                yield Match(match_len, len(proposed), num_equal(proposed, tokens[position - len(prompt) :]))
+                yield Match(
+                    match_len, len(proposed), num_equal(proposed, tokens[position - len(prompt) :])
+                )
             else:
                 yield NO_MATCH
         ids.append(token)
@@ -95,7 +101,9 @@ def rival_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Matc
 def num_equal(proposed: Sequence[int], tokens: Sequence[int]) -> int:
     """Return the number of first tokens that are equal."""
     pairs = enumerate(zip(proposed, tokens, strict=False))
-    return next((at for at, (guess, token) in pairs if guess != token), min(len(proposed), len(tokens)))
+    return next(
+        (at for at, (guess, token) in pairs if guess != token), min(len(proposed), len(tokens))
+    )
 
 
 def model_texts(path: Path = FOLDER / "pair.json") -> list[Text]:
@@ -107,7 +115,9 @@ def model_texts(path: Path = FOLDER / "pair.json") -> list[Text]:
             row.get("kind", "pair"),
             row["prompt_len"] if "prompt_len" in row else len(row["prompt"]),
             len(row["right"] if "right" in row else row["runs"]),
-            runs=runs_of([digit == "1" for digit in row["right"]]) if "right" in row else row["runs"],
+            runs=runs_of([digit == "1" for digit in row["right"]])
+            if "right" in row
+            else row["runs"],
         )
         for row in rows
     ]
@@ -142,5 +152,8 @@ def _random_texts(kind: str, rate_at: Callable[[int], float], num: int) -> list[
 def misleading_texts(num: int = 12) -> list[Text]:
     """Return texts in which lookup always finds something, and never the right token."""
     generator = random.Random("misleading")
-    wrong = [[Match(generator.choice((1, 1, 2, 3, 6)), MAX_PROPOSED, 0) for _ in range(288)] for _ in range(num)]
+    wrong = [
+        [Match(generator.choice((1, 1, 2, 3, 6)), MAX_PROPOSED, 0) for _ in range(288)]
+        for _ in range(num)
+    ]
     return [Text("misleading", PROMPT_LEN, len(found), found, found) for found in wrong]

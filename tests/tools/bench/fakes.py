@@ -32,7 +32,9 @@ class FakeTimes:
         seconds = self.seconds[method.name]
         stats = SpeculationStats() if method.engine == "ours" else None
         texts = [list(self.texts.get(method.name, range(10)))] * len(batch.input_ids)
-        return Run(batch, 0, seconds[batch.number] if isinstance(seconds, list) else seconds, texts, stats)
+        return Run(
+            batch, 0, seconds[batch.number] if isinstance(seconds, list) else seconds, texts, stats
+        )
 
 
 def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
@@ -40,7 +42,9 @@ def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
 
     def check(method, runs, plain_runs):
         assert len(plain_runs) >= len(runs)
-        return Compared(num_wrong=len(runs)) if method.name in wrong else Compared(num_equal=len(runs))
+        return (
+            Compared(num_wrong=len(runs)) if method.name in wrong else Compared(num_equal=len(runs))
+        )
 
     def read(runs):
         return sum((drifts[run.texts[0][0]] for run in runs), Drift())

@@ -34,12 +34,18 @@ def plain_texts(target, batch, **options):
 
 
 LENS = [DraftLen(3, False), DraftLen(None, True)]
-METHODS = [plain_method(False), *assisted_methods(LENS, False), *our_methods(["greedy"], LENS, False, {})]
+METHODS = [
+    plain_method(False),
+    *assisted_methods(LENS, False),
+    *our_methods(["greedy"], LENS, False, {}),
+]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize(("enabled", "options"), [(False, {}), (True, {"repetition_penalty": 1.8})])
-def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, enabled, options, target, batch):
+def test_greedy_methods_write_the_same_text_whatever_the_configs_set(
+    method, enabled, options, target, batch
+):
     model, draft, lens = copy.deepcopy(target), cheaper_copy(target), []
     ours = {"verifier": "typical", "posterior_threshold": 0.5, "num_assistant_tokens": 7}
     for config in (model.generation_config, draft.generation_config) if enabled else ():
@@ -47,7 +53,8 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, ena
     if enabled:
         enable(model, draft, num_assistant_tokens=7)
     decoder = Decoder(model, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW, **options})
-    model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))  # before the first token alone
+    # before the first token alone
+    model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))
     model.register_forward_hook(lambda module, args, output: lens.append(output.logits.shape[1]))
     decoded = decoder(method, batch, 0)
     assert decoded.texts == plain_texts(target, batch, **options)
@@ -67,11 +74,14 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, ena
 def test_models_in_peft_wrappers_are_measured_with_their_adapters(method, target, batch):
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     models = [
-        get_peft_model(model, lora).eval().to(torch.float64) for model in (copy.deepcopy(target), cheaper_copy(target))
+        get_peft_model(model, lora).eval().to(torch.float64)
+        for model in (copy.deepcopy(target), cheaper_copy(target))
     ]
     wrapped, draft = enable(models[0]), models[1]
     decoder = Decoder(wrapped, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW})
-    assert decoder(method, batch, 0).texts == plain_texts(wrapped, batch) != plain_texts(target, batch)
+    assert (
+        decoder(method, batch, 0).texts == plain_texts(wrapped, batch) != plain_texts(target, batch)
+    )
 
 
 @pytest.mark.parametrize("verifier", [None, "coupled"])
@@ -102,7 +112,8 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
     replacement = twin if plain[row][0] == best else best
     least = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
     check = TextCheck(Decoder(model, {}, {}))
-    others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]  # in another order
+    # in another order
+    others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]
     for text, outcome in (
         (plain[row], Compared(num_equal=6)),
         ([replacement, *plain[row][1:]], Compared(num_equal=5, num_ties=1)),
@@ -110,17 +121,28 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
         (plain[row][:5], Compared(num_equal=5, num_wrong=1)),  # ends elsewhere
     ):
         texts = [text if at == row else token_id for at, token_id in enumerate(plain)]
-        for method, stats in ((METHODS[3], SpeculationStats(rounds_by_draft_len={3: 1})), (METHODS[2], None)):
-            runs = [Run(batch, at, 1.0, token_id, stats) for at, token_id in enumerate((texts, [[]] * 3))]
+        for method, stats in (
+            (METHODS[3], SpeculationStats(rounds_by_draft_len={3: 1})),
+            (METHODS[2], None),
+        ):
+            runs = [
+                Run(batch, at, 1.0, token_id, stats)
+                for at, token_id in enumerate((texts, [[]] * 3))
+            ]
             assert check(method, runs, others) == outcome
 
 
 @torch.no_grad()
 def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
     model, row = make_model("gpt2"), batch.rows[0]
-    greedy = model.generate(row[None], attention_mask=torch.ones_like(row)[None], max_new_tokens=80, do_sample=False)
+    greedy = model.generate(
+        row[None], attention_mask=torch.ones_like(row)[None], max_new_tokens=80, do_sample=False
+    )
     greedy = greedy[0, len(row) :].tolist()
-    texts, likelihood = [greedy, [7, 7, 20, 33, 1], [*greedy[:70], (greedy[70] + 1) % 64, *greedy[71:]]], 0.0
+    texts, likelihood = (
+        [greedy, [7, 7, 20, 33, 1], [*greedy[:70], (greedy[70] + 1) % 64, *greedy[71:]]],
+        0.0,
+    )
     for prompt, text in zip(batch.rows, texts, strict=True):
         ids = torch.cat([prompt, torch.tensor(text)])[None]
         likelihood -= len(text) * float(
@@ -130,4 +152,8 @@ def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
     assert drift.log_likelihood == pytest.approx(likelihood)
     assert (drift.num_tokens, drift.log_likelihood_per_token) == (165, drift.log_likelihood / 165)
     alone = batch._replace(input_ids=batch.input_ids[:1], attention_mask=batch.attention_mask[:1])
-    assert drift_of_runs(model, [Run(alone, 0, 1.0, [greedy], None)]).agreement == 1.0 > drift.agreement
+    assert (
+        drift_of_runs(model, [Run(alone, 0, 1.0, [greedy], None)]).agreement
+        == 1.0
+        > drift.agreement
+    )

@@ -11,12 +11,20 @@ from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.bench.results import counted_runs, method_entry, reliability
 from tests.tools.bench.fakes import FakeTimes, empty_batches
 
-PLAIN, OURS, THEIRS = Method("plain", "plain"), Method("ours", "ours"), Method("theirs", "transformers")
+PLAIN, OURS, THEIRS = (
+    Method("plain", "plain"),
+    Method("ours", "ours"),
+    Method("theirs", "transformers"),
+)
 BATCH = empty_batches(1)[0]
 
 
 def test_methods_take_turns_batch_by_batch_and_time():
-    times, steps, state = FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0}), [], torch.get_rng_state()
+    times, steps, state = (
+        FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0}),
+        [],
+        torch.get_rng_state(),
+    )
     options = {"repeats": 2, "seed": 5, "on_step": lambda *step: steps.append(step)}
     measured = measure([PLAIN, OURS, THEIRS], empty_batches(2), times, **options)
     there, back = ["plain", "ours", "theirs"], ["theirs", "ours", "plain"]
@@ -39,12 +47,19 @@ def test_a_text_counts_up_to_and_with_its_end():
 
 
 def test_what_transformers_cannot_do_is_left_out_with_the_reason_and_a_failure_of_ours_is_an_error():
-    seconds, error = {"plain": 1.0, "ours": 1.0, "theirs": 1.0}, ValueError("not for this pair\nand more")
-    measured = measure([PLAIN, OURS, THEIRS], empty_batches(3), FakeTimes(seconds, errors={("theirs", 1): error}))
+    seconds, error = (
+        {"plain": 1.0, "ours": 1.0, "theirs": 1.0},
+        ValueError("not for this pair\nand more"),
+    )
+    measured = measure(
+        [PLAIN, OURS, THEIRS], empty_batches(3), FakeTimes(seconds, errors={("theirs", 1): error})
+    )
     assert measured.left_out == {"theirs": "ValueError: not for this pair"}
     assert {name: len(runs) for name, runs in measured.runs.items()} == {"plain": 3, "ours": 3}
     with pytest.raises(ValueError, match="not for this pair"):
-        measure([PLAIN, OURS, THEIRS], empty_batches(3), FakeTimes(seconds, errors={("ours", 1): error}))
+        measure(
+            [PLAIN, OURS, THEIRS], empty_batches(3), FakeTimes(seconds, errors={("ours", 1): error})
+        )
 
 
 DRAFTS = Method("greedy, K = 4", "ours")
@@ -53,7 +68,10 @@ COPIES = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})  # drafts cos
 
 def test_few_and_scattered_measurements_are_doubted():
     seconds = [1.2, 1.4, 1.2, 1.2, 1.2]
-    runs = [Run(BATCH, at, duration, [[1] * 11], None, first_token_s=1.0) for at, duration in enumerate(seconds)]
+    runs = [
+        Run(BATCH, at, duration, [[1] * 11], None, first_token_s=1.0)
+        for at, duration in enumerate(seconds)
+    ]
     few, scattered = reliability(runs[:2], 2, 2)["reasons"]
     assert "2 prompts, 2 repeats" in few
     assert "20 to 40 ms per token" in scattered
@@ -63,7 +81,11 @@ def test_few_and_scattered_measurements_are_doubted():
 def test_a_speed_up_above_the_bound_is_noise():
     stats, texts = SpeculationStats(num_batch_rounds=10, num_longest=40), [[1] * 40]
     stats.rounds_by_draft_len[4] = 10
-    for method, seconds, bound, is_noise in ((DRAFTS, 0.47, 2, False), (DRAFTS, 0.4, 2, True), (COPIES, 0.4, 4, False)):
+    for method, seconds, bound, is_noise in (
+        (DRAFTS, 0.47, 2, False),
+        (DRAFTS, 0.4, 2, True),
+        (COPIES, 0.4, 4, False),
+    ):
         run = Run(BATCH, 0, seconds, texts, stats)
         entry = method_entry(method, [run], [Run(BATCH, 0, 1.0, texts, None)], None, cost=0.25)
         assert (entry["speedup_bound"], entry["is_noise"]) == (bound, is_noise)
@@ -71,13 +93,21 @@ def test_a_speed_up_above_the_bound_is_noise():
 
 def runs_of(*texts):
     """A call on each batch, by the number of its text."""
-    return [Run(batch, 0, 1.0, [[text]], None) for batch, text in zip(empty_batches(len(texts)), texts, strict=True)]
+    return [
+        Run(batch, 0, 1.0, [[text]], None)
+        for batch, text in zip(empty_batches(len(texts)), texts, strict=True)
+    ]
 
 
 def test_calls_count_where_all_exact_methods_wrote_one_text():
     lossy = Method("lossy", "ours", is_lossy=True)
     methods = [PLAIN, OURS, THEIRS, lossy]
-    runs = {"plain": runs_of(1, 1, 1), "ours": runs_of(1, 2, 1), "theirs": runs_of(1, 1, 3), "lossy": runs_of(9, 9, 9)}
+    runs = {
+        "plain": runs_of(1, 1, 1),
+        "ours": runs_of(1, 2, 1),
+        "theirs": runs_of(1, 1, 3),
+        "lossy": runs_of(9, 9, 9),
+    }
     counted = of_equal_texts(runs, methods)
     assert {name: [run.batch.number for run in of_it] for name, of_it in counted.items()} == {
         name: [0] for name in runs

@@ -8,7 +8,13 @@ import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from tests.cases import KeepsAll, pair
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
-from tests.support.tiny_encoders import START_TOKEN_ID, make_llava, make_t5, picture_prompts, text_draft
+from tests.support.tiny_encoders import (
+    START_TOKEN_ID,
+    make_llava,
+    make_t5,
+    picture_prompts,
+    text_draft,
+)
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 NUM_NEW = 24
@@ -39,19 +45,32 @@ def _read_wrong_states(module, args, kwargs):
 
 
 def test_a_target_that_reads_wrong_states_is_a_bug():
-    model, options = make_model("llama", dtype=torch.bfloat16), {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 4}
+    model, options = (
+        make_model("llama", dtype=torch.bfloat16),
+        {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 4},
+    )
     draft = noisy_copy(model)
     model.register_forward_pre_hook(_read_wrong_states, with_kwargs=True)
-    report = hf_speculate.check_parity(model, draft, ragged_prompts(3), speculation_cache="dynamic", **options)
+    report = hf_speculate.check_parity(
+        model, draft, ragged_prompts(3), speculation_cache="dynamic", **options
+    )
     assert any("in float64 too" in row.reason for row in report.rows)
     assert not report.ok and all(row.verdict != "tie" for row in report.rows)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_target_in_a_peft_wrapper_is_compared_with_its_adapter(enabled):
-    model, inputs, lora = make_model("llama"), ragged_prompts(3), LoraConfig(target_modules=["q_proj"])
+    model, inputs, lora = (
+        make_model("llama"),
+        ragged_prompts(3),
+        LoraConfig(target_modules=["q_proj"]),
+    )
     draft = noisy_copy(model)
-    wrapped = get_peft_model(hf_speculate.enable(model) if enabled else model, lora).eval().to(torch.float64)
+    wrapped = (
+        get_peft_model(hf_speculate.enable(model) if enabled else model, lora)
+        .eval()
+        .to(torch.float64)
+    )
     report = hf_speculate.check_parity(wrapped, draft, inputs, max_new_tokens=NUM_NEW)
     assert report.ok
 
@@ -92,7 +111,9 @@ def test_a_comparison_without_drafts_is_not_ok():
     assert (report.num_drafted, report.ok) == (0, False)
     assert "nothing was drafted" in str(report)
     repeats = torch.tensor([3, 4, 5, 3, 4, 5, 3, 4])
-    assert hf_speculate.check_parity(target, None, repeats, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=4).ok
+    assert hf_speculate.check_parity(
+        target, None, repeats, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=4
+    ).ok
 
 
 def test_strings_are_padded_on_the_left_and_options_reach_both_texts():
@@ -100,7 +121,9 @@ def test_strings_are_padded_on_the_left_and_options_reach_both_texts():
     tokenizer = letters_tokenizer([chr(ord("0") + token) for token in range(64)], pad_token="0")
     tokenizer.padding_side = "right"
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": [5, 9, 12, 33], "repetition_penalty": 1.3}
-    report = hf_speculate.check_parity(target, draft, ["34", "5678", "9:", "5"], tokenizer=tokenizer, **options)
+    report = hf_speculate.check_parity(
+        target, draft, ["34", "5678", "9:", "5"], tokenizer=tokenizer, **options
+    )
     assert [row.verdict for row in report.rows] == ["equal"] * 4
     assert report.num_drafted > 0
     assert tokenizer.padding_side == "right"
@@ -123,7 +146,9 @@ def models_of(case):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("case", ["llama", "t5, prompts shorter than the text", "t5, longer", "llava"])
+@pytest.mark.parametrize(
+    "case", ["llama", "t5, prompts shorter than the text", "t5, longer", "llava"]
+)
 def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(case, dtype):
     target, draft, inputs = models_of(case)
     target.to(dtype)
@@ -132,8 +157,12 @@ def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(case, dtype):
     assert report.ok
     assert dtype != torch.float64 or [row.verdict for row in report.rows] == ["equal"] * num
     assert (target.dtype, hf_speculate.is_enabled(target)) == (dtype, False)
-    report = hf_speculate.check_parity(target, draft, inputs, max_new_tokens=FEW_NEW, verifier="keeps all")
-    plain = target.generate(**inputs, max_new_tokens=FEW_NEW, return_dict_in_generate=True, output_logits=True)
+    report = hf_speculate.check_parity(
+        target, draft, inputs, max_new_tokens=FEW_NEW, verifier="keeps all"
+    )
+    plain = target.generate(
+        **inputs, max_new_tokens=FEW_NEW, return_dict_in_generate=True, output_logits=True
+    )
     bugs = [row for row in report.rows if row.verdict == "bug"]
     assert bugs and not report.ok
     for row in bugs:
@@ -141,7 +170,9 @@ def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(case, dtype):
         assert row.plain_id == plain.sequences[row.index, row.position - FEW_NEW] == logits.argmax()
         top = logits.topk(2).values
         assert row.top_gap == pytest.approx(float(top[0] - top[1]), abs=ROUNDING)
-        assert row.gap == pytest.approx(float(logits.max() - logits[row.speculative_id]), abs=ROUNDING)
+        assert row.gap == pytest.approx(
+            float(logits.max() - logits[row.speculative_id]), abs=ROUNDING
+        )
         assert row.gap > row.bound
 
 
@@ -155,7 +186,9 @@ def test_what_does_not_go_with_a_comparison_is_refused():
         ({"prompts": "words"}, "tokenizer must be the target's"),
     ):
         with pytest.raises(hf_speculate.ConfigError, match=words):
-            hf_speculate.check_parity(target, **{"assistant": target, "prompts": torch.arange(1, 5), **options})
+            hf_speculate.check_parity(
+                target, **{"assistant": target, "prompts": torch.arange(1, 5), **options}
+            )
     target.generation_config.prompt_lookup_num_tokens = 3  # plain decoding would copy too
     with pytest.raises(hf_speculate.ConfigError, match="must be a keyword"):
         hf_speculate.check_parity(target, target, torch.arange(1, 5))

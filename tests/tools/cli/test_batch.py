@@ -14,7 +14,14 @@ from hf_speculate.tools.cli.console import ProgressNotes
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.measuring import progress
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
-from tests.tools.dataset.common import batch_words, ends_of, plain_results, prompts, results_in, write_prompts
+from tests.tools.dataset.common import (
+    batch_words,
+    ends_of,
+    plain_results,
+    prompts,
+    results_in,
+    write_prompts,
+)
 
 TEXTS = prompts(6)
 
@@ -23,14 +30,20 @@ def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(folder, tmp_p
     ids, output = write_prompts(tmp_path / "prompts.jsonl", TEXTS), tmp_path / "out.jsonl"
     assert main(batch_words(folder, output, "--ordered", "-k", "3")) == 0
     expected = plain_results(folder / "target", TEXTS)
-    assert {key: ends_of(line) for key, line in results_in(output).items()} == dict(zip(ids, expected, strict=True))
+    assert {key: ends_of(line) for key, line in results_in(output).items()} == dict(
+        zip(ids, expected, strict=True)
+    )
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"6 rows in {output}; {sum(num for _, num, _ in expected)} tokens in" in " ".join(err.split())
+    assert f"6 rows in {output}; {sum(num for _, num, _ in expected)} tokens in" in " ".join(
+        err.split()
+    )
 
 
 @pytest.mark.parametrize("num_finished", [0, 1])
-def test_an_interrupted_run_names_what_is_there(folder, tmp_path, capsys, monkeypatch, num_finished):
+def test_an_interrupted_run_names_what_is_there(
+    folder, tmp_path, capsys, monkeypatch, num_finished
+):
     write_prompts(tmp_path / "prompts.jsonl", TEXTS)
     output, decode_all = tmp_path / "out.jsonl", RowDecoder.decode_all
 
@@ -41,7 +54,10 @@ def test_an_interrupted_run_names_what_is_there(folder, tmp_path, capsys, monkey
     monkeypatch.setattr(RowDecoder, "decode_all", interrupted)
     assert main(batch_words(folder, output)) == 130
     kept = f"finished rows are in {output}" if num_finished else "no row was finished"
-    assert f"interrupted: {kept}; run the same command to resume" in capsys.readouterr().err.replace("\n", "")
+    assert (
+        f"interrupted: {kept}; run the same command to resume"
+        in capsys.readouterr().err.replace("\n", "")
+    )
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"prompts.jsonl", *(["out.jsonl", "out.jsonl.run"] if num_finished else [])}
 
@@ -51,9 +67,9 @@ def test_a_file_of_the_user_stays_alone(folder, tmp_path, capsys):
     (tmp_path / "README.md").write_text("mine")
     assert main(batch_words(folder, tmp_path / "README.md")) == 2
     assert "the output must be new or written by an earlier run" in capsys.readouterr().err
-    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name != "prompts.jsonl"} == {
-        "README.md": "mine"
-    }
+    assert {
+        path.name: path.read_text() for path in tmp_path.iterdir() if path.name != "prompts.jsonl"
+    } == {"README.md": "mine"}
 
 
 def test_a_store_carries_outputs_from_run_to_run(folder, tmp_path, capsys):
@@ -61,14 +77,19 @@ def test_a_store_carries_outputs_from_run_to_run(folder, tmp_path, capsys):
     store, lines, texts = tmp_path / "store.safetensors", [], []
     for run in range(2):
         output = tmp_path / f"out{run}.jsonl"
-        words = [word for word in batch_words(folder, output, "--store", str(store)) if word != "-d"]
+        words = [
+            word for word in batch_words(folder, output, "--store", str(store)) if word != "-d"
+        ]
         words.remove(str(folder / "draft"))
         assert main([*words, "--set", "num_assistant_tokens_schedule=constant"]) == 0
         lines.append(capsys.readouterr().err)
         texts.append({key: ends_of(line) for key, line in results_in(output).items()})
     assert texts[0] == texts[1]
     assert f"tokens of earlier outputs in {store}" in lines[0].replace("\n", "")
-    lengths = [float(re.search(r"mean acceptance length (\d+\.\d+)", " ".join(text.split()))[1]) for text in lines]
+    lengths = [
+        float(re.search(r"mean acceptance length (\d+\.\d+)", " ".join(text.split()))[1])
+        for text in lines
+    ]
     assert lengths[1] > lengths[0] + 0.5
     store.write_bytes(b"something else")
     assert main(words) == 2
@@ -79,7 +100,9 @@ def test_a_store_carries_outputs_from_run_to_run(folder, tmp_path, capsys):
 
 def test_lines_come_at_most_once_in_a_while():
     log = Console(file=io.StringIO())
-    notes = ProgressNotes(log, "loading", every_s=60, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
+    notes = ProgressNotes(
+        log, "loading", every_s=60, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__
+    )
     for num_done in (1, 2, 3):
         notes.show(num_done, 8, "rows", "10 tokens/s")
     assert log.file.getvalue() == "2/8 rows 10 tokens/s\n"
@@ -88,12 +111,16 @@ def test_lines_come_at_most_once_in_a_while():
 @pytest.mark.parametrize("width", [80, 40])
 def test_the_bar_keeps_count_and_time_left_on_a_narrow_terminal(width):
     screen = io.StringIO()
-    notes = ProgressNotes(Console(file=screen, force_terminal=True, width=width, color_system=None), "loading")
+    notes = ProgressNotes(
+        Console(file=screen, force_terminal=True, width=width, color_system=None), "loading"
+    )
     with notes.bar:
         notes.show(500, 1000, "rows", f"123.4 tokens/s{', and much more' * 9}")
         notes.bar.refresh()
     lines = screen.getvalue().split("\n")
-    bar, line = next((first, second) for first, second in itertools.pairwise(lines) if "500/1000" in first)
+    bar, line = next(
+        (first, second) for first, second in itertools.pairwise(lines) if "500/1000" in first
+    )
     assert "━━━━" in bar and "-:--:--" in bar
     assert "rows 123.4 tokens/s" in line and "…" in line
 
@@ -102,7 +129,9 @@ def test_the_bar_keeps_count_and_time_left_on_a_narrow_terminal(width):
 def test_a_bar_or_lines_show_tokens_per_second_and_acceptance(is_terminal):
     stats, screen = SpeculationStats(), io.StringIO()
     stats.add_row(4, 3, 4)
-    with progress(2, Console(file=screen, force_terminal=is_terminal, width=120, color_system=None)) as on_step:
+    with progress(
+        2, Console(file=screen, force_terminal=is_terminal, width=120, color_system=None)
+    ) as on_step:
         on_step(Method("plain, greedy", "plain"), None)
         on_step(Method("greedy, K = 4", "ours"), Run(0, 0, 1.0, [[1] * 30], stats))
     shown = screen.getvalue()

@@ -16,7 +16,11 @@ from tests.support.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.dataset.common import save_pair
 
 QUESTIONS = [
-    {"question_id": 81 + index, "category": "code" if index % 2 else "text", "turns": [text, "and then?"]}
+    {
+        "question_id": 81 + index,
+        "category": "code" if index % 2 else "text",
+        "turns": [text, "and then?"],
+    }
     for index, text in enumerate(["def main", "class Stack", "x = ", "import"])
 ]
 NUM_NEW = 8
@@ -37,29 +41,68 @@ def questions(tmp_path):
 
 def run(pair, prompts, *extra):
     out = prompts.parent / "out.json"
-    status = main(["bench", pair[0], str(prompts), "-d", pair[1], *LENGTH, "-k", "3", *extra, "--output", str(out)])
+    status = main(
+        [
+            "bench",
+            pair[0],
+            str(prompts),
+            "-d",
+            pair[1],
+            *LENGTH,
+            "-k",
+            "3",
+            *extra,
+            "--output",
+            str(out),
+        ]
+    )
     return status, json.loads(out.read_text())
 
 
-def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(pair, questions, capsys):
+def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(
+    pair, questions, capsys
+):
     page = questions.with_name("report.html")
-    status, result = run(pair, questions, "-k", "3,adaptive", "--thresholds", "0.05,0.2", "--html", str(page))
+    status, result = run(
+        pair, questions, "-k", "3,adaptive", "--thresholds", "0.05,0.2", "--html", str(page)
+    )
     assert status == 0
     names = [method["name"] for method in result["methods"]]
-    ours = [f"{verifier}, {length}" for verifier in ("greedy", "typical") for length in ("K = 3", "adaptive")]
+    ours = [
+        f"{verifier}, {length}"
+        for verifier in ("greedy", "typical")
+        for length in ("K = 3", "adaptive")
+    ]
     assert names == ["plain, greedy", "transformers, defaults", "transformers, K = 3", *ours]
-    assert [method["checked"] for method in result["methods"]] == [None, *["4 of 4 rows equal"] * 4, None, None]
+    assert [method["checked"] for method in result["methods"]] == [
+        None,
+        *["4 of 4 rows equal"] * 4,
+        None,
+        None,
+    ]
     assert [method["is_lossy"] for method in result["methods"]] == [False] * 5 + [True] * 2
     ours = result["methods"][3]
-    assert (ours["verifier"], ours["num_assistant_tokens"], ours["num_tokens"]) == ("greedy", 3, 4 * NUM_NEW)
+    assert (ours["verifier"], ours["num_assistant_tokens"], ours["num_tokens"]) == (
+        "greedy",
+        3,
+        4 * NUM_NEW,
+    )
     assert 1 < ours["mean_acceptance_length"] <= 4
     assert 1 < len(ours["draft_lens"]) < sum(ours["rounds_by_draft_len"].values())  # of one call
-    categories = {(entry["category"], entry["method"]): entry["num_prompts"] for entry in result["categories"]}
-    assert categories == {(category, name): 2 for category in ("code", "text") for name in names[1:]}
+    categories = {
+        (entry["category"], entry["method"]): entry["num_prompts"] for entry in result["categories"]
+    }
+    assert categories == {
+        (category, name): 2 for category in ("code", "text") for name in names[1:]
+    }
     assert [entry["posterior_threshold"] for entry in result["drift"]] == [None, None, 0.05, 0.2]
     assert result["drift"][0]["agreement_with_greedy"] == 1.0
     settings, conditions = result["settings"], result["environment"]
-    assert (settings["num_prompts"], settings["left_out"], settings["command"][:19]) == (4, {}, "hf-speculate bench ")
+    assert (settings["num_prompts"], settings["left_out"], settings["command"][:19]) == (
+        4,
+        {},
+        "hf-speculate bench ",
+    )
     assert (conditions["target"], conditions["draft"], conditions["dtype"]) == (*pair, "float64")
     out, err = capsys.readouterr()
     assert all(name in page.read_text() and name in out for name in names)
@@ -91,11 +134,13 @@ def test_prompt_lookup_needs_no_draft_and_sampling_is_not_compared(pair, questio
 
 
 def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
-    left, generate = iter(range(6)), GenerationMixin.generate  # three warm-ups, and a batch of each of three methods
+    # three warm-ups, and a batch of each of three methods
+    left, generate = iter(range(6)), GenerationMixin.generate
 
     @functools.wraps(generate)
     def interrupted(model, **arguments):
-        if model.name_or_path == pair[0] and next(left, None) is None:  # transformers calls the draft's, too
+        # transformers calls the draft's, too
+        if model.name_or_path == pair[0] and next(left, None) is None:
             raise KeyboardInterrupt
         return generate(model, **arguments)
 
@@ -103,7 +148,9 @@ def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkey
     status, result = run(pair, questions, "-k", "adaptive", "-v", "greedy", "--json")
     assert (status, result["is_interrupted"]) == (130, True)
     names = ["plain, greedy", "transformers, defaults", "greedy, adaptive"]
-    assert [(entry["name"], entry["num_tokens"]) for entry in result["methods"]] == [(name, NUM_NEW) for name in names]
+    assert [(entry["name"], entry["num_tokens"]) for entry in result["methods"]] == [
+        (name, NUM_NEW) for name in names
+    ]
     out, err = capsys.readouterr()
     assert json.loads(out) == result
     assert "not reliable; use more prompts or repeats" in err
@@ -111,41 +158,70 @@ def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkey
 
 def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
     tokenizer, second = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
-    make_model("llama", vocab_size=len(tokenizer), seed=1, num_hidden_layers=1, hidden_size=8).save_pretrained(second)
+    make_model(
+        "llama", vocab_size=len(tokenizer), seed=1, num_hidden_layers=1, hidden_size=8
+    ).save_pretrained(second)
     tokenizer.save_pretrained(second)
     status, result = run((pair[0], str(second)), questions, "-v", "greedy", "--num-prompts", "2")
     assert (status, result["methods"][-1]["checked"]) == (0, "2 of 2 rows equal")
 
 
-def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_path, registry, capsys):
+def test_no_figure_is_shown_of_a_method_that_writes_another_text(
+    questions, tmp_path, registry, capsys
+):
     hf_speculate.register_verifier("keeps all", lambda config: KeepsAll(), lossless=True)
     status, result = run(save_pair(tmp_path, noise=0.5), questions, "-v", "greedy,keeps all")
     assert status == 1
-    assert "its output differs from plain decoding's" in result["settings"]["left_out"]["keeps all, K = 3"]
+    assert (
+        "its output differs from plain decoding's"
+        in result["settings"]["left_out"]["keeps all, K = 3"]
+    )
     assert "keeps all" not in capsys.readouterr().out
 
 
-def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
+def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(
+    questions, tmp_path, monkeypatch, capsys
+):
     generate, now = GenerationMixin.generate, [0.0]
     default = SpeculationConfig().posterior_threshold
-    seconds = {(default, 2): 1.5, (default, 3): 1.5}  # of a call by threshold and K; models decode all the same
+    # of a call by threshold and K; models decode all the same
+    seconds = {(default, 2): 1.5, (default, 3): 1.5}
 
     @functools.wraps(generate)
     def timed(model, **arguments):
-        request = getattr(arguments.get("custom_generate"), "request", None)  # none in plain decoding
+        # none in plain decoding
+        request = getattr(arguments.get("custom_generate"), "request", None)
         config = request and request.config
-        now[0] += seconds.get(config and (config.posterior_threshold, config.num_assistant_tokens), 1.0)
+        now[0] += seconds.get(
+            config and (config.posterior_threshold, config.num_assistant_tokens), 1.0
+        )
         return generate(model, **arguments)
 
     monkeypatch.setattr(GenerationMixin, "generate", timed)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     target, draft = save_pair(tmp_path / "pair")
     path, out = Path(target) / "generation_config.json", tmp_path / "out.json"
-    words = ["tune", target, str(questions), "-d", draft, *LENGTH, "-k", "2,3", "--write", target, "-o", str(out)]
+    words = [
+        "tune",
+        target,
+        str(questions),
+        "-d",
+        draft,
+        *LENGTH,
+        "-k",
+        "2,3",
+        "--write",
+        target,
+        "-o",
+        str(out),
+    ]
     before = path.read_text()
     assert main(words) == 1
     assert path.read_text() == before
-    assert "do not speculate: plain decoding is as fast as any method; nothing is written" in capsys.readouterr().out
+    assert (
+        "do not speculate: plain decoding is as fast as any method; nothing is written"
+        in capsys.readouterr().out
+    )
     seconds[default, 3] = 0.5
     assert main(words) == 0
     shown, err = capsys.readouterr()
@@ -157,4 +233,8 @@ def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp
     seconds[0.2, 2] = 0.2
     assert main([*words, "--thresholds", "0.01,0.2", "--quality", "agreement=0.01,drop=50"]) == 0
     saved = json.loads(path.read_text())
-    assert (saved["verifier"], saved["posterior_threshold"], saved["num_assistant_tokens"]) == ("typical", 0.2, 2)
+    assert (saved["verifier"], saved["posterior_threshold"], saved["num_assistant_tokens"]) == (
+        "typical",
+        0.2,
+        2,
+    )

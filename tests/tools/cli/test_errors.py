@@ -22,7 +22,9 @@ LACKS = f"\nFlash needs flash_attn, not found. It can be {'a long story, ' * 30}
 def folder(folder, tmp_path_factory) -> Path:
     """A pair in `target` and `draft`, copies of the target each of which lacks something, and files of prompts."""
     folder = Path(shutil.copytree(folder, tmp_path_factory.mktemp("models"), dirs_exist_ok=True))
-    shutil.copytree(folder / "target", folder / "no-tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(
+        folder / "target", folder / "no-tokenizer", ignore=shutil.ignore_patterns("tokenizer*")
+    )
     shutil.copytree(folder / "target", folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -30,7 +32,10 @@ def folder(folder, tmp_path_factory) -> Path:
     (folder / "prompts.txt").write_text("def main():\n")
     for name, target in (("head", None), ("lost-head", "no/such")):
         (folder / name).mkdir()
-        config = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": target}}}
+        config = {
+            "speculators_model_type": "eagle3",
+            "speculators_config": {"verifier": {"name_or_path": target}},
+        }
         (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "prompts.jsonl").write_text('"def main():"\n')
     (folder / "bad.jsonl").write_text('"good"\n{"id": 1}\n')
@@ -61,15 +66,33 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
     ("words", "message"),
     [
         # before a model is loaded
-        (["generate", "nosuch", "-f", "nosuch.jsonl"], "the file of prompts must exist, got nosuch.jsonl"),
-        (["batch", "nosuch", "{folder}/prompts.jsonl", "-o", "{out}/no/x.jsonl"], "x.jsonl must exist, got none"),
-        (["bench", "nosuch", "{folder}/prompts.txt", "-d", "no", "--html", "{out}"], " is a directory"),
-        (["bench", "nosuch", "{folder}/latin.txt", "-d", "no"], "prompts must be UTF-8, got other bytes in "),
+        (
+            ["generate", "nosuch", "-f", "nosuch.jsonl"],
+            "the file of prompts must exist, got nosuch.jsonl",
+        ),
+        (
+            ["batch", "nosuch", "{folder}/prompts.jsonl", "-o", "{out}/no/x.jsonl"],
+            "x.jsonl must exist, got none",
+        ),
+        (
+            ["bench", "nosuch", "{folder}/prompts.txt", "-d", "no", "--html", "{out}"],
+            " is a directory",
+        ),
+        (
+            ["bench", "nosuch", "{folder}/latin.txt", "-d", "no"],
+            "prompts must be UTF-8, got other bytes in ",
+        ),
         (["batch", "nosuch", "{folder}/bad.jsonl", "-o", "{out}/x.jsonl"], "at bad.jsonl:2"),
-        ([*BATCH[:3], "-o", "{folder}/prompts.jsonl"], "the output must not be the file of prompts"),
+        (
+            [*BATCH[:3], "-o", "{folder}/prompts.jsonl"],
+            "the output must not be the file of prompts",
+        ),
         (["serve", "nosuch", "-k", "129"], "num_assistant_tokens"),
         (["serve", "nosuch", "--port", "0"], "a causal language model must be in a folder"),
-        (["serve", "nosuch", "--host", "203.0.113.1"], "--host and --port must be free on this machine"),
+        (
+            ["serve", "nosuch", "--host", "203.0.113.1"],
+            "--host and --port must be free on this machine",
+        ),
         # a draft head as the target
         (["serve", "{folder}/head", "--port", "0"], "TARGET must be a model, got the draft head "),
         (
@@ -80,11 +103,20 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
             ["bench", "{folder}/lost-head", "{folder}/prompts.txt"],
             "/lost-head names must be in a folder, or on the Hub",
         ),
-        ([*GENERATE[:1], "{folder}/lost-head", *GENERATE[2:]], "/lost-head, which needs no --draft; pass"),
+        (
+            [*GENERATE[:1], "{folder}/lost-head", *GENERATE[2:]],
+            "/lost-head, which needs no --draft; pass",
+        ),
         # of options
-        ([*GENERATE, "--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave it out"),
+        (
+            [*GENERATE, "--sample", "-t", "0"],
+            "--temperature must be above 0 and finite, got 0.0; leave it out",
+        ),
         ([*BENCH, "--top-k", "5"], "--top-k must come with --sample"),
-        ([*TUNE, "--set", "top_k=5"], "--set must leave out what has an option, got top_k; use --top-k"),
+        (
+            [*TUNE, "--set", "top_k=5"],
+            "--set must leave out what has an option, got top_k; use --top-k",
+        ),
         (
             [*GENERATE, "--device", "foo"],
             "a device of this machine, got 'foo' (torch knows no such device); leave it out",
@@ -94,13 +126,22 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
             "choose another --attn-implementation, or leave it out",
         ),
         ([*BENCH, "--device", "meta"], "of this machine, got 'meta' (Tensor.item()"),
-        ([*GENERATE, "--file", "{folder}/prompts.txt"], "there must be one prompt or --file, got both"),
-        ([*GENERATE, "--set", "speculation_stats=1"], "--set must be name=value with a plain field"),
+        (
+            [*GENERATE, "--file", "{folder}/prompts.txt"],
+            "there must be one prompt or --file, got both",
+        ),
+        (
+            [*GENERATE, "--set", "speculation_stats=1"],
+            "--set must be name=value with a plain field",
+        ),
         (
             [*GENERATE, "--set", "num_beams=4"],
             "num_beams must be 1, got 4; beam search cannot be decoded speculatively",
         ),
-        ([*BENCH, "--set", "eos_token_id=abc"], "eos_token_id must be a token id or a list of them, got 'abc'"),
+        (
+            [*BENCH, "--set", "eos_token_id=abc"],
+            "eos_token_id must be a token id or a list of them, got 'abc'",
+        ),
         ([*TUNE, "--set", "sequence_bias=[[3, 1]]"], "sequence_bias must be a list of pairs"),
         ([*BATCH, "--set", "max_length=x"], "max_length must be an int of at least 0, got 'x'"),
         (
@@ -108,17 +149,35 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
             "--set must name values that transformers takes, got early_stopping: ",
         ),
         ([*GENERATE, "--chat"], "the tokenizer must have a chat template"),
-        ([*BATCH, "--ray-address", "1"], "--ray-address must come with --engine ray, got --engine local"),
+        (
+            [*BATCH, "--ray-address", "1"],
+            "--ray-address must come with --engine ray, got --engine local",
+        ),
         ([*BENCH, "-v", "greedy", "--sample"], "verifier must be a sampling one"),
-        ([*BENCH, "--set", "verifier=block"], "leave out the fields in which methods differ, got verifier"),
+        (
+            [*BENCH, "--set", "verifier=block"],
+            "leave out the fields in which methods differ, got verifier",
+        ),
         ([*TUNE, "--write", "{out}"], "the folder of --write must hold a generation_config.json"),
-        ([*TUNE, "-v", "typical"], "--verifiers must name one that --quality exact allows, got typical"),
+        (
+            [*TUNE, "-v", "typical"],
+            "--verifiers must name one that --quality exact allows, got typical",
+        ),
         # words that are no command
         (["chek"], "No such command 'chek'"),
-        ([*GENERATE, "--assistant-model", "x"], "No such option: --assistant-model; did you mean --draft?"),
-        ([*GENERATE, "--assistant_model=x"], "No such option: --assistant_model; did you mean --draft?"),
+        (
+            [*GENERATE, "--assistant-model", "x"],
+            "No such option: --assistant-model; did you mean --draft?",
+        ),
+        (
+            [*GENERATE, "--assistant_model=x"],
+            "No such option: --assistant_model; did you mean --draft?",
+        ),
         ([*BENCH, "--prompt-lookup-num-tokens", "4"], "did you mean --lookup?"),
-        (["serve", "nosuch", "--batch-size", "4"], "No such option: --batch-size; did you mean --rows?"),
+        (
+            ["serve", "nosuch", "--batch-size", "4"],
+            "No such option: --batch-size; did you mean --rows?",
+        ),
         ([*GENERATE, "--min-p", "0.1"], "No such option: --min-p; did you mean --set min_p=VALUE?"),
         ([*GENERATE, "--top_k", "4"], "No such option: --top_k; did you mean --top-k?"),
         ([*GENERATE, "--max-new-token", "4"], "did you mean --max-new-tokens?"),
@@ -126,9 +185,15 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         ([*GENERATE, "--set", "min_pp=0.1"], "got 'min_pp=0.1'; did you mean min_p?"),
         ([*BATCH, "--engine", "spark"], "'spark' is not one of 'local', 'ray'"),
         # models that cannot be read
-        (["generate", "{folder}/no-tokenizer", "x", *CPU], "a tokenizer must be in a folder, or on the Hub"),
+        (
+            ["generate", "{folder}/no-tokenizer", "x", *CPU],
+            "a tokenizer must be in a folder, or on the Hub",
+        ),
         ([*GENERATE, "-d", "{folder}/cut"], "/cut' (SafetensorError: "),
-        ([*GENERATE, "-d", "{folder}/none"], "a causal language model must be in a folder, or on the Hub"),
+        (
+            [*GENERATE, "-d", "{folder}/none"],
+            "a causal language model must be in a folder, or on the Hub",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_is_one_line(words, message, refused):
@@ -140,20 +205,41 @@ def test_every_invalid_line_is_named(folder, tmp_path, capsys):
     for values, named in (
         (lines, [":1; write", ":3; write", ":4; leave", ":2 and at p.jsonl:5; give"]),
         (["{"] * 30, [*(f":{number};" for number in range(1, 21)), "and 10 further errors"]),
-        (['{"prompt": "a", "temperature": 0.7, "top_p": 0.9}', '{"prompt": "b", "min_p": 0.1}'], [":1", ":1", ":2"]),
+        (
+            ['{"prompt": "a", "temperature": 0.7, "top_p": 0.9}', '{"prompt": "b", "min_p": 0.1}'],
+            [":1", ":1", ":2"],
+        ),
     ):
         (tmp_path / "p.jsonl").write_text("\n".join(values))
-        assert main(["batch", "nosuch", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
+        assert (
+            main(["batch", "nosuch", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "out.jsonl")])
+            == 2
+        )
         shown = capsys.readouterr().err.splitlines()
         assert len(shown) == len(named)
-        assert all(part in line and line.startswith("hf-speculate: ") for part, line in zip(named, shown, strict=True))
-    assert "temperature of a prompt must come with sampling, got 0.7 with greedy decoding at p.jsonl:1" in shown[0]
+        assert all(
+            part in line and line.startswith("hf-speculate: ")
+            for part, line in zip(named, shown, strict=True)
+        )
+    assert (
+        "temperature of a prompt must come with sampling, got 0.7 with greedy decoding at p.jsonl:1"
+        in shown[0]
+    )
     assert shown[0].endswith("; add --sample, or leave temperature out")
     (tmp_path / "p.jsonl").write_text('""\n"good"\n""\n')
-    words = ["batch", str(folder / "target"), str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "out.jsonl"), *CPU]
+    words = [
+        "batch",
+        str(folder / "target"),
+        str(tmp_path / "p.jsonl"),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+        *CPU,
+    ]
     assert main(words) == 2
     shown = capsys.readouterr().err.splitlines()
-    assert [line.rpartition("none at ")[2] for line in shown] == [f"p.jsonl:{num}; leave the row out" for num in (1, 3)]
+    assert [line.rpartition("none at ")[2] for line in shown] == [
+        f"p.jsonl:{num}; leave the row out" for num in (1, 3)
+    ]
 
 
 def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path, capsys):
@@ -167,18 +253,29 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path,
 
 def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
-    assert 'uvicorn must be installed for this, got none; run pip install "hf-speculate[serve]", or pip install' in (
-        refused(["serve", "nosuch"])
+    assert (
+        'uvicorn must be installed for this, got none; run pip install "hf-speculate[serve]", or '
+        "pip install" in (refused(["serve", "nosuch"]))
     )
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "accelerate", None)
-        assert "accelerate must be installed for this" in refused(["generate", "nosuch", "x", "--device", "map"])
+        assert "accelerate must be installed for this" in refused(
+            ["generate", "nosuch", "x", "--device", "map"]
+        )
         patch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=ImportError(LACKS)))
         line = refused([*GENERATE, "--attn-implementation", "flash"])
-    assert "/target needs must be installed, got an error: Flash needs flash_attn, not found. It can be " in line
-    assert "Run `pip install flash-attn`; choose another --attn-implementation, or leave it out" in line
+    assert (
+        "/target needs must be installed, got an error: Flash needs flash_attn, not found. It can "
+        "be " in line
+    )
+    assert (
+        "Run `pip install flash-attn`; choose another --attn-implementation, or leave it out"
+        in line
+    )
     state = Mock(process_index=0, num_processes=2)
-    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(PartialState=lambda **options: state))
+    monkeypatch.setitem(
+        sys.modules, "accelerate", SimpleNamespace(PartialState=lambda **options: state)
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--engine ray must be started once, got 2 ranks" in refused([*BATCH, "--engine", "ray"])
 
@@ -223,6 +320,8 @@ def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):
 
 
 def test_ctrl_c_outside_of_decoding_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(read=Mock(side_effect=KeyboardInterrupt), isatty=lambda: False))
+    monkeypatch.setattr(
+        "sys.stdin", SimpleNamespace(read=Mock(side_effect=KeyboardInterrupt), isatty=lambda: False)
+    )
     assert main(["generate", "nosuch", "-"]) == 130
     assert capsys.readouterr() == ("", "hf-speculate: interrupted\n")

@@ -31,7 +31,10 @@ COMMON = ["-n", str(NUM_TOKENS), "--dtype", "float64", "--device", "cpu"]
 @pytest.fixture(scope="module")
 def plain_texts() -> list[str]:
     plain = pipeline("text-generation", TARGET, dtype=torch.float64, return_full_text=False)
-    return [output["generated_text"] for (output,) in plain(PROMPTS, max_new_tokens=NUM_TOKENS, do_sample=False)]
+    return [
+        output["generated_text"]
+        for (output,) in plain(PROMPTS, max_new_tokens=NUM_TOKENS, do_sample=False)
+    ]
 
 
 def test_the_text_is_that_of_plain_decoding_and_the_remarks_stand_apart(plain_texts, capsys):
@@ -45,16 +48,30 @@ def test_the_text_is_that_of_plain_decoding_and_the_remarks_stand_apart(plain_te
 
 def test_stop_strings_of_a_saved_config_end_the_text(plain_texts, tmp_path, capsys):
     shutil.copytree(TARGET, tmp_path / "target")
-    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"stop_strings": ["event"]}))
+    (tmp_path / "target" / "generation_config.json").write_text(
+        json.dumps({"stop_strings": ["event"]})
+    )
     assert main(["generate", str(tmp_path / "target"), PROMPTS[0], "-d", DRAFT, *COMMON]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == plain_texts[0].partition("event")[0] + "event" != plain_texts[0]
+    assert (
+        capsys.readouterr().out.rstrip("\n")
+        == plain_texts[0].partition("event")[0] + "event"
+        != plain_texts[0]
+    )
 
 
 def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkeypatch, capsys):
-    tokenizer, texts, generate = byte_level_tokenizer([], bos_token="<begin>"), [], GenerationMixin.generate
+    tokenizer, texts, generate = (
+        byte_level_tokenizer([], bos_token="<begin>"),
+        [],
+        GenerationMixin.generate,
+    )
     begin = [("<begin>", tokenizer.bos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=begin)
-    tokenizer.chat_template = "<begin>{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<begin> $A", special_tokens=begin
+    )
+    tokenizer.chat_template = (
+        "<begin>{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    )
     make_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
@@ -74,14 +91,34 @@ def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkey
 
 
 def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
-    output, lines = tmp_path / "out.json", [{"prompt": prompt, "id": prompt[:3]} for prompt in PROMPTS]
-    words = ["generate", TARGET, "-d", DRAFT, "-k", "adaptive:3", "--json", "--output", str(output), *COMMON]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(map(json.dumps, lines)).encode())))
+    output, lines = (
+        tmp_path / "out.json",
+        [{"prompt": prompt, "id": prompt[:3]} for prompt in PROMPTS],
+    )
+    words = [
+        "generate",
+        TARGET,
+        "-d",
+        DRAFT,
+        "-k",
+        "adaptive:3",
+        "--json",
+        "--output",
+        str(output),
+        *COMMON,
+    ]
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(map(json.dumps, lines)).encode()))
+    )
     assert main([*words, "--file", "-"]) == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(result["id"], result["text"]) for result in results] == list(zip(["def", "cla"], plain_texts, strict=True))
+    assert [(result["id"], result["text"]) for result in results] == list(
+        zip(["def", "cla"], plain_texts, strict=True)
+    )
     assert json.loads(output.read_text()) == {"results": results}
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"\ufeff{PROMPTS[0]}".encode()), encoding="utf-8"))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(f"\ufeff{PROMPTS[0]}".encode()), encoding="utf-8")
+    )
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["text"] == plain_texts[0]
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
@@ -96,7 +133,10 @@ def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
     settings["prompt_lookup_num_tokens"] = settings.pop("lookup")
     schedule = {"num_assistant_tokens": 9, "num_assistant_tokens_schedule": "adaptive"}
     assert (
-        arguments == {"max_new_tokens": 256, "do_sample": True, "min_p": 0.1, "verifier": "block"} | settings | schedule
+        arguments
+        == {"max_new_tokens": 256, "do_sample": True, "min_p": 0.1, "verifier": "block"}
+        | settings
+        | schedule
     )
 
 
@@ -116,7 +156,10 @@ def test_named_target_of_a_head_is_loaded(plain_texts, monkeypatch, capsys):
     assert main(["generate", HEAD, PROMPTS[0], "-k", "3", *COMMON]) == 0
     out, err = capsys.readouterr()
     assert out.strip() == plain_texts[0].strip()
-    assert "accepted" in err and f"{HEAD} is a draft head for examples/pair/target, which is loaded" in err
+    assert (
+        "accepted" in err
+        and f"{HEAD} is a draft head for examples/pair/target, which is loaded" in err
+    )
     assert main(["check", HEAD]) == 0
     assert "warning: eagle3 as a draft head for examples/pair/target" in capsys.readouterr().out
 
@@ -182,10 +225,16 @@ def test_a_head_is_timed_without_transformers_own_methods(tmp_path, monkeypatch)
     words = ["bench", HEAD, str(prompts), "-k", "2", "-v", "greedy", "--thresholds", "", *COMMON]
     assert main([*words, "--output", str(result)]) == 0
     results = json.loads(result.read_text())
-    assert [results["environment"][name] for name in ("target", "draft")] == ["examples/pair/target", HEAD]
+    assert [results["environment"][name] for name in ("target", "draft")] == [
+        "examples/pair/target",
+        HEAD,
+    ]
     assert [method["name"] for method in results["methods"]] == ["plain, greedy", "greedy, K = 2"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1}))
-    assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))  # MTP layers of the target itself
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1})
+    )
+    # MTP layers of the target itself
+    assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))
 
 
 def test_check_says_whether_a_head_fits(tmp_path, capsys):
@@ -207,7 +256,9 @@ def save_chat_model(folder: Path) -> None:
     """A tiny model with the context of 64 tokens, whose tokens are bytes, and whose template writes messages in []."""
     tokenizer = byte_level_tokenizer([])
     tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
-    make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder)
+    make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -230,7 +281,8 @@ def chat(folder, typed: bytes, monkeypatch, num_new: int = 8) -> list[int]:
 
 def test_chat_goes_on_after_an_error_of_a_turn(tmp_path, monkeypatch, capsys):
     save_chat_model(tmp_path)
-    assert chat(tmp_path, b"fail\nok\n", monkeypatch) == [len("[fail]") + 8, len("[ok]") + 8]  # without the first turn
+    # without the first turn
+    assert chat(tmp_path, b"fail\nok\n", monkeypatch) == [len("[fail]") + 8, len("[ok]") + 8]
     assert "RuntimeError: out of order; the turn is left out, /clear" in capsys.readouterr().err
 
 
@@ -240,7 +292,10 @@ def test_chat_points_to_clear_once_the_context_is_full(tmp_path, monkeypatch, ca
     lens = chat(tmp_path, b"\n".join(lines), monkeypatch, num_new=20)
     err = capsys.readouterr().err
     assert lens == [64, len("[d]") + 20]
-    assert "fewer tokens than the model's context of 64, got 64; the turn is left out, /clear starts over" in err
+    assert (
+        "fewer tokens than the model's context of 64, got 64; the turn is left out, /clear starts "
+        "over" in err
+    )
     assert err.count("fewer tokens than") == 2
     assert "context of 64 tokens is full; /clear starts over" in err
 
@@ -257,7 +312,23 @@ def test_chat_sends_no_command_to_the_model(tmp_path, monkeypatch, capsys):
 def test_settings_of_lines_count_for_their_prompt(tmp_path, capsys):
     lines = [{"prompt": PROMPTS[0], "max_new_tokens": 3}, {"prompt": PROMPTS[0]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert main(["generate", TARGET, "-f", str(tmp_path / "p.jsonl"), "--json", *COMMON, "-k", "0", "-d", DRAFT]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                TARGET,
+                "-f",
+                str(tmp_path / "p.jsonl"),
+                "--json",
+                *COMMON,
+                "-k",
+                "0",
+                "-d",
+                DRAFT,
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert [json.loads(line)["num_tokens"] for line in out.splitlines()] == [3, NUM_TOKENS]
     assert "nothing was drafted" in err

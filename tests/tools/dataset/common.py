@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from tests.support.tiny import cheaper_copy, make_model
 from tests.support.tiny_tokenizers import letters_tokenizer
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
+# one for each of the 64 ids
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 PAD, EOS = "a", ","
 NUM_NEW = 12
 
@@ -19,7 +20,9 @@ NUM_NEW = 12
 def save_pair(folder: Path, noise: float = 0.05) -> tuple[str, str]:
     """A float64 target and its draft, whose texts often end by an EOS id; returns their folders."""
     target = make_model("llama")
-    target.generation_config = GenerationConfig(eos_token_id=LETTERS.index(EOS), pad_token_id=0, do_sample=False)
+    target.generation_config = GenerationConfig(
+        eos_token_id=LETTERS.index(EOS), pad_token_id=0, do_sample=False
+    )
     tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS)
     for name, model in (("target", target), ("draft", cheaper_copy(target, noise))):
         model.save_pretrained(folder / name)
@@ -43,8 +46,25 @@ def write_prompts(path: Path, texts: list[str]) -> list[str]:
 
 def batch_words(folder: Path, output: Path, *more: str) -> list[str]:
     """A command that decodes `prompts.jsonl` beside the output with the pair of a folder."""
-    words = ["batch", str(folder / "target"), str(output.parent / "prompts.jsonl"), "-o", str(output)]
-    return [*words, "-d", str(folder / "draft"), "-n", str(NUM_NEW), "-b", "4", "--device", "cpu", *more]
+    words = [
+        "batch",
+        str(folder / "target"),
+        str(output.parent / "prompts.jsonl"),
+        "-o",
+        str(output),
+    ]
+    return [
+        *words,
+        "-d",
+        str(folder / "draft"),
+        "-n",
+        str(NUM_NEW),
+        "-b",
+        "4",
+        "--device",
+        "cpu",
+        *more,
+    ]
 
 
 def results_in(path: Path) -> dict[str, dict[str, Any]]:
@@ -79,7 +99,9 @@ def plain_results(target: PreTrainedModel | Path, texts: list[str]) -> list[tupl
     eos, results = LETTERS.index(EOS), []
     for text in texts:
         ids = torch.tensor([[LETTERS.index(letter) for letter in text]])
-        new = target.generate(ids, max_new_tokens=NUM_NEW, eos_token_id=eos, pad_token_id=0)[0, ids.shape[1] :]
+        new = target.generate(ids, max_new_tokens=NUM_NEW, eos_token_id=eos, pad_token_id=0)[
+            0, ids.shape[1] :
+        ]
         shown = "".join(LETTERS[token_id] for token_id in new.tolist() if token_id not in (0, eos))
         results.append((shown, len(new), "stop" if int(new[-1]) == eos else "length"))
     return results

@@ -42,19 +42,28 @@ def plain():
 def decode(tmp_path, texts=TEXTS, family="llama", chat_template=None, **options):
     """One call with the tiny pair; returns its report and the output."""
     target, draft = pair(family)
-    tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS, chat_template=chat_template)
+    tokenizer = letters_tokenizer(
+        LETTERS, pad_token=PAD, eos_token=EOS, chat_template=chat_template
+    )
     tmp_path.mkdir(exist_ok=True)
-    options = COMMON | {"batch_size": 4, "assistant_model": draft, "num_assistant_tokens": 3} | options
-    report = hf_speculate.decode_dataset(target, tokenizer, texts, tmp_path / "out.jsonl", **options)
+    options = (
+        COMMON | {"batch_size": 4, "assistant_model": draft, "num_assistant_tokens": 3} | options
+    )
+    report = hf_speculate.decode_dataset(
+        target, tokenizer, texts, tmp_path / "out.jsonl", **options
+    )
     return report, tmp_path / "out.jsonl"
 
 
 NO_DRAFT = {"assistant_model": None, "num_assistant_tokens": None}
 
 
-@pytest.mark.parametrize("options", [{}, {"pad_token_id": -1, "static_batches": True}])  # as LLaMA's first configs
+# as LLaMA's first configs
+@pytest.mark.parametrize("options", [{}, {"pad_token_id": -1, "static_batches": True}])
 def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tmp_path):
-    report, output = decode(tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS], **options)
+    report, output = decode(
+        tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS], **options
+    )
     results = results_in(output)
     assert [ends_of(results[key]) for key in range(1, 12)] == plain
     assert {reason for *_, reason in plain} == {"stop", "length"}
@@ -69,8 +78,13 @@ def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tm
 def test_a_target_in_a_peft_wrapper_decodes_with_its_adapter(options, plain, tmp_path):
     target, draft = pair("llama")
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    wrapped = hf_speculate.enable(get_peft_model(copy.deepcopy(target), lora).eval().to(torch.float64))
-    tokenizer, output = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS), tmp_path / "out.jsonl"
+    wrapped = hf_speculate.enable(
+        get_peft_model(copy.deepcopy(target), lora).eval().to(torch.float64)
+    )
+    tokenizer, output = (
+        letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS),
+        tmp_path / "out.jsonl",
+    )
     options |= {**COMMON, "batch_size": 4, "assistant_model": draft, "num_assistant_tokens": 3}
     report = hf_speculate.decode_dataset(wrapped, tokenizer, TEXTS, output, **options)
     results = results_in(output)
@@ -97,19 +111,41 @@ class EndsAtPair(StoppingCriteria):
         (hf_speculate.register_row_wise(type("RowWiseEnd", (EndsAtPair,), {})), None, {}),
     ],
 )
-def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(stop, eos, options, plain, tmp_path):
+def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(
+    stop, eos, options, plain, tmp_path
+):
     """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
-    long = [(prompt, text) for prompt, (text, *_) in zip(TEXTS, plain, strict=True) if len(text) == NUM_NEW][:4]
-    texts, strings = [prompt for prompt, _ in long], [text[1 + 2 * place :][:2] for place, (_, text) in enumerate(long)]
+    long = [
+        (prompt, text)
+        for prompt, (text, *_) in zip(TEXTS, plain, strict=True)
+        if len(text) == NUM_NEW
+    ][:4]
+    texts, strings = (
+        [prompt for prompt, _ in long],
+        [text[1 + 2 * place :][:2] for place, (_, text) in enumerate(long)],
+    )
     pairs = [[LETTERS.index(letter) for letter in string] for string in strings]
-    stops = {"stop_strings": strings} if stop == "stop_strings" else {"stopping_criteria": [stop(pairs)]}
+    stops = (
+        {"stop_strings": strings}
+        if stop == "stop_strings"
+        else {"stopping_criteria": [stop(pairs)]}
+    )
     reports = []
     for size in (1, 4):
-        own = stops | {"eos_token_id": eos, "pad_token_id": EOS_ID, "batch_size": size, "is_ordered": True} | options
-        reports.append([ends_of(line) for line in decode(tmp_path / str(size), texts, **own)[0].results()])
+        own = (
+            stops
+            | {"eos_token_id": eos, "pad_token_id": EOS_ID, "batch_size": size, "is_ordered": True}
+            | options
+        )
+        reports.append(
+            [ends_of(line) for line in decode(tmp_path / str(size), texts, **own)[0].results()]
+        )
     assert reports[0] == reports[1]
     assert len({num_tokens for _, num_tokens, _ in reports[0]}) == 4
-    assert all(reason == "stop" and len(text) == num and text[-2:] in strings for text, num, reason in reports[0])
+    assert all(
+        reason == "stop" and len(text) == num and text[-2:] in strings
+        for text, num, reason in reports[0]
+    )
 
 
 @pytest.mark.parametrize("num_bytes", [1, -1, None])
@@ -118,7 +154,8 @@ def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_byte
     _, output = decode(tmp_path, **options)
     whole = texts_in(output)
     assert list(whole) != list(range(1, 12))
-    output.write_bytes(output.read_bytes()[:num_bytes])  # as a kill in the middle of a write leaves it
+    # as a kill in the middle of a write leaves it
+    output.write_bytes(output.read_bytes()[:num_bytes])
     kept = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
     num_begun = len(begun_in(output))
     report, _ = decode(tmp_path, is_ordered=True, **options)
@@ -138,7 +175,9 @@ def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_byte
         ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more of them
     ],
 )
-def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(begun, resumed, words, tmp_path):
+def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(
+    begun, resumed, words, tmp_path
+):
     first, output = decode(tmp_path, **begun)
     before = output.read_bytes()
     with pytest.raises(ConfigError, match=words):
@@ -161,7 +200,10 @@ def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tmp_p
     decode(tmp_path)
     with pytest.raises(ConfigError, match="must be ids of the prompts, got 10, 11;"):
         decode(tmp_path, TEXTS[:9], if_changed="keep")
-    with filelock.FileLock(tmp_path / "out.jsonl.run" / "lock"), pytest.raises(ConfigError, match="one run at a time"):
+    with (
+        filelock.FileLock(tmp_path / "out.jsonl.run" / "lock"),
+        pytest.raises(ConfigError, match="one run at a time"),
+    ):
         decode(tmp_path)
 
 
@@ -179,8 +221,15 @@ def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tmp_path)
 
 
 def test_messages_go_through_the_chat_template(tmp_path):
-    reports, options = [], {"chat_template": "{{ messages[0]['content'] }}.", "if_changed": "restart"}
-    for prompt, is_chat in (({"messages": [{"role": "user", "content": "bc"}]}, False), ("bc", True), ("bc.", False)):
+    reports, options = (
+        [],
+        {"chat_template": "{{ messages[0]['content'] }}.", "if_changed": "restart"},
+    )
+    for prompt, is_chat in (
+        ({"messages": [{"role": "user", "content": "bc"}]}, False),
+        ("bc", True),
+        ("bc.", False),
+    ):
         reports.append(texts_in(decode(tmp_path, [prompt], is_chat=is_chat, **options)[1]))
     assert reports[0] == reports[1] == reports[2]
 
@@ -188,11 +237,19 @@ def test_messages_go_through_the_chat_template(tmp_path):
 def test_what_cannot_be_is_named_before_anything_is_decoded(tmp_path):
     for row, options, message in (
         ({"prompt": ""}, {}, "at least one token, got none at prompt 12"),
-        ({"messages": [{"role": "user", "content": "a"}]}, {}, "must have a chat template .* at prompt 12"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            {},
+            "must have a chat template .* at prompt 12",
+        ),
         ("a", {"batch_size": 2.5}, "batch_size must be at least 1, got 2.5"),
         ({"prompt": "d", "top_p": 1.5}, {}, r"top_p must be .* at prompt 12;"),
         ("a", {"max_length": 9}, "got max_length; leave it out"),
-        ("a", {"do_sample": True, "verifier": "rejection", "assistant_model": None}, "verifier must be 'coupled'"),
+        (
+            "a",
+            {"do_sample": True, "verifier": "rejection", "assistant_model": None},
+            "verifier must be 'coupled'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             decode(tmp_path, [*TEXTS, row], **options)
@@ -226,8 +283,14 @@ OWN = [
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}])
 def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tmp_path):
-    own = OWN if options["do_sample"] else [settings for settings in OWN if "temperature" not in settings]
-    lines = [{"id": f"r{row}", "prompt": text, **own[row % len(own)]} for row, text in enumerate(TEXTS)]
+    own = (
+        OWN
+        if options["do_sample"]
+        else [settings for settings in OWN if "temperature" not in settings]
+    )
+    lines = [
+        {"id": f"r{row}", "prompt": text, **own[row % len(own)]} for row, text in enumerate(TEXTS)
+    ]
     reports, options = [], {"batch_size": 3, "is_ordered": True, **options}
     for is_static in (True, False):
         report, _ = decode(tmp_path / str(is_static), lines, static_batches=is_static, **options)
@@ -236,12 +299,17 @@ def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(optio
         assert report.num_tokens == sum(line["num_tokens"] for line in reports[-1])
     assert reports[0] == reports[1]
     assert reports[0][0]["num_tokens"] <= 3
-    assert any(line["text"].endswith(tuple(LETTERS[1:12])) for line in reports[0] if "stop_strings" in line)
+    assert any(
+        line["text"].endswith(tuple(LETTERS[1:12])) for line in reports[0] if "stop_strings" in line
+    )
 
 
 def test_settings_of_sampling_need_sampling(tmp_path):
     lines = [{"prompt": "b", "temperature": 0.5}]
-    with pytest.raises(ConfigError, match=r"temperature of a prompt must come with sampling, .*; pass do_sample=True"):
+    with pytest.raises(
+        ConfigError,
+        match=r"temperature of a prompt must come with sampling, .*; pass do_sample=True",
+    ):
         decode(tmp_path, lines)
     with pytest.raises(ConfigError, match=r"got 0\.5 with greedy decoding at prompt 1"):
         decode(tmp_path, lines, do_sample=False)
@@ -261,10 +329,20 @@ class RaisesAt(LogitsProcessor):
 
 
 def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_the_run(tmp_path):
-    texts, errors = [*TEXTS, "b9c"], [ArithmeticError("overflow"), torch.OutOfMemoryError("none left")]
-    own = [{"logits_processor": [RaisesAt(LETTERS.index("9"), error)], "batch_size": 3} for error in errors]
+    texts, errors = (
+        [*TEXTS, "b9c"],
+        [ArithmeticError("overflow"), torch.OutOfMemoryError("none left")],
+    )
+    own = [
+        {"logits_processor": [RaisesAt(LETTERS.index("9"), error)], "batch_size": 3}
+        for error in errors
+    ]
     report, output = decode(tmp_path, texts, **own[0])
-    failed = {key: line["error"] for key, line in results_in(output).items() if line["finish_reason"] == "error"}
+    failed = {
+        key: line["error"]
+        for key, line in results_in(output).items()
+        if line["finish_reason"] == "error"
+    }
     assert failed[12] == "ArithmeticError: overflow"
     assert (report.num_finished, report.num_failed) == (12, len(failed))
     assert len(failed) < 8
@@ -273,6 +351,8 @@ def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_t
 
 
 def test_what_cannot_be_refilled_is_decoded_in_static_batches(tmp_path):
-    report, output = decode(tmp_path, TEXTS[:4], family="mistral_window", speculation_cache="dynamic")
+    report, output = decode(
+        tmp_path, TEXTS[:4], family="mistral_window", speculation_cache="dynamic"
+    )
     assert "window" in report.fallback
     assert len(results_in(output)) == 4

@@ -30,8 +30,17 @@ LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 def launched(*arguments: str) -> subprocess.Popen[str]:
     """The command on two processes of this machine."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, "-m", "hf_speculate.tools.cli.main"]
-    return subprocess.Popen([*command, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *LAUNCH,
+        "-m",
+        "hf_speculate.tools.cli.main",
+    ]
+    return subprocess.Popen(
+        [*command, *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.slow
@@ -47,7 +56,9 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder
         assert time.monotonic() < deadline
         time.sleep(0.002)
     children = psutil.Process(first.pid).children(recursive=True)
-    next(child for child in children if child.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
+    next(child for child in children if child.environ().get("RANK") == "1").send_signal(
+        signal.SIGKILL
+    )
     first.communicate(timeout=TIMEOUT_S)
     assert first.returncode != 0
     num_begun = [len(begun_in(output, rank)) for rank in (0, 1)]
@@ -58,7 +69,12 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder
     second = launched(*batch_words(folder, output, *OPTIONS))
     err = second.communicate(timeout=TIMEOUT_S)[1]
     assert second.returncode == 0, err
-    again = [key for rank in (0, 1) for batch in begun_in(output, rank)[num_begun[rank] :] for key in batch]
+    again = [
+        key
+        for rank in (0, 1)
+        for batch in begun_in(output, rank)[num_begun[rank] :]
+        for key in batch
+    ]
     assert sorted(again) == sorted(set(ids) - kept)
     assert texts_in(output) == texts_in(alone)
     assert list(texts_in(output)) == ids
@@ -92,7 +108,9 @@ def test_ranks_take_the_batches_in_turn_and_must_share_the_folder(tmp_path):
     with pytest.raises(ConfigError, match="all ranks must share the folder of the output, got no"):
         run_alone(Ranks(1, 2), tmp_path / "elsewhere" / "out.jsonl", decoded)
     assert not decoded
-    with pytest.raises(ConfigError, match=r"got none for 1 \(2\); choose an output on a file system"):
+    with pytest.raises(
+        ConfigError, match=r"got none for 1 \(2\); choose an output on a file system"
+    ):
         run_alone(Ranks(0, 2), output, decoded)
     lines = output.read_bytes()
     output.write_bytes(b"")

@@ -37,7 +37,13 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init("local", num_cpus=2, object_store_memory=STORE_BYTES, _node_ip_address="127.0.0.1", **quiet)
+        ray.init(
+            "local",
+            num_cpus=2,
+            object_store_memory=STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
         yield
         ray.shutdown()
 
@@ -61,7 +67,9 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
     report = decode(make, tmp_path / "out.jsonl", reports.append, workers=2)
     assert list((tmp_path / "notes").iterdir())
     expected = plain_results(folder / "target", TEXTS)
-    assert texts_in(tmp_path / "out.jsonl") == {number: text for number, (text, *_) in enumerate(expected, 1)}
+    assert texts_in(tmp_path / "out.jsonl") == {
+        number: text for number, (text, *_) in enumerate(expected, 1)
+    }
     assert [each.num_finished for each in reports] == list(range(2, 21, 2))
     assert report.num_tokens == sum(num for _, num, _ in expected)
 
@@ -70,12 +78,16 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
 def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
     (tmp_path / "notes").mkdir()
     make = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes", 99)
-    with pytest.raises(ConfigError, match=r"must not kill its actor, got 2 rows \(.*\) on which 1 died"):
+    with pytest.raises(
+        ConfigError, match=r"must not kill its actor, got 2 rows \(.*\) on which 1 died"
+    ):
         decode(make, tmp_path / "out.jsonl", workers=1, num_attempts=1)
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, folder, tmp_path, capsys):
+def test_the_command_goes_on_with_actors_where_one_process_was_ended(
+    cluster, folder, tmp_path, capsys
+):
     ids, output = write_prompts(tmp_path / "prompts.jsonl", TEXTS), tmp_path / "out.jsonl"
     words = batch_words(folder, output, "-k", "3")
     assert main(words) == 0
@@ -83,7 +95,10 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, fo
     output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:9]))
     words += ["--engine", "ray", "--ordered", "--workers"]
     assert main([*words, "9"]) == 2
-    assert "all workers must fit into the cluster, got 9 of 1 CPU each with 2 CPU" in capsys.readouterr().err
+    assert (
+        "all workers must fit into the cluster, got 9 of 1 CPU each with 2 CPU"
+        in capsys.readouterr().err
+    )
     assert main([*words, "1"]) == 0
     assert texts_in(output) == whole
     assert list(texts_in(output)) == ids
@@ -94,7 +109,8 @@ def test_gpus_are_taken_before_cpus_and_all_of_them():
         ({"CPU": 2.0}, {"workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
         ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),
         ({"CPU": 8.0, "GPU": 4.0}, {"gpus_per_worker": 0}, {"num_cpus": 1.0}, 1),
-        ({"GPU": 2.0}, {"gpus_per_worker": 0.4}, {"num_gpus": 0.4}, 4),  # no GPU's rest is joined with another's
+        # no GPU's rest is joined with another's
+        ({"GPU": 2.0}, {"gpus_per_worker": 0.4}, {"num_gpus": 0.4}, 4),
     ):
         options = {"workers": None, "cpus_per_worker": 1.0, "gpus_per_worker": None} | own
         assert resources_of(cluster_has, **options) == (reserved, num_workers)

@@ -45,7 +45,11 @@ def test_byte_order_marks_are_no_part_of_a_file(tmp_path):
     prompts.write_text("a\nb", encoding="utf-8-sig")
     assert [row.content for row in read_prompts(prompts)] == ["a\nb"]
     assert [row.content for row in read_prompts(prompts, text_as="lines")] == ["a", "b"]
-    marked = ['"a"\n'.encode("utf-8-sig"), "\n".encode("utf-8-sig"), '{"prompt": "b"}'.encode("utf-8-sig")]
+    marked = [
+        '"a"\n'.encode("utf-8-sig"),
+        "\n".encode("utf-8-sig"),
+        '{"prompt": "b"}'.encode("utf-8-sig"),
+    ]
     lines.write_bytes(b"".join(marked))
     assert [(row.id, row.content) for row in read_rows(lines)] == [(1, "a"), (3, "b")]
     path.write_bytes(WHOLE.decode().encode("utf-8-sig"))
@@ -66,7 +70,10 @@ def test_a_bad_line_is_named_and_prompts_that_are_none(tmp_path):
         (b'"\xff"', "must be JSON in UTF-8, got .*codec.* at p.jsonl:2"),
         (b'{"prompt": "\\ud800"}', "surrogates not allowed at p.jsonl:2"),
         (b'{"a": 1}', "one of messages, prompt, text, turns, got a at p.jsonl:2"),
-        (b'{"prompt": "a", "id": true}', "id must be a string or an integer, got True at p.jsonl:2"),
+        (
+            b'{"prompt": "a", "id": true}',
+            "id must be a string or an integer, got True at p.jsonl:2",
+        ),
         (b'{"prompt": "a", "num_tokens": 3}', "got num_tokens at p.jsonl:2; rename it"),
         (b'{"prompt": "a", "id": 1}', "ids must be unique, got '1' at p.jsonl:1 and at p.jsonl:2"),
     ):

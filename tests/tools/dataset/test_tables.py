@@ -17,7 +17,13 @@ from tests.tools.dataset.common import batch_words, prompts, results_in
 
 CHAT = [{"role": "user", "content": "hello"}]
 RECORDS = [
-    {"question": "first", "id": "a", "answer": 7, "text": "other", "day": datetime.date(2026, 1, 1)},
+    {
+        "question": "first",
+        "id": "a",
+        "answer": 7,
+        "text": "other",
+        "day": datetime.date(2026, 1, 1),
+    },
     {"question": "second", "id": "b", "answer": None, "text": None, "day": None},
 ]
 
@@ -44,7 +50,9 @@ def hub(monkeypatch):
         return Loaded(RECORDS)
 
     monkeypatch.setitem(
-        sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset, disable_progress_bars=lambda: None)
+        sys.modules,
+        "datasets",
+        SimpleNamespace(load_dataset=load_dataset, disable_progress_bars=lambda: None),
     )
     return calls
 
@@ -64,12 +72,23 @@ def test_a_column_of_a_data_set_is_the_prompt(hub, tmp_path):
             ("b", "second", {}),
         ]
         assert [row.source for row in rows] == [f"{where.name}:1", f"{where.name}:2"]
-    assert hub == [("parquet", None, "train"), ("org/questions", "main", "test"), ("org/questions", None, "train")]
-    with pytest.raises(ConfigError, match=r"the prompt, got 'text' at questions:2; choose one of question, id"):
+    assert hub == [
+        ("parquet", None, "train"),
+        ("org/questions", "main", "test"),
+        ("org/questions", None, "train"),
+    ]
+    with pytest.raises(
+        ConfigError, match=r"the prompt, got 'text' at questions:2; choose one of question, id"
+    ):
         read(name, column="text")
-    with pytest.raises(ConfigError, match=r"a column of the data set, got 'qestion'; did you mean question\?"):
+    with pytest.raises(
+        ConfigError, match=r"a column of the data set, got 'qestion'; did you mean question\?"
+    ):
         read(name, column="qestion")
-    with pytest.raises(ConfigError, match=r"got org/none on the Hub \(FileNotFoundError: Dataset 'org/none' doesn't"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got org/none on the Hub \(FileNotFoundError: Dataset 'org/none' doesn't",
+    ):
         read(type(path)("org/none"))
 
 
@@ -87,16 +106,27 @@ def test_the_usual_names_need_no_column(hub, tmp_path):
         ({"text": "", "prompt": ""}, "prompt and text"),
     ):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
-        with pytest.raises(ConfigError, match=f"--column must name the column of the prompts, got .*{got}"):
+        with pytest.raises(
+            ConfigError, match=f"--column must name the column of the prompts, got .*{got}"
+        ):
             read(path)
 
 
 def test_a_field_of_json_lines_is_the_prompt(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(map(json.dumps, [{"question": "q", "prompt": "other"}, {"question": CHAT, "x": 1}])))
-    assert [(row.content, row.extras) for row in read(path, column="question")] == [("q", {}), (CHAT, {"x": 1})]
+    path.write_text(
+        "\n".join(
+            map(json.dumps, [{"question": "q", "prompt": "other"}, {"question": CHAT, "x": 1}])
+        )
+    )
+    assert [(row.content, row.extras) for row in read(path, column="question")] == [
+        ("q", {}),
+        (CHAT, {"x": 1}),
+    ]
     path.write_text('{"question": "q"}\n{"other": 1}\n"text"\n')
-    with pytest.raises(ConfigError, match=r"got 'question' at p\.jsonl:2; choose one of other") as raised:
+    with pytest.raises(
+        ConfigError, match=r"got 'question' at p\.jsonl:2; choose one of other"
+    ) as raised:
         read(path, column="question")
     assert "at p.jsonl:3; write objects with that field" in raised.value.__notes__[0]
     (tmp_path / "p.txt").write_text("one")
@@ -114,8 +144,32 @@ def test_batch_and_bench_read_a_parquet_file(folder, tmp_path, capsys):
     words[2] = str(tmp_path / "p.parquet")
     assert main(words) == 0
     assert {key: line["level"] for key, line in results_in(output).items()} == {1: 1, 2: 2, 3: 3}
-    bench = ["bench", str(folder / "target"), str(tmp_path / "p.parquet"), "-d", str(folder / "draft"), "--json"]
-    assert main([*bench, "-n", "4", "-k", "2", "--device", "cpu", "--column", "question", "-v", "greedy"]) == 0
+    bench = [
+        "bench",
+        str(folder / "target"),
+        str(tmp_path / "p.parquet"),
+        "-d",
+        str(folder / "draft"),
+        "--json",
+    ]
+    assert (
+        main(
+            [
+                *bench,
+                "-n",
+                "4",
+                "-k",
+                "2",
+                "--device",
+                "cpu",
+                "--column",
+                "question",
+                "-v",
+                "greedy",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["settings"]["num_prompts"] == 3
 
 
@@ -123,5 +177,6 @@ def test_without_datasets_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert main(["batch", "nosuch", "org/questions", "-o", "out.jsonl"]) == 2
     assert (
-        'datasets must be installed for this, got none; run pip install "hf-speculate[data]"' in capsys.readouterr().err
+        'datasets must be installed for this, got none; run pip install "hf-speculate[data]"'
+        in capsys.readouterr().err
     )

@@ -12,8 +12,12 @@ from hf_speculate.tools.dataset.row_decoder import RowDecoder
 
 def fatal_decoder(folder: Path, num_new: int, notes: Path, num_deaths: int) -> RowDecoder:
     """A decoder that kills its process, and leaves a note, until there are as many as told."""
-    models = Models(target=str(folder / "target"), draft=str(folder / "draft"), dtype="float64", device="cpu")
-    decoder = make_decoder(models, {"max_new_tokens": num_new, "do_sample": False, "num_assistant_tokens": 3}, False)
+    models = Models(
+        target=str(folder / "target"), draft=str(folder / "draft"), dtype="float64", device="cpu"
+    )
+    decoder = make_decoder(
+        models, {"max_new_tokens": num_new, "do_sample": False, "num_assistant_tokens": 3}, False
+    )
     model: Any = decoder.model
     generate = model.generate
 

@@ -62,7 +62,9 @@ def test_on_a_device_that_is_right_nothing_is_advised(check: str, detail: str) -
         ),
     ],
 )
-def test_what_fails_is_named_with_what_to_set(enter: Any, check: str, detail: str, setting: str) -> None:
+def test_what_fails_is_named_with_what_to_set(
+    enter: Any, check: str, detail: str, setting: str
+) -> None:
     report = examined(fake(check), enter=enter)
     (device,) = report.devices
     assert [seen.result for seen in device.seen] == ["wrong"]
@@ -71,7 +73,9 @@ def test_what_fails_is_named_with_what_to_set(enter: Any, check: str, detail: st
 
 
 def test_the_command_ends_with_what_to_set(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    never_ends = functools.partial(examined, fake("texts"), limit_s=3.0, enter=simulated_doctor.hanging)
+    never_ends = functools.partial(
+        examined, fake("texts"), limit_s=3.0, enter=simulated_doctor.hanging
+    )
     monkeypatch.setattr(doctor, "examine", never_ends)
     assert main(["doctor"]) == 1
     *_, check, _, advice = capsys.readouterr().out.strip().splitlines()
@@ -83,5 +87,9 @@ def test_on_a_cpu_the_command_checks_texts(capsys: Any) -> None:
     assert main(["doctor", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     cpu = content["devices"][-1]
-    assert (content["ok"], cpu["name"], content["versions"]["torch"]) == (True, "cpu", torch.__version__)
+    assert (content["ok"], cpu["name"], content["versions"]["torch"]) == (
+        True,
+        "cpu",
+        torch.__version__,
+    )
     assert [(check["name"], check["result"]) for check in cpu["checks"]] == [("texts", "right")]

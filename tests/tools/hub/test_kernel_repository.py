@@ -42,7 +42,8 @@ def test_the_variant_holds_the_sources_alone(build: Path) -> None:
     metadata = json.loads(written.pop("metadata.json"))
     assert written == {f"{PACKAGE}/{name}": content for name, content in sources.items()}
     assert (build / "lib" / "kept.py").exists()
-    assert set(metadata) == {"id", "name", "version", "license", "python-depends", "backend"}  # all are required
+    # all are required
+    assert set(metadata) == {"id", "name", "version", "license", "python-depends", "backend"}
     # The library keys loaded modules by the id.
     assert metadata["id"] == f"{PACKAGE}_{tool.digest(build / 'torch-universal')}"
     assert len({tool.digest(build / name) for name in ("torch-universal", "lib")}) == 2
@@ -63,20 +64,28 @@ def load_with_the_library(build: Path) -> ModuleType:
     return importlib.import_module("kernels").get_local_kernel(build.parent)
 
 
-@pytest.mark.parametrize("load", [load_by_hand, pytest.param(load_with_the_library, marks=pytest.mark.hub_kernels)])
+@pytest.mark.parametrize(
+    "load", [load_by_hand, pytest.param(load_with_the_library, marks=pytest.mark.hub_kernels)]
+)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_what_is_loaded_decides_as_the_library_does(load, backend: str, build: Path, monkeypatch) -> None:
+def test_what_is_loaded_decides_as_the_library_does(
+    load, backend: str, build: Path, monkeypatch
+) -> None:
     target, ids, draft = make_round(3, 3, 40, seed=5)
     keys = make_keys(3, rounds=2, positions=7)
     expected = verify_rejection(target, ids, draft, keys=keys, backend="torch")
-    for name in [name for name in sys.modules if name.split(".")[0] in ("hf_speculate", "triton_kernels")]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("hf_speculate", "triton_kernels")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "hf_speculate", None)  # importing it fails from here on
     monkeypatch.setitem(sys.modules, "triton_kernels", None)
     kernels = load(build)
     assert Path(kernels.__file__) == build / "torch-universal" / PACKAGE / "__init__.py"
     own_keys = kernels.NoiseKeys(*moved(tuple(keys)))
-    returned = kernels.verify_rejection(*map(moved, (target, ids, draft)), keys=own_keys, backend=backend)
+    returned = kernels.verify_rejection(
+        *map(moved, (target, ids, draft)), keys=own_keys, backend=backend
+    )
     assert type(returned).__module__.startswith(f"{PACKAGE}_")
     assert_same(moved(returned, "cpu"), expected)
     assert not [name for name in sys.modules if name.startswith("hf_speculate.")]

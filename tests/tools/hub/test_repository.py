@@ -18,7 +18,13 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.hub.repository import CARD_MARK, REQUIREMENTS, function_source, model_card, save_config
+from hf_speculate.tools.hub.repository import (
+    CARD_MARK,
+    REQUIREMENTS,
+    function_source,
+    model_card,
+    save_config,
+)
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -27,14 +33,22 @@ COMMON = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"
 FIELDS = {
     "greedy": COMMON | {"verifier": "greedy"},
     "rejection": COMMON | {"verifier": "rejection"},
-    "typical": COMMON | {"verifier": "typical", "posterior_alpha": 0.3, "posterior_threshold": 0.09},
+    "typical": COMMON
+    | {"verifier": "typical", "posterior_alpha": 0.3, "posterior_threshold": 0.09},
     "coupled": {"verifier": "coupled"},
 }
-FILES = {"README.md", "generation_config.json", "custom_generate/generate.py", "custom_generate/requirements.txt"}
+FILES = {
+    "README.md",
+    "generation_config.json",
+    "custom_generate/generate.py",
+    "custom_generate/requirements.txt",
+}
 
 
 def files_in(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
     return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
 
 
@@ -72,16 +86,27 @@ def test_requirements_are_those_of_the_package():
 def test_settings_of_a_model_go_along_and_stay_as_they_are(tmp_path):
     settings = GenerationConfig(eos_token_id=5, num_assistant_tokens=4)
     before = settings.to_dict()
-    save_config(SimpleNamespace(generation_config=settings), tmp_path, verifier="typical", posterior_threshold=0.2)
+    save_config(
+        SimpleNamespace(generation_config=settings),
+        tmp_path,
+        verifier="typical",
+        posterior_threshold=0.2,
+    )
     assert settings.to_dict() == before
     fields = {"num_assistant_tokens": 4, "verifier": "typical", "posterior_threshold": 0.2}
     assert runpy.run_path(str(tmp_path / "custom_generate" / "generate.py"))["FIELDS"] == fields
     loaded = GenerationConfig.from_pretrained(tmp_path)
-    assert {name: getattr(loaded, name) for name in ("eos_token_id", *fields)} == {"eos_token_id": 5, **fields}
+    assert {name: getattr(loaded, name) for name in ("eos_token_id", *fields)} == {
+        "eos_token_id": 5,
+        **fields,
+    }
 
 
 def test_only_what_was_written_is_uploaded_and_a_second_save_replaces_it(tmp_path):
-    api, saved = create_autospec(HfApi), {"push_to_hub": True, "repo_id": "someone/rule", "private": True}
+    api, saved = (
+        create_autospec(HfApi),
+        {"push_to_hub": True, "repo_id": "someone/rule", "private": True},
+    )
     (tmp_path / "private.txt").write_text("not to be published")
     for fields in ({"verifier": "coupled"}, {"verifier": "typical", "num_assistant_tokens": 4}):
         save_config(None, tmp_path, **saved, api=api, **fields)
@@ -99,16 +124,24 @@ def test_a_users_card_is_neither_changed_nor_uploaded(tmp_path):
     for card in (b"\xff\xfe no text\r\n", ours):
         api = create_autospec(HfApi)
         (tmp_path / "README.md").write_bytes(card)
-        save_config(None, tmp_path, push_to_hub=True, repo_id="someone/rule", api=api, verifier="coupled")
+        save_config(
+            None, tmp_path, push_to_hub=True, repo_id="someone/rule", api=api, verifier="coupled"
+        )
         assert (tmp_path / "README.md").read_bytes() == card
         assert set(api.upload_folder.call_args.kwargs["allow_patterns"]) == FILES - {"README.md"}
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     for fields, message in (
-        ({"verifier": "own_rule"}, "verifier must be one of block, coupled, greedy, rejection, typical to be saved"),
+        (
+            {"verifier": "own_rule"},
+            "verifier must be one of block, coupled, greedy, rejection, typical to be saved",
+        ),
         ({"posterior_treshold": 0.1}, "fields must be among .*, got posterior_treshold"),
-        ({"suffix_store": hf_speculate.SuffixStore()}, "suffix_store must be a string, a number or a list to be saved"),
+        (
+            {"suffix_store": hf_speculate.SuffixStore()},
+            "suffix_store must be a string, a number or a list to be saved",
+        ),
     ):
         with pytest.raises(hf_speculate.ConfigError, match=message):
             save_config(None, tmp_path / "new", **fields)
@@ -117,15 +150,36 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
 
 TRAP = "hf_speculate_trap"  # a module that can be imported while a test runs, and must not be
 HUGE = 10**400  # past every float
-OTHERS = [{"_target_": f"{TRAP}.make"}, [f"{TRAP}:make", 3], {}, math.nan, -math.inf, HUGE, -1, True]
-HOSTILE = [f"{TRAP}:make", f"{TRAP}.make", TRAP, "__import__('os').abort()", "../greedy", "GREEDY", "", *OTHERS]
-ALLOWED = {"seed": [HUGE, -1], "max_matching_ngram_size": [HUGE]}  # hostile as they look, values of their fields
+OTHERS = [
+    {"_target_": f"{TRAP}.make"},
+    [f"{TRAP}:make", 3],
+    {},
+    math.nan,
+    -math.inf,
+    HUGE,
+    -1,
+    True,
+]
+HOSTILE = [
+    f"{TRAP}:make",
+    f"{TRAP}.make",
+    TRAP,
+    "__import__('os').abort()",
+    "../greedy",
+    "GREEDY",
+    "",
+    *OTHERS,
+]
+# hostile as they look, values of their fields
+ALLOWED = {"seed": [HUGE, -1], "max_matching_ngram_size": [HUGE]}
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """A pair beside a module that must not be imported."""
-    (tmp_path / f"{TRAP}.py").write_text("def make(*args, **kwargs):\n    raise SystemExit('ran')\n")
+    (tmp_path / f"{TRAP}.py").write_text(
+        "def make(*args, **kwargs):\n    raise SystemExit('ran')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     target = hf_speculate.enable(make_model("llama"))
     yield {"target": target, "draft": noisy_copy(target)}
@@ -137,11 +191,16 @@ SOURCES = ("target", "draft", "fields_from")
 
 def call(models, source, folder, content):
     """One call with a file that was downloaded with a model, or alone."""
-    path, options = folder / "generation_config.json", {"assistant_model": models["draft"], "max_new_tokens": 4}
+    path, options = (
+        folder / "generation_config.json",
+        {"assistant_model": models["draft"], "max_new_tokens": 4},
+    )
     path.write_text(content)
     for name, model in models.items():
         own = GenerationConfig(pad_token_id=0)
-        model.generation_config = GenerationConfig.from_pretrained(folder) if name == source else own
+        model.generation_config = (
+            GenerationConfig.from_pretrained(folder) if name == source else own
+        )
     options |= {"fields_from": path} if source == "fields_from" else {}
     return hf_speculate.generate(models["target"], **ragged_prompts(1, seed=1), **options)
 
@@ -163,7 +222,9 @@ def test_a_file_without_an_object_is_refused(models, tmp_path):
             call(models, "fields_from", tmp_path, content)
 
 
-@pytest.mark.parametrize("name", ["assistant_model", "custom_generate", "logits_processor", "tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["assistant_model", "custom_generate", "logits_processor", "tokenizer"]
+)
 def test_a_config_brings_no_model_and_no_code(models, tmp_path, name):
     """These are arguments, and none is read from a config; some transformers refuses there."""
     plain = models["target"].generate(**ragged_prompts(1, seed=1), max_new_tokens=4)

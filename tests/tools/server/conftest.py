@@ -12,16 +12,35 @@ import hf_speculate
 from hf_speculate.tools.server.engine import Engine
 from tests.support.tiny import make_model, noisy_copy
 from tests.support.tiny_tokenizers import letters_tokenizer
-from tests.tools.server.serving import MANY, NUM_ROWS, PATH, SLOW_S, WAIT_S, Forwards, body, wait_until
+from tests.tools.server.serving import (
+    MANY,
+    NUM_ROWS,
+    PATH,
+    SLOW_S,
+    WAIT_S,
+    Forwards,
+    body,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")
 def engine():
     tokenizer = letters_tokenizer([*string.ascii_letters, *string.digits, " ", "#", "\n"])
-    tokenizer.chat_template = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+    )
     target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
-    target.generation_config.num_assistant_tokens = 3  # the adaptive schedule never calls a draft of the target's size
-    engine = Engine(target, tokenizer, "org/tiny", {"assistant_model": noisy_copy(target)}, NUM_ROWS, max_queued=32)
+    # the adaptive schedule never calls a draft of the target's size
+    target.generation_config.num_assistant_tokens = 3
+    engine = Engine(
+        target,
+        tokenizer,
+        "org/tiny",
+        {"assistant_model": noisy_copy(target)},
+        NUM_ROWS,
+        max_queued=32,
+    )
     engine.forwards = Forwards()
     target.register_forward_pre_hook(engine.forwards.begin)
     target.register_forward_hook(engine.forwards.end)
@@ -30,7 +49,9 @@ def engine():
 
 @pytest.fixture(scope="module")
 def client(engine):
-    server = importlib.import_module("hf_speculate.tools.server.app").GracefulServer(engine, 0.1, ["name.example"])
+    server = importlib.import_module("hf_speculate.tools.server.app").GracefulServer(
+        engine, 0.1, ["name.example"]
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -25,7 +25,9 @@ NAME = "hf_speculate_"
 
 def scraped(client):
     """Values by name and labels."""
-    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+    parser = pytest.importorskip(
+        "prometheus_client.parser", reason="prometheus-client is not installed"
+    )
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     families = parser.text_string_to_metric_families(response.text)
@@ -36,17 +38,26 @@ def scraped(client):
 def test_scrape_counts_requests_tokens_and_times(client, engine):
     before = scraped(client)
     usages = [client.post(PATH, json=body(user="somebody")).json()["usage"]]
-    with client.stream("POST", PATH, json=body(stream=True, stream_options={"include_usage": True})) as response:
-        usages += [json.loads(line[6:])["usage"] for line in response.iter_lines() if '"usage"' in line]
+    with client.stream(
+        "POST", PATH, json=body(stream=True, stream_options={"include_usage": True})
+    ) as response:
+        usages += [
+            json.loads(line[6:])["usage"] for line in response.iter_lines() if '"usage"' in line
+        ]
     assert client.post(PATH, json=body(temperature=3)).status_code == 400
     wait_until(lambda: engine.num_running == 0)
     after = scraped(client)
     more = {key: value - before.get(key, 0) for key, value in after.items()}
-    outcomes = {outcome: more["requests_total", outcome] for outcome in ("answered", "refused", "busy", "failed")}
+    outcomes = {
+        outcome: more["requests_total", outcome]
+        for outcome in ("answered", "refused", "busy", "failed")
+    }
     assert outcomes == {"answered": 2, "refused": 1, "busy": 0, "failed": 0}
     assert more["prompt_tokens_total",] == sum(usage["prompt_tokens"] for usage in usages)
     assert more["generated_tokens_total",] == 2 * NUM_NEW
-    drafted, accepted = (more[f"{name}_tokens_total", "model LlamaForCausalLM"] for name in ("drafted", "accepted"))
+    drafted, accepted = (
+        more[f"{name}_tokens_total", "model LlamaForCausalLM"] for name in ("drafted", "accepted")
+    )
     num_rounds = sum(usage["speculation"]["rounds"] for usage in usages)
     assert more["target_forwards_total",] == num_rounds == 2 * (NUM_NEW - 1) - accepted < drafted
     assert [more[f"{name}_seconds_count",] for name in ("time_to_first_token", "request")] == [2, 2]

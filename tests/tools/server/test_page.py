@@ -70,7 +70,9 @@ def test_a_browser_may_run_the_script_of_the_page_alone(client):
         "no-referrer",
     )
     assert "set-cookie" not in response.headers
-    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    policy = dict(
+        part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
+    )
     inline = Inline(response.text)
     for tag in ("script", "style"):
         digest = base64.b64encode(hashlib.sha256(inline.texts[tag].encode()).digest()).decode()
@@ -78,7 +80,10 @@ def test_a_browser_may_run_the_script_of_the_page_alone(client):
     nothing = ("default-src", "base-uri", "form-action", "frame-ancestors")
     assert {policy[name] for name in nothing} == {"'none'"}
     assert policy["connect-src"] == "'self'"
-    assert not {name for name in inline.attributes if name.startswith("on")} | {"style", "src"} & inline.attributes
+    assert (
+        not {name for name in inline.attributes if name.startswith("on")}
+        | {"style", "src"} & inline.attributes
+    )
     assert inline.texts["h1"] == "org/tiny"
 
 
@@ -91,7 +96,9 @@ def test_the_name_of_a_model_is_text():
 def test_the_page_can_be_left_out(engine):
     app = importlib.import_module("hf_speculate.tools.server.app")
     server = app.GracefulServer(engine, 0.1, has_page=False)
-    client = importlib.import_module("starlette.testclient").TestClient(server.config.app, "http://localhost")
+    client = importlib.import_module("starlette.testclient").TestClient(
+        server.config.app, "http://localhost"
+    )
     assert client.get("/").status_code == 404
     assert client.get("/health").status_code == 200
 
@@ -101,7 +108,9 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         yield chromium
         chromium.close()
 
@@ -191,9 +200,14 @@ def test_escape_stops_an_answer_and_clear_forgets_the_chat(open_page, engine, sl
 def test_a_text_of_html_stays_text(open_page):
     page = open_page()
     tokens = [{"text": part, "origin": HOSTILE} for part in (HOSTILE[:9], HOSTILE[9:])]
-    event = {"choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop"}], "speculation": {"tokens": tokens}}
+    event = {
+        "choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop"}],
+        "speculation": {"tokens": tokens},
+    }
     stream = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
-    page.route(f"**{PATH}", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
+    page.route(
+        f"**{PATH}", lambda route: route.fulfill(body=stream, content_type="text/event-stream")
+    )
     page.get_by_label("Message", exact=True).fill(HOSTILE)
     page.keyboard.press("Enter")
     page.get_by_role("status").filter(has_text="Answer:").wait_for(state="attached")

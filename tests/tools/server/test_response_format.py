@@ -22,7 +22,11 @@ from tests.tools.server.test_rows import collect_all
 xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
 hf = pytest.importorskip("xgrammar.contrib.hf", reason="xgrammar is not installed")
 WORDS = ['"a"', '": ', "[1", "true", "false", '{"', '"}', " 12", ', "']
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
 FORMATS = (
     {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
     {"type": "text"},
@@ -44,7 +48,9 @@ def engine():
 
 
 def request_of(**fields):
-    return parse(CompletionRequest, json.dumps({"max_tokens": 24, "temperature": 0, **fields}).encode())
+    return parse(
+        CompletionRequest, json.dumps({"max_tokens": 24, "temperature": 0, **fields}).encode()
+    )
 
 
 def plain_ids(engine, prompt, wanted):
@@ -52,14 +58,21 @@ def plain_ids(engine, prompt, wanted):
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(engine.tokenizer))
     grammar = compiler.compile_builtin_json_grammar()
     if "json_schema" in wanted:
-        grammar = compiler.compile_json_schema(json.dumps(wanted["json_schema"]["schema"]), any_whitespace=False)
+        grammar = compiler.compile_json_schema(
+            json.dumps(wanted["json_schema"]["schema"]), any_whitespace=False
+        )
     ids = engine.tokenizer(prompt, return_tensors="pt")["input_ids"]
     processors = [] if wanted["type"] == "text" else [hf.LogitsProcessor(grammar)]
-    return engine.target.generate(ids, max_new_tokens=24, logits_processor=processors)[0, ids.shape[1] :].tolist()
+    return engine.target.generate(ids, max_new_tokens=24, logits_processor=processors)[
+        0, ids.shape[1] :
+    ].tolist()
 
 
 def test_rows_of_different_formats_get_the_texts_of_plain_decoding(engine):
-    requests = [request_of(prompt=2 * [f"x{index} ="], n=2, response_format=one) for index, one in enumerate(FORMATS)]
+    requests = [
+        request_of(prompt=2 * [f"x{index} ="], n=2, response_format=one)
+        for index, one in enumerate(FORMATS)
+    ]
     texts = [text for request in requests for text in text_requests(request, engine)]
     results = collect_all(engine, texts)
     for index, wanted in enumerate(FORMATS):
@@ -107,7 +120,12 @@ def test_characters_that_begin_alike_are_forced_as_far_as_they_are_whole(engine)
     wanted = {
         "type": "json_schema",
         "json_schema": {
-            "schema": {"enum": ["a\N{LATIN SMALL LETTER E WITH ACUTE}", "a\N{LATIN SMALL LETTER E WITH GRAVE}"]}
+            "schema": {
+                "enum": [
+                    "a\N{LATIN SMALL LETTER E WITH ACUTE}",
+                    "a\N{LATIN SMALL LETTER E WITH GRAVE}",
+                ]
+            }
         },
     }
     (text,) = text_requests(request_of(prompt="x", response_format=wanted), engine)
@@ -121,7 +139,8 @@ def test_sampled_json_fits_its_schema(engine):
     request = request_of(prompt="x", n=8, temperature=2, seed=3, response_format=wanted)
     texts = text_requests(request, engine)
     decoded = [
-        engine.tokenizer.decode(one.row.token_ids, skip_special_tokens=True) for one in collect_all(engine, texts)
+        engine.tokenizer.decode(one.row.token_ids, skip_special_tokens=True)
+        for one in collect_all(engine, texts)
     ]
     assert {json.loads(text) for text in decoded} == {"true", "a", "[1"}
 
@@ -132,7 +151,10 @@ def schema_request(schema):
 
 
 def test_compiling_a_schema_ends_at_its_limits(engine):
-    many = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)}}
+    many = {
+        "type": "object",
+        "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)},
+    }
     words = {"enum": [f"{number * 7919:x}" * 4 for number in range(12_000)]}
     huge = {"enum": [1_000_001 * "a"]}
     for schema, message in (
@@ -149,7 +171,9 @@ def test_compiling_a_schema_ends_at_its_limits(engine):
 NO_VALUE = {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.0000001}
 
 
-@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": []}, NO_VALUE], ids=["ref", "any", "range"])
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"anyOf": []}, NO_VALUE], ids=["ref", "any", "range"]
+)
 def test_a_schema_that_no_value_fits_is_refused(engine, schema):
     for wrong in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
         if wrong.get("properties") and "$ref" in schema:
@@ -161,12 +185,19 @@ def test_a_schema_that_no_value_fits_is_refused(engine, schema):
 
 def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
     endless = {"$ref": "#/$defs/x"}
-    schema = {"type": "object", "properties": {"a": endless}, "required": ["a"], "$defs": {"x": endless}}
+    schema = {
+        "type": "object",
+        "properties": {"a": endless},
+        "required": ["a"],
+        "$defs": {"x": endless},
+    }
     (text,) = text_requests(schema_request(schema), engine)
     (beside,) = text_requests(schema_request(SCHEMA), engine)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(collect_all, engine, [beside])
-        with pytest.raises(RequestError, match=re.escape("""one that ends after '{"a": '""")) as caught:
+        with pytest.raises(
+            RequestError, match=re.escape("""one that ends after '{"a": '""")
+        ) as caught:
             collect_all(engine, [text])
         assert answer.result()[0].row.error is None
     assert caught.value.status == 400
@@ -175,16 +206,29 @@ def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
 def test_formats_that_cannot_be_served_are_refused(engine, monkeypatch):
     for fields, words in (
         ({"response_format": {"type": "json_schema"}}, "must have json_schema if its type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "json_schema.schema must be given"),
-        ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "json_schema.schema must be given",
+        ),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type must be 'text', 'json_object' or 'json_schema'",
+        ),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "leave out ignore_eos"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "no such"}},
+                }
+            },
             'a schema that xgrammar compiles, got Unsupported type "no such"$',
         ),
     ):
         with pytest.raises(RequestError, match=words):
             text_requests(request_of(prompt="x", **fields), engine)
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(RequestError, match=r'xgrammar must .*; run pip install "hf-speculate\[grammar\]"'):
+    with pytest.raises(
+        RequestError, match=r'xgrammar must .*; run pip install "hf-speculate\[grammar\]"'
+    ):
         text_requests(request_of(prompt="x", response_format={"type": "json_object"}), engine)

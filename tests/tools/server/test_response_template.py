@@ -33,7 +33,9 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 @pytest.fixture(scope="module")
 def tokenizer():
     tokenizer = byte_level_tokenizer([], eos_token=END, bos_token="<|im_start|>")
-    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"], special_tokens=True)
+    tokenizer.add_tokens(
+        ["<think>", "</think>", "<tool_call>", "</tool_call>"], special_tokens=True
+    )
     tokenizer.response_template = TEMPLATE
     return tokenizer
 
@@ -64,13 +66,18 @@ def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE, stops=()):
         whole = await answers.whole_answer(asked(False), pieces(), {})
         source = pieces()
         stream = answers.events(asked(True), source, await anext(source), {})
-        return whole["choices"][0], [json.loads(line[6:])["choices"][0] async for line in stream if "DONE" not in line]
+        return whole["choices"][0], [
+            json.loads(line[6:])["choices"][0] async for line in stream if "DONE" not in line
+        ]
 
     return asyncio.run(run())
 
 
 def parts(message):
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    ]
     return message.get("reasoning_content", ""), message["content"] or "", calls
 
 
@@ -91,13 +98,21 @@ def parts(message):
         # text that looks like a special token is text
         (["so <|im_st", "art|>", " it is", END], {}, ("", "so <|im_start|> it is", [])),
         # what the template cannot read is content
-        (f"<think>a</think><tool_call>{{no}}</tool_call>{CALL}", {}, ("a", "<tool_call>{no}</tool_call>", [CALLED])),
+        (
+            f"<think>a</think><tool_call>{{no}}</tool_call>{CALL}",
+            {},
+            ("a", "<tool_call>{no}</tool_call>", [CALLED]),
+        ),
         (
             f"<think>a</think>\n\n[1] <tool_call>{{no}}</tool_call>{END}",
             {},
             ("a", "[1] <tool_call>{no}</tool_call>", []),
         ),
-        (f'<tool_call>{{"x": 1}}</tool_call> b{END}', {}, ("", '<tool_call>{"x": 1}</tool_call> b', [])),
+        (
+            f'<tool_call>{{"x": 1}}</tool_call> b{END}',
+            {},
+            ("", '<tool_call>{"x": 1}</tool_call> b', []),
+        ),
         ('<tool_call>{"name": "f"', {}, ("", '<tool_call>{"name": "f"', [])),
         (
             f"plain{END}",
@@ -110,7 +125,12 @@ def parts(message):
                 "template": {
                     "start_anchor": ANCHOR,
                     "fields": {
-                        "thinking": {"open": "<think>", "close": "</think>", "repeats": True, "join": "; "},
+                        "thinking": {
+                            "open": "<think>",
+                            "close": "</think>",
+                            "repeats": True,
+                            "join": "; ",
+                        },
                         "content": {"close": END, "content_args": {"strip": False}},
                     },
                 }
@@ -124,7 +144,10 @@ def test_reasoning_content_and_calls_come_apart(text, options, expected, tokeniz
     assert parts(whole["message"]) == expected
     deltas = [choice["delta"] for choice in streamed]
     assert all(len(delta.keys() - {"role"}) <= 1 for delta in deltas[1:])
-    joined = {name: "".join(delta.get(name, "") for delta in deltas) for name in ("reasoning_content", "content")}
+    joined = {
+        name: "".join(delta.get(name, "") for delta in deltas)
+        for name in ("reasoning_content", "content")
+    }
     assert parts({**joined, "tool_calls": deltas[-1].get("tool_calls", ())}) == expected
     reason = "tool_calls" if expected[-1] else "stop"
     assert whole["finish_reason"] == streamed[-1]["finish_reason"] == reason
@@ -146,7 +169,10 @@ def test_template_that_cannot_be_read_is_left_out(tokenizer, caplog):
 def test_server_reads_answers_with_the_prompt_before_them(client, engine, monkeypatch):
     """A prompt that ends in <think> makes all that follows reasoning."""
     monkeypatch.setattr(engine.tokenizer, "chat_template", "#{{ opened }}")
-    template = {"start_anchor": "#", "fields": {"thinking": {"open": "1", "close": "2"}, "content": {}}}
+    template = {
+        "start_anchor": "#",
+        "fields": {"thinking": {"open": "1", "close": "2"}, "content": {}},
+    }
     monkeypatch.setattr(engine.tokenizer, "response_template", template, raising=False)
     monkeypatch.setattr(engine, "response_template", ResponseTemplate.of(engine.tokenizer))
     always = {"logit_bias": {engine.tokenizer.convert_tokens_to_ids("a"): 100}}
@@ -155,5 +181,9 @@ def test_server_reads_answers_with_the_prompt_before_them(client, engine, monkey
         (choice,) = client.post(PATH, json=body(**options)).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": ""} | {name: NUM_NEW * "a"}
         with client.stream("POST", PATH, json=body(stream=True, **options)) as response:
-            events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-        assert "".join(event["choices"][0]["delta"].get(name, "") for event in events) == NUM_NEW * "a"
+            events = [
+                json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")
+            ]
+        assert (
+            "".join(event["choices"][0]["delta"].get(name, "") for event in events) == NUM_NEW * "a"
+        )

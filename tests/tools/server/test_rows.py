@@ -27,12 +27,19 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
-# Fields of requests beside prompt, length and sampling, and the arguments of generate() that they are.
+# Fields of requests beside prompt, length and sampling, and the arguments of generate() that they
+# are.
 FIELDS = (
     ({}, {}),
     ({"logit_bias": {"7": -100, "9": 3.5}}, {"sequence_bias": {(7,): -100.0, (9,): 3.5}}),
-    ({"extra_body": {"repetition_penalty": 1.4, "num_assistant_tokens": 2}}, {"repetition_penalty": 1.4}),
-    ({"extra_body": {"stop_token_ids": [11, 12, 13, 14, 15]}}, {"eos_token_id": [11, 12, 13, 14, 15]}),
+    (
+        {"extra_body": {"repetition_penalty": 1.4, "num_assistant_tokens": 2}},
+        {"repetition_penalty": 1.4},
+    ),
+    (
+        {"extra_body": {"stop_token_ids": [11, 12, 13, 14, 15]}},
+        {"eos_token_id": [11, 12, 13, 14, 15]},
+    ),
     ({"extra_body": {"num_assistant_tokens": 0}}, {}),
     ({"frequency_penalty": 0.9, "presence_penalty": -0.4}, {"penalties": (0.9, -0.4)}),
     ({"extra_body": {"min_p": 0.2}}, {"min_p": 0.2}),
@@ -58,7 +65,9 @@ def requests_of(engine, num):
     random, size = torch.Generator().manual_seed(5), engine.target.config.vocab_size
     for index in range(num):
         ids = torch.randint(1, size, (1 + 7 * index % 40,), generator=random).tolist()
-        sampling = {"temperature": 0.9, "top_p": 0.8, "seed": index} if index % 2 else {"temperature": 0}
+        sampling = (
+            {"temperature": 0.9, "top_p": 0.8, "seed": index} if index % 2 else {"temperature": 0}
+        )
         yield {
             "prompt": ids if index % 3 else engine.tokenizer.decode(ids),
             "max_tokens": 1 + 7 * index % 30,
@@ -69,7 +78,9 @@ def requests_of(engine, num):
 
 def alone(engine, request):
     """The text of a request in a call of its own, plain if it is greedy."""
-    given = next(arguments for fields, arguments in reversed(FIELDS) if fields.items() <= request.items())
+    given = next(
+        arguments for fields, arguments in reversed(FIELDS) if fields.items() <= request.items()
+    )
     ids, options = request["prompt"], {"do_sample": False}
     ids = torch.tensor([ids if isinstance(ids, list) else engine.tokenizer(ids)["input_ids"]])
     if request["temperature"]:
@@ -80,15 +91,24 @@ def alone(engine, request):
     options |= {"max_new_tokens": request["max_tokens"], **given}
     if penalties := options.pop("penalties", None):
         options["logits_processor"] = [Penalties(ids.shape[1], *penalties)]
-    output = engine.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    output = engine.target.generate(
+        ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options
+    )
     return engine.tokenizer.decode(output[0, ids.shape[1] :])
 
 
 @pytest.fixture
 def create(client):
     """Asks for a completion with OpenAI's client."""
-    options = {"api_key": "none", "base_url": str(client.base_url.join("/v1")), "max_retries": 0, "timeout": WAIT_S}
-    return functools.partial(openai.OpenAI(http_client=client, **options).completions.create, model="tiny")
+    options = {
+        "api_key": "none",
+        "base_url": str(client.base_url.join("/v1")),
+        "max_retries": 0,
+        "timeout": WAIT_S,
+    }
+    return functools.partial(
+        openai.OpenAI(http_client=client, **options).completions.create, model="tiny"
+    )
 
 
 @pytest.mark.fallback("lock step, because of Penalties")
@@ -107,7 +127,9 @@ def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engi
     with ThreadPoolExecutor(len(requests)) as pool:
         texts = list(pool.map(ask, range(len(requests))))
     assert engine.forwards.most_at_once == 1
-    assert texts == [None if at % 4 == 3 else alone(engine, request) for at, request in enumerate(requests)]
+    assert texts == [
+        None if at % 4 == 3 else alone(engine, request) for at, request in enumerate(requests)
+    ]
     wait_until(lambda: client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0})
 
 
@@ -125,7 +147,9 @@ def test_choices_of_several_prompts_are_those_of_requests_alone(create, engine, 
         texts, reasons = [""] * 6, [None] * 6
         request = {"prompt": given, "seed": 5, "n": 3, "extra_body": {"echo": True}, **sampling}
         answer = create(**request, stream=is_streamed)
-        for choice in (one for chunk in (answer if is_streamed else [answer]) for one in chunk.choices):
+        for choice in (
+            one for chunk in (answer if is_streamed else [answer]) for one in chunk.choices
+        ):
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
         assert (texts, reasons) == (expected, ["length"] * 6)
@@ -137,14 +161,29 @@ def test_choices_of_several_prompts_are_those_of_requests_alone(create, engine, 
 def logprobs_of(target, token_ids):
     """[T - 1, V] the log probabilities of what follows each token, from one forward."""
     with torch.no_grad():
-        return target(torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return (
+            target(torch.tensor([token_ids]), use_cache=False)
+            .logits[0, :-1]
+            .float()
+            .log_softmax(-1)
+        )
 
 
 def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
     def ask(index):
-        sampling = {"temperature": 0.9, "seed": index, "presence_penalty": 1} if index % 2 else {"temperature": 0}
+        sampling = (
+            {"temperature": 0.9, "seed": index, "presence_penalty": 1}
+            if index % 2
+            else {"temperature": 0}
+        )
         prompt = engine.tokenizer.decode([3 + index] * (index + 1))
-        fields = {"prompt": prompt, "max_tokens": 9 + index, "logprobs": 2, "echo": index % 3 > 0, **sampling}
+        fields = {
+            "prompt": prompt,
+            "max_tokens": 9 + index,
+            "logprobs": 2,
+            "echo": index % 3 > 0,
+            **sampling,
+        }
         chunks = create(**fields, stream=True) if index % 4 > 1 else [create(**fields)]
         choices = [choice for chunk in chunks for choice in chunk.choices]
         parts = [choice.logprobs for choice in choices if choice.logprobs]
@@ -165,27 +204,45 @@ def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
             assert (chosen.pop(0), tops.pop(0), len(tokens)) == (None, None, len(text))
         expected, ids = expected[len(expected) - len(chosen) :], ids[len(ids) - len(chosen) :]
         assert ("".join(tokens), offsets) == (text, list(range(len(text))))
-        assert chosen == pytest.approx(expected.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist(), abs=1e-4)
+        assert chosen == pytest.approx(
+            expected.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist(), abs=1e-4
+        )
         for token_id, row, top in zip(ids, expected, tops, strict=True):
-            best = {letters[best_id] for best_id in row.topk(2).indices.tolist()} | {letters[token_id]}
+            best = {letters[best_id] for best_id in row.topk(2).indices.tolist()} | {
+                letters[token_id]
+            }
             assert top.keys() == best
-            assert list(top.values()) == pytest.approx([row[letters.index(token)].item() for token in top], abs=1e-4)
+            assert list(top.values()) == pytest.approx(
+                [row[letters.index(token)].item() for token in top], abs=1e-4
+            )
 
 
 def test_logprobs_of_a_chat_have_the_same_numbers(client, create, engine):
-    chat = openai.OpenAI(api_key="none", base_url=str(client.base_url.join("/v1")), http_client=client).chat
+    chat = openai.OpenAI(
+        api_key="none", base_url=str(client.base_url.join("/v1")), http_client=client
+    ).chat
     fields = {"model": "tiny", "temperature": 0, "max_tokens": 12, "stop": ["9"]}
     messages = [{"role": "user", "content": "a word"}]
-    expected = create(prompt="# a word\n", temperature=0, max_tokens=12, logprobs=3).choices[0].logprobs
-    whole = chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **fields).choices[0]
+    expected = (
+        create(prompt="# a word\n", temperature=0, max_tokens=12, logprobs=3).choices[0].logprobs
+    )
+    whole = chat.completions.create(
+        messages=messages, logprobs=True, top_logprobs=3, **fields
+    ).choices[0]
     stream = chat.completions.create(messages=messages, logprobs=True, stream=True, **fields)
     streamed = [
-        one for chunk in stream for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content
+        one
+        for chunk in stream
+        for choice in chunk.choices
+        if choice.logprobs
+        for one in choice.logprobs.content
     ]
     for content in (whole.logprobs.content, streamed):
         assert [one.token for one in content] == expected.tokens
         assert [one.logprob for one in content] == pytest.approx(expected.token_logprobs, abs=1e-5)
-        assert bytes(byte for one in content for byte in one.bytes).decode() == whole.message.content
+        assert (
+            bytes(byte for one in content for byte in one.bytes).decode() == whole.message.content
+        )
     assert [{one.token for one in each.top_logprobs} for each in whole.logprobs.content] == [
         set(top) for top in expected.top_logprobs
     ]
@@ -219,7 +276,8 @@ def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, mo
             create(**request, max_tokens=2)
         assert (engine.num_running, engine.num_waiting) == (NUM_ROWS, 1)
         streams[0].close()
-        answer = waiting.result()  # in the row of the client that has left, long before the others end
+        # in the row of the client that has left, long before the others end
+        answer = waiting.result()
     assert engine.num_running == NUM_ROWS - 1
     for stream in streams[1:]:
         stream.close()
@@ -263,7 +321,9 @@ def test_a_short_request_overtakes_a_prompt_that_is_echoed(engine, monkeypatch):
     monkeypatch.setattr(engine.target.generation_config, "prefill_chunk_size", 32)
     random = torch.Generator().manual_seed(1)
     ids, events = torch.randint(1, 60, (320,), generator=random).tolist(), []
-    long = TextRequest(RowPrompt(ids, None, {"max_new_tokens": 2, "do_sample": False}), "x", num_top=2)
+    long = TextRequest(
+        RowPrompt(ids, None, {"max_new_tokens": 2, "do_sample": False}), "x", num_top=2
+    )
     short = TextRequest(RowPrompt([3, 4], None, {"max_new_tokens": 2, "do_sample": False}))
     pieces = []
 
@@ -294,13 +354,20 @@ def test_a_short_request_overtakes_a_prompt_that_is_echoed(engine, monkeypatch):
     between = events[events.index("asked") : events.index("short")]
     assert between.count("chunk") <= 2  # one of them may have begun before
     assert events.count("chunk") == 2 * 10  # for the log probabilities, and for the row
-    expected = logprobs_of(engine.target, ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    expected = (
+        logprobs_of(engine.target, ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    )
     assert [one.logprob for one in pieces[0].logprobs[1:]] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_completion_keeps_the_space_before_its_first_word(engine):
     tokenizer = metaspace_tokenizer([" the", " of"], "theof", eos_token="</s>")
-    parts = decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    parts = (
+        decoders.Replace(WORD_MARK, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    )
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([*parts])
     target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
     engine = Engine(target, tokenizer, "tiny", {}, NUM_ROWS)
@@ -314,13 +381,17 @@ def test_a_completion_keeps_the_space_before_its_first_word(engine):
 
 def test_only_the_newest_text_is_kept_for_a_client_that_does_not_read(engine):
     request, pieces = RowPrompt([3], None, {"max_new_tokens": 40, "do_sample": False}), []
-    *pieces, result = collect(engine, request, on_piece=lambda: wait_until(lambda: not engine._is_decoding))
+    *pieces, result = collect(
+        engine, request, on_piece=lambda: wait_until(lambda: not engine._is_decoding)
+    )
     assert len(pieces) <= 2
     assert "".join(pieces) == engine.tokenizer.decode(result.row.token_ids)
 
 
 def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
-    engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS, max_cache_tokens=80)
+    engine = Engine(
+        engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS, max_cache_tokens=80
+    )
     begun, counts = [], []
     engine._decoder.on_begin = begun.extend
     hook = engine.target.register_forward_pre_hook(
@@ -340,13 +411,17 @@ def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
     )  # the third has to wait, the last four begin together
     assert engine.max_length == 80  # what is longer can never fit
     with pytest.raises(RequestError, match="at most 80 tokens, got 4 \\+ 77"):
-        text_requests(parse(CompletionRequest, b'{"prompt": [3, 3, 3, 3], "max_tokens": 77}'), engine)
+        text_requests(
+            parse(CompletionRequest, b'{"prompt": [3, 3, 3, 3], "max_tokens": 77}'), engine
+        )
     engine.close()
 
 
 def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_request(engine):
     engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
-    request = RowPrompt([3], None, {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"})
+    request = RowPrompt(
+        [3], None, {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}
+    )
     with pytest.raises(RequestError, match="speculation_cache must be"):
         collect(engine, request)
     request = RowPrompt([3], None, {"max_new_tokens": MANY, "do_sample": False})

@@ -31,7 +31,10 @@ Request = importlib.import_module("starlette.requests").Request
 schemas = importlib.import_module("hf_speculate.tools.server.schemas")
 
 
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 CALL = '<tool_call>{"name": "f"}</tool_call>'
@@ -51,7 +54,9 @@ def text(engine):
     """The greedy answer to the question, by plain decoding."""
     inputs = engine.tokenizer("# a word\n", return_tensors="pt")
     options = {"max_new_tokens": NUM_NEW, "do_sample": False}
-    ids = engine.target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+    ids = engine.target.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], **options
+    )
     return engine.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
 
 
@@ -62,7 +67,9 @@ def streamed(client, **options):
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     events = [json.loads(line) for line in lines[:-1]]
-    return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"]), *events
+    return "".join(
+        choice["delta"].get("content", "") for event in events for choice in event["choices"]
+    ), *events
 
 
 def answered(client, **options):
@@ -76,7 +83,10 @@ def test_a_whole_answer_is_that_of_generate(client, text):
     answer = client.post(PATH, json=body()).json()
     assert (answer["object"], answer["model"]) == ("chat.completion", "org/tiny")
     (choice,) = answer["choices"]
-    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": text}, "length")
+    assert (choice["message"], choice["finish_reason"]) == (
+        {"role": "assistant", "content": text},
+        "length",
+    )
     counts = [answer["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")]
     assert counts == [len("# a word\n"), NUM_NEW, len("# a word\n") + NUM_NEW]
     speculation = answer["usage"]["speculation"]
@@ -90,7 +100,9 @@ def test_streamed_pieces_join_to_the_same_answer_and_are_counted_when_asked(clie
     assert joined == text
     assert len(events) > 3
     assert last["choices"][0]["finish_reason"] == "length"
-    assert {(event["object"], event["id"]) for event in events} == {("chat.completion.chunk", last["id"])}
+    assert {(event["object"], event["id"]) for event in events} == {
+        ("chat.completion.chunk", last["id"])
+    }
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], NUM_NEW)
     assert "usage" not in streamed(client)[-1]
 
@@ -110,49 +122,171 @@ def test_the_text_ends_before_a_stop_string_and_with_its_eos(client, engine, tex
 
 def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkeypatch):
     for options, status, param, words in (
-        ({"best_of": 2}, 400, "best_of", "best_of must be 1, got 2; other values are not supported"),
-        ({"n": 99}, 400, "n", "n times the number of prompts must be at most 36, got 99; send several requests"),
+        (
+            {"best_of": 2},
+            400,
+            "best_of",
+            "best_of must be 1, got 2; other values are not supported",
+        ),
+        (
+            {"n": 99},
+            400,
+            "n",
+            "n times the number of prompts must be at most 36, got 99; send several requests",
+        ),
         ({"top_logprobs": 2}, 400, "logprobs", "logprobs must be true with top_logprobs, got 2"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20, got 21"),
+        (
+            {"logprobs": True, "top_logprobs": 21},
+            400,
+            "top_logprobs",
+            "less than or equal to 20, got 21",
+        ),
         ({"n": 0}, 400, "n", "n must be greater than or equal to 1, got 0"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias must be a valid integer"),
-        ({"logit_bias": {"999": 1}}, 400, "logit_bias", "logit_bias must hold token ids in [0, 65), got another"),
-        ({"logit_bias": {"9": 101}}, 400, "logit_bias", "logit_bias must be less than or equal to 100, got 101"),
-        ({"stop_token_ids": [999]}, 400, "stop_token_ids", "stop_token_ids must hold token ids in [0, 65)"),
-        ({"presence_penalty": 3}, 400, "presence_penalty", "presence_penalty must be less than or equal to 2, got 3"),
-        ({"repetition_penalty": 0}, 400, "repetition_penalty", "repetition_penalty must be greater than 0, got 0"),
+        (
+            {"logit_bias": {"999": 1}},
+            400,
+            "logit_bias",
+            "logit_bias must hold token ids in [0, 65), got another",
+        ),
+        (
+            {"logit_bias": {"9": 101}},
+            400,
+            "logit_bias",
+            "logit_bias must be less than or equal to 100, got 101",
+        ),
+        (
+            {"stop_token_ids": [999]},
+            400,
+            "stop_token_ids",
+            "stop_token_ids must hold token ids in [0, 65)",
+        ),
+        (
+            {"presence_penalty": 3},
+            400,
+            "presence_penalty",
+            "presence_penalty must be less than or equal to 2, got 3",
+        ),
+        (
+            {"repetition_penalty": 0},
+            400,
+            "repetition_penalty",
+            "repetition_penalty must be greater than 0, got 0",
+        ),
         ({"seed": -1}, 400, "seed", "seed must be greater than or equal to 0, got -1"),
-        ({"tools": [{"name": 99 * "x"}]}, 400, "tools.0.function", "tools.0.function must be given"),
-        ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice must be 'none' or 'auto', got 'required'"),
-        ({"chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs", "variables of the chat template, got"),
-        ({"messages": [called(9_999 * "[")]}, 400, "messages", "arguments of tool_calls must be JSON, got '[[["),
-        ({"temperature": 1e-45}, 400, "temperature", "temperature must be 0 or at least 1e-10, got 1e-45"),
-        ({"repetition_penalty": 1e-45}, 400, "repetition_penalty", "must be from 1e-10 to 1e10, got 1e-45"),
-        ({"repetition_penalty": 1e45}, 400, "repetition_penalty", "must be from 1e-10 to 1e10, got 1e+45"),
+        (
+            {"tools": [{"name": 99 * "x"}]},
+            400,
+            "tools.0.function",
+            "tools.0.function must be given",
+        ),
+        (
+            {"tool_choice": "required"},
+            400,
+            "tool_choice",
+            "tool_choice must be 'none' or 'auto', got 'required'",
+        ),
+        (
+            {"chat_template_kwargs": {"tokenize": 1}},
+            400,
+            "chat_template_kwargs",
+            "variables of the chat template, got",
+        ),
+        (
+            {"messages": [called(9_999 * "[")]},
+            400,
+            "messages",
+            "arguments of tool_calls must be JSON, got '[[[",
+        ),
+        (
+            {"temperature": 1e-45},
+            400,
+            "temperature",
+            "temperature must be 0 or at least 1e-10, got 1e-45",
+        ),
+        (
+            {"repetition_penalty": 1e-45},
+            400,
+            "repetition_penalty",
+            "must be from 1e-10 to 1e10, got 1e-45",
+        ),
+        (
+            {"repetition_penalty": 1e45},
+            400,
+            "repetition_penalty",
+            "must be from 1e-10 to 1e10, got 1e+45",
+        ),
         ({"stop": 17 * ["a"]}, 400, "stop", "stop must be up to 16 strings"),
-        ({"messages": [called("{")]}, 400, "messages", "arguments of tool_calls must be JSON, got '{'"),
+        (
+            {"messages": [called("{")]},
+            400,
+            "messages",
+            "arguments of tool_calls must be JSON, got '{'",
+        ),
         ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
         (
             {"temprature": 1},
             400,
             "temprature",
-            "temprature must be left out, got 1; this endpoint has no such field; did you mean temperature?",
+            (
+                "temprature must be left out, got 1; this endpoint has no such field; did you mean "
+                "temperature?"
+            ),
         ),
-        ({"max_tokens": 0}, 400, "max_tokens", "max_tokens must be greater than or equal to 1, got 0"),
+        (
+            {"max_tokens": 0},
+            400,
+            "max_tokens",
+            "max_tokens must be greater than or equal to 1, got 0",
+        ),
         ({"messages": None}, 400, "messages", "messages must be a valid array, got None"),
-        ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "messages.0.content must be given"),
-        ({"messages": [{"role": "user", "content": 1}]}, 400, "messages.0.content", "valid string, or a valid array"),
+        (
+            {"messages": [{"role": "user"}]},
+            400,
+            "messages.0.content",
+            "messages.0.content must be given",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 1}]},
+            400,
+            "messages.0.content",
+            "valid string, or a valid array",
+        ),
         ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
-        ({"stop": ["a", 513 * "b"]}, 400, "stop", "strings of at most 512 characters, got one of 513; send"),
-        ({"stop": 101 * ["a"]}, 400, "stop", "stop must have at most 100 values, got 101; send fewer"),
-        (dict.fromkeys(map(str, range(98)), 1), 400, None, "the body must have at most 100 fields, got 102"),
-        ({"stop": "~"}, 400, "stop", "stop must be strings that the tokenizer can write, got ['~']"),
+        (
+            {"stop": ["a", 513 * "b"]},
+            400,
+            "stop",
+            "strings of at most 512 characters, got one of 513; send",
+        ),
+        (
+            {"stop": 101 * ["a"]},
+            400,
+            "stop",
+            "stop must have at most 100 values, got 101; send fewer",
+        ),
+        (
+            dict.fromkeys(map(str, range(98)), 1),
+            400,
+            None,
+            "the body must have at most 100 fields, got 102",
+        ),
+        (
+            {"stop": "~"},
+            400,
+            "stop",
+            "stop must be strings that the tokenizer can write, got ['~']",
+        ),
         ({"max_tokens": MAX_LEN}, 400, "messages", f"at most {MAX_LEN} tokens"),
     ):
         response = client.post(PATH, json=body(**options, stream=True))
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
-        assert (response.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param)
+        assert (response.status_code, error["type"], error["param"]) == (
+            status,
+            "invalid_request_error",
+            param,
+        )
         assert words in error["message"] and len(error["message"]) < 200
     for prompt, words in (
         ([], "at least one token"),
@@ -169,22 +303,44 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
     assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     assert "must have a chat template" in client.post(PATH, json=body()).json()["error"]["message"]
-    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200  # draws a seed
+    # draws a seed
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_bodies_and_headers_that_cannot_be_read_are_refused(client):
     for content, headers, status, words in (
         (b'{"messages": ', {}, 400, "the body must be JSON in UTF-8, got EOF"),
-        (b'{"prompt": "\\udc00 a"}', {}, 400, "the body must be JSON in UTF-8, got lone leading surrogate"),
+        (
+            b'{"prompt": "\\udc00 a"}',
+            {},
+            400,
+            "the body must be JSON in UTF-8, got lone leading surrogate",
+        ),
         (b"[]", {}, 400, "the body must be an object, got []"),
-        (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, 415, "Content-Type must be application/json"),
-        (b'{"prompt": "a"}', {"Host": "evil.example:80"}, 400, "Host must be localhost, an IP address or a name that"),
+        (
+            b'{"prompt": "a"}',
+            {"Content-Type": "text/plain"},
+            415,
+            "Content-Type must be application/json",
+        ),
+        (
+            b'{"prompt": "a"}',
+            {"Host": "evil.example:80"},
+            400,
+            "Host must be localhost, an IP address or a name that",
+        ),
     ):
         response = client.post(
-            "/v1/completions", content=content, headers={"Content-Type": "application/json"} | headers
+            "/v1/completions",
+            content=content,
+            headers={"Content-Type": "application/json"} | headers,
         )
         error = response.json()["error"]
-        assert (response.status_code, error["param"], error["type"]) == (status, None, "invalid_request_error")
+        assert (response.status_code, error["param"], error["type"]) == (
+            status,
+            None,
+            "invalid_request_error",
+        )
         assert words in error["message"]
     for host in ("localhost", "127.0.0.1:80", "[::1]:80", "name.example"):
         assert client.get("/health", headers={"Host": host}).status_code == 200
@@ -203,7 +359,12 @@ def test_a_text_far_beyond_the_context_is_refused_unread(client, engine, monkeyp
     chunks = (bytes(65_536) for _ in range(64))
     json_type = {"Content-Type": "application/json"}
     for content, status, code, words in (
-        (json.dumps({"prompt": 4_000_000 * "a"}), 413, "request_too_large", f"at most {most_bytes} bytes, got 40000"),
+        (
+            json.dumps({"prompt": 4_000_000 * "a"}),
+            413,
+            "request_too_large",
+            f"at most {most_bytes} bytes, got 40000",
+        ),
         (chunks, 413, "request_too_large", f"at most {most_bytes} bytes, got more"),
         (
             json.dumps({"prompt": (engine.max_chars + 1) * "a"}),
@@ -211,16 +372,27 @@ def test_a_text_far_beyond_the_context_is_refused_unread(client, engine, monkeyp
             "context_length_exceeded",
             f"got {engine.max_chars + 1};",
         ),
-        (json.dumps(body(messages=2 * [{"role": "user", "content": engine.max_chars // 2 * "ab"}])), 400, None, None),
+        (
+            json.dumps(
+                body(messages=2 * [{"role": "user", "content": engine.max_chars // 2 * "ab"}])
+            ),
+            400,
+            None,
+            None,
+        ),
     ):
         path = PATH if words is None else "/v1/completions"
         response = client.post(path, content=content, headers=json_type)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (status, code or "context_length_exceeded")
-        assert (words or f"messages must have at most {engine.max_chars} characters") in error["message"]
+        assert (words or f"messages must have at most {engine.max_chars} characters") in error[
+            "message"
+        ]
 
 
-def test_a_long_text_is_tokenised_while_neighbours_stream_and_new_requests_come(client, engine, text, monkeypatch):
+def test_a_long_text_is_tokenised_while_neighbours_stream_and_new_requests_come(
+    client, engine, text, monkeypatch
+):
     tokenizer, may_end, is_long = engine.tokenizer, threading.Event(), "a" * (engine.max_chars - 8)
 
     class Slow:
@@ -236,7 +408,9 @@ def test_a_long_text_is_tokenised_while_neighbours_stream_and_new_requests_come(
     monkeypatch.setattr(engine, "tokenizer", Slow())
     answers = []
     request = {"prompt": is_long, "note": None, "user": 65_536 * "a"}
-    asking = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=request).json()))
+    asking = threading.Thread(
+        target=lambda: answers.append(client.post("/v1/completions", json=request).json())
+    )
     with client.stream("POST", PATH, json=body(stream=True)) as response:
         lines = response.iter_lines()
         next(lines)
@@ -260,12 +434,17 @@ def test_a_schema_is_compiled_while_short_requests_are_answered(client, engine, 
     monkeypatch.setattr(engine.grammars, "compile", compile_slowly)
     monkeypatch.setattr(engine.target.generation_config, "eos_token_id", 1)
     asked = body(response_format={"type": "json_object"})
-    asking = [threading.Thread(target=lambda: answers.append(client.post(PATH, json=asked).json())) for _ in range(8)]
+    asking = [
+        threading.Thread(target=lambda: answers.append(client.post(PATH, json=asked).json()))
+        for _ in range(8)
+    ]
     for thread in asking:
         thread.start()
     assert is_compiling.wait(WAIT_S)
     try:
-        assert client.post(PATH, json=body(), timeout=WAIT_S / 2).json()["choices"][0]["message"]["content"]
+        assert client.post(PATH, json=body(), timeout=WAIT_S / 2).json()["choices"][0]["message"][
+            "content"
+        ]
         assert not answers
     finally:
         may_end.set()
@@ -286,7 +465,9 @@ def test_bodies_of_all_requests_together_are_bounded():
     intake = importlib.import_module("hf_speculate.tools.server.intake").Intake(engine)
 
     async def read(num_bytes, is_whole):
-        chunks = iter([{"type": "http.request", "body": bytes(num_bytes), "more_body": not is_whole}])
+        chunks = iter(
+            [{"type": "http.request", "body": bytes(num_bytes), "more_body": not is_whole}]
+        )
 
         async def receive():
             return next(chunks, None) or await asyncio.Event().wait()
@@ -294,7 +475,9 @@ def test_bodies_of_all_requests_together_are_bounded():
         return await intake.read(schemas.ChatRequest, Request(scope, receive))
 
     async def run():
-        unfinished = [asyncio.create_task(read(intake.max_bytes - 4, is_whole=False)) for _ in range(3)]
+        unfinished = [
+            asyncio.create_task(read(intake.max_bytes - 4, is_whole=False)) for _ in range(3)
+        ]
         await asyncio.sleep(0.1)
         with pytest.raises(RequestError, match="too many bytes") as caught:
             await read(13, is_whole=True)
@@ -309,7 +492,11 @@ def test_bodies_of_all_requests_together_are_bounded():
 
 
 def test_messages_are_counted_before_they_are_checked():
-    messages = [{"role": "user", "content": []}] * 3 + 9_999 * [MESSAGE] + [{"role": "user", "content": 2 * [None]}]
+    messages = (
+        [{"role": "user", "content": []}] * 3
+        + 9_999 * [MESSAGE]
+        + [{"role": "user", "content": 2 * [None]}]
+    )
     with pytest.raises(RequestError, match="at most 10000 parts, got 10001"):
         schemas.parse(schemas.ChatRequest, json.dumps({"messages": messages}).encode())
 
@@ -317,7 +504,10 @@ def test_messages_are_counted_before_they_are_checked():
 def test_values_are_counted_before_they_are_checked():
     called_often = {**MESSAGE, "role": "assistant", "tool_calls": 10_001 * [None]}
     for fields, words in (
-        ({"logit_bias": dict.fromkeys(range(10_001), "x")}, "logit_bias must have at most 10000 values, got 10001"),
+        (
+            {"logit_bias": dict.fromkeys(range(10_001), "x")},
+            "logit_bias must have at most 10000 values, got 10001",
+        ),
         ({"tools": 10_001 * [None]}, "tools must have at most 10000 values, got 10001"),
         ({"stop": 101 * [None]}, "stop must have at most 100 values, got 101"),
         ({"prompt": 10_001 * [[1]]}, "prompt must have at most 10000 values, got 10001"),
@@ -326,8 +516,15 @@ def test_values_are_counted_before_they_are_checked():
     ):
         kind = schemas.CompletionRequest if "prompt" in fields else schemas.ChatRequest
         with pytest.raises(RequestError, match=words):
-            schemas.parse(kind, json.dumps(fields if "prompt" in fields else {"messages": [MESSAGE]} | fields).encode())
-    many_ids = schemas.parse(schemas.CompletionRequest, json.dumps({"prompt": 20_000 * [1]}).encode())
+            schemas.parse(
+                kind,
+                json.dumps(
+                    fields if "prompt" in fields else {"messages": [MESSAGE]} | fields
+                ).encode(),
+            )
+    many_ids = schemas.parse(
+        schemas.CompletionRequest, json.dumps({"prompt": 20_000 * [1]}).encode()
+    )
     assert len(many_ids.prompt) == 20_000
 
 
@@ -338,20 +535,33 @@ def test_requests_are_described_and_no_page_loads_scripts(client):
 
 
 def test_neutral_values_of_fields_that_are_not_supported_pass(client, text):
-    neutral = {name: values[0] for name, values in schemas.NEUTRAL.items()} | {"user": "me", "metadata": {"a": "b"}}
+    neutral = {name: values[0] for name, values in schemas.NEUTRAL.items()} | {
+        "user": "me",
+        "metadata": {"a": "b"},
+    }
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "word"}]
-    for options in (neutral, dict.fromkeys(schemas.NEUTRAL), {"messages": [{"role": "user", "content": parts}]}):
+    for options in (
+        neutral,
+        dict.fromkeys(schemas.NEUTRAL),
+        {"messages": [{"role": "user", "content": parts}]},
+    ):
         assert answered(client, **options)[0] == text
 
 
 def test_a_chat_template_reads_tools_and_its_own_options(client, engine, monkeypatch):
     template = (
-        "{% if tools %}T{{ tools[0].function.name }}{% endif %}{{ depth }}{{ reasoning_effort }}{% for message in "
-        "messages %}#{{ message.role }}{{ message.content }}{{ message.name }}{{ message.tool_call_id }}{% for call in "
-        "message.tool_calls %}C{{ call.function.name }}{{ call.function.arguments.at }}{% endfor %}{% endfor %}"
+        "{% if tools %}T{{ tools[0].function.name }}{% endif %}{{ depth }}{{ reasoning_effort }}{% "
+        "for message in "
+        "messages %}#{{ message.role }}{{ message.content }}{{ message.name }}{{ "
+        "message.tool_call_id }}{% for call in "
+        "message.tool_calls %}C{{ call.function.name }}{{ call.function.arguments.at }}{% endfor "
+        "%}{% endfor %}"
     )
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
-    messages = [called('{"at": 7}'), {"role": "tool", "content": "ok", "tool_call_id": "c1", "name": "look"}]
+    messages = [
+        called('{"at": 7}'),
+        {"role": "tool", "content": "ok", "tool_call_id": "c1", "name": "look"},
+    ]
     options = {"chat_template_kwargs": {"depth": 3}, "reasoning_effort": "low"}
     for fields, begin in (({}, "Tlook3low"), ({"tool_choice": "none"}, "3low")):
         prompt = f"{begin}#assistantClook7#tooloklookc1"
@@ -365,21 +575,45 @@ def test_a_chat_template_reads_tools_and_its_own_options(client, engine, monkeyp
     ("text", "content", "calls"),
     (
         ("a <b <tool_call>{}", "a <b <tool_call>{}", []),
-        ('so: <tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>', "so: ", [("f", '{"x": "é"}')]),
-        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}', None, [("f", "{}"), ("g", "{}")]),
+        (
+            'so: <tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>',
+            "so: ",
+            [("f", '{"x": "é"}')],
+        ),
+        (
+            '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}',
+            None,
+            [("f", "{}"), ("g", "{}")],
+        ),
         ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
         ("no call <tool_", "no call <tool_", []),
         (f"a {CALL}\n b {CALL} ", "a \n b ", [("f", "{}"), ("f", "{}")]),
         (f"{{}} in <tool_call> tags: {CALL}", "{} in <tool_call> tags: ", [("f", "{}")]),
         (f"<tool_call>{{oops}}</tool_call>{CALL}", "<tool_call>{oops}</tool_call>", [("f", "{}")]),
         (f'<tool_call>{{"a": "</tool_call>{CALL}', '<tool_call>{"a": "</tool_call>', [("f", "{}")]),
-        (f'<tool_call>{{"name": 3}}</tool_call> {CALL}', '<tool_call>{"name": 3}</tool_call> ', [("f", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>', None, [("f", TAGGED)]),
+        (
+            f'<tool_call>{{"name": 3}}</tool_call> {CALL}',
+            '<tool_call>{"name": 3}</tool_call> ',
+            [("f", "{}")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
+            None,
+            [("f", TAGGED)],
+        ),
         ('<tool_call>{"name": "f"}</tool_call>, then', ", then", [("f", "{}")]),
         ('<tool_call>{"name": "f"} is one', '<tool_call>{"name": "f"} is one', []),
         ('<tool_call>{"name": "f"}</tool', None, [("f", "{}")]),
-        ('<tool_call>{"name": "f"}<tool_call>{"name": "g"}</tool_call>', None, [("f", "{}"), ("g", "{}")]),
-        ('<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', []),
+        (
+            '<tool_call>{"name": "f"}<tool_call>{"name": "g"}</tool_call>',
+            None,
+            [("f", "{}"), ("g", "{}")],
+        ),
+        (
+            '<tool_call>{"name": "\\ud800"}</tool_call>',
+            '<tool_call>{"name": "\\ud800"}</tool_call>',
+            [],
+        ),
         (NESTED, NESTED, []),
         (" \n", " \n", []),
     ),
@@ -399,14 +633,21 @@ def test_tool_calls_are_taken_out_of_the_text(text, content, calls):
         whole = await answers.whole_answer(asked, pieces(), {})
         source = pieces()
         stream = answers.events(asked._replace(is_streamed=True), source, await anext(source), {})
-        return whole["choices"][0], [json.loads(line[6:])["choices"][0] async for line in stream if "DONE" not in line]
+        return whole["choices"][0], [
+            json.loads(line[6:])["choices"][0] async for line in stream if "DONE" not in line
+        ]
 
     whole, streamed = asyncio.run(run())
     found = [
-        (call["function"]["name"], call["function"]["arguments"]) for call in whole["message"].get("tool_calls", ())
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in whole["message"].get("tool_calls", ())
     ]
     assert (whole["message"]["content"], found) == (content, calls)
-    assert whole["finish_reason"] == streamed[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert (
+        whole["finish_reason"]
+        == streamed[-1]["finish_reason"]
+        == ("tool_calls" if calls else "stop")
+    )
     assert "".join(choice["delta"].get("content", "") for choice in streamed) == (content or "")
     last = streamed[-1]["delta"].get("tool_calls", [])
     assert [(call["index"], call["function"]["name"]) for call in last] == [
@@ -436,7 +677,11 @@ def test_a_client_that_leaves_ends_its_generation(client, slow, text):
 
 def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
     tokenizer = byte_level_tokenizer(["st"])
-    text, stream, whole = "", TextStream(tokenizer, ["stop", "zz"]), "naïve s sto 日本 stip stop, and more"
+    text, stream, whole = (
+        "",
+        TextStream(tokenizer, ["stop", "zz"]),
+        "naïve s sto 日本 stip stop, and more",
+    )
     ids = tokenizer(whole)["input_ids"]
     for num_ids in range(1, len(ids) + 1):
         text += stream.read(ids[:num_ids])
@@ -445,18 +690,28 @@ def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
     assert text + stream.read(ids, is_end=True) == "naïve s sto 日本 stip "
     assert stream.is_cut
     stream, ids = TextStream(tokenizer, ["stop"]), tokenizer("a sto")["input_ids"]
-    assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")  # the end gives what was held
+    # the end gives what was held
+    assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")
     assert not stream.is_cut
 
 
 def test_special_tokens_are_searched_for_stops_and_not_sent():
     tokenizer = byte_level_tokenizer(["st", "end"], eos_token="<|end|>", pad_token="<tool_call>")
     ids = tokenizer("a <tool_call> <|end|> end<|end|>\nmore")["input_ids"]
-    for stop, text in (("<|end|>\n", "a <tool_call>  end"), ("> <|", "a <tool_call"), (" <|end|> ", "a <tool_call>")):
-        stream, read, criterion = TextStream(tokenizer, [stop]), "", StopStringCriteria(tokenizer, [stop])
+    for stop, text in (
+        ("<|end|>\n", "a <tool_call>  end"),
+        ("> <|", "a <tool_call"),
+        (" <|end|> ", "a <tool_call>"),
+    ):
+        stream, read, criterion = (
+            TextStream(tokenizer, [stop]),
+            "",
+            StopStringCriteria(tokenizer, [stop]),
+        )
         for num_ids in range(1, len(ids) + 1):
             read += stream.read(ids[:num_ids])
-            assert stream.is_cut or not criterion(torch.tensor([ids[:num_ids]]), None)  # both at the same token
+            # both at the same token
+            assert stream.is_cut or not criterion(torch.tensor([ids[:num_ids]]), None)
         assert (read, stream.is_cut) == (text, True)
     stream = TextStream(tokenizer, ["<|end|>!"])
     assert stream.read(ids[:-6]) + stream.read(ids, is_end=True) == "a <tool_call>  end\nmore"
@@ -467,7 +722,9 @@ def test_bytes_of_no_character_are_given_at_linear_cost():
     (byte,) = {tokenizer("日")["input_ids"][1]}
     num_decoded = []
     decode = tokenizer.decode
-    counted = SimpleNamespace(decode=lambda ids, **options: (num_decoded.append(len(ids)), decode(ids, **options))[1])
+    counted = SimpleNamespace(
+        decode=lambda ids, **options: (num_decoded.append(len(ids)), decode(ids, **options))[1]
+    )
     stream, text = TextStream(counted, ["stop"]), ""
     for num_ids in range(1, 201):
         text += stream.read(200 * [byte][:num_ids])
@@ -479,7 +736,9 @@ def test_bytes_of_no_character_are_given_at_linear_cost():
 def test_any_error_in_a_stream_is_an_event_before_the_last_one():
     answers = importlib.import_module("hf_speculate.tools.server.answers")
     records = importlib.import_module("hf_speculate.tools.server.text_request")
-    asked = answers.Asked([records.TextRequest(records.RowPrompt([1]))], 1, True, True, False, False, None)
+    asked = answers.Asked(
+        [records.TextRequest(records.RowPrompt([1]))], 1, True, True, False, False, None
+    )
 
     async def pieces():
         yield 0, records.Piece("a", [])
@@ -490,12 +749,16 @@ def test_any_error_in_a_stream_is_an_event_before_the_last_one():
         return [event async for event in answers.events(asked, source, await anext(source), {})]
 
     *_, error, done = asyncio.run(run())
-    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "RecursionError: too deep"
+    assert (
+        json.loads(error.removeprefix("data: "))["error"]["message"] == "RecursionError: too deep"
+    )
     assert done == "data: [DONE]\n\n"
 
 
 def test_a_message_without_content_and_without_calls_is_empty(client):
-    empty, null = ({"role": "assistant", "content": content, "tool_calls": []} for content in ("", None))
+    empty, null = (
+        {"role": "assistant", "content": content, "tool_calls": []} for content in ("", None)
+    )
     assert answered(client, messages=[null])[0] == answered(client, messages=[empty])[0]
 
 
@@ -504,7 +767,9 @@ def test_arguments_of_any_depth_are_served_or_refused(client, engine, monkeypatc
     for chat_template in (engine.tokenizer.chat_template, template):
         monkeypatch.setattr(engine.tokenizer, "chat_template", chat_template)
         for depth in (20, 300, *range(500, 1_000, 100), 3_000):
-            response = client.post(PATH, json=body(messages=[called(depth * "[" + depth * "]")], max_tokens=1))
+            response = client.post(
+                PATH, json=body(messages=[called(depth * "[" + depth * "]")], max_tokens=1)
+            )
             assert response.status_code in (200, 400), (depth, response.text)
 
 
@@ -514,7 +779,9 @@ def test_extreme_numbers_are_served_or_refused(client):
         "repetition_penalty": (1e10, 10**40),
         **dict.fromkeys(("top_k", "max_tokens", "seed"), (10**40, 2**63 - 129)),
     }
-    for field, value in ((name, value) for fields in (small, large) for name in fields for value in fields[name]):
+    for field, value in (
+        (name, value) for fields in (small, large) for name in fields for value in fields[name]
+    ):
         options = {"temperature": 1e-10, "max_tokens": 3, field: value}
         assert client.post(PATH, json=body(**options)).status_code in (200, 400), options
 
@@ -533,7 +800,10 @@ def test_an_error_is_not_replaced_by_tokens_that_come_later():
 
 
 def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
-    uvicorn, reading = (importlib.import_module(name) for name in ("uvicorn", "hf_speculate.tools.server.fair_reading"))
+    uvicorn, reading = (
+        importlib.import_module(name)
+        for name in ("uvicorn", "hf_speculate.tools.server.fair_reading")
+    )
     num_read, is_read = [], asyncio.Event()
 
     async def application(scope, receive, send):
@@ -547,7 +817,9 @@ def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
     async def run():
         config = uvicorn.Config(application, lifespan="off", log_config=None)
         config.load()
-        protocol = reading.FairProtocol(config, importlib.import_module("uvicorn.server").ServerState(), {})
+        protocol = reading.FairProtocol(
+            config, importlib.import_module("uvicorn.server").ServerState(), {}
+        )
         protocol.connection_made(Mock(is_closing=lambda: False, get_extra_info=lambda name: None))
         head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         protocol.data_received(head + 30_000 * b"1\r\na\r\n" + b"0\r\n\r\n")
@@ -561,7 +833,9 @@ def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
     tokenizer = metaspace_tokenizer([" a"], "abcdef")
     tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
     ids = tokenizer.convert_tokens_to_ids(["\N{LOWER ONE EIGHTH BLOCK}a", "b"])
-    assert tokenizer.decode(ids) == "ab" and StopStringCriteria(tokenizer, [" ab"])(torch.tensor([ids]), None)
+    assert tokenizer.decode(ids) == "ab" and StopStringCriteria(tokenizer, [" ab"])(
+        torch.tensor([ids]), None
+    )
     for stop, text in ((" ab", ""), ("b", "a"), ("  a", "ab")):
         stream = TextStream(tokenizer, [stop])
         assert stream.read(ids[:1]) + stream.read(ids, is_end=True) == text
@@ -570,7 +844,9 @@ def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
 
 def test_a_target_in_a_peft_wrapper_is_served_with_its_adapter(engine):
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    wrapped = hf_speculate.enable(get_peft_model(make_model("llama", vocab_size=engine.vocab_size), lora).eval())
+    wrapped = hf_speculate.enable(
+        get_peft_model(make_model("llama", vocab_size=engine.vocab_size), lora).eval()
+    )
     served = Engine(wrapped, engine.tokenizer, "org/tiny", {"prompt_lookup_num_tokens": 2})
     assert served.target is wrapped.get_base_model()
     assert not served.obstacle

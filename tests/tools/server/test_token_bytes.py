@@ -7,9 +7,19 @@ import torch
 from tokenizers import decoders
 from transformers import StopStringCriteria
 
-from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format, num_chars
+from hf_speculate.tools.server.logprobs import (
+    TokenLogprob,
+    chat_format,
+    completion_format,
+    num_chars,
+)
 from hf_speculate.tools.server.token_bytes import StopTexts, TokenBytes
-from tests.support.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
+from tests.support.tiny_tokenizers import (
+    WORD_MARK,
+    byte_level_tokenizer,
+    letters_tokenizer,
+    metaspace_tokenizer,
+)
 
 WORDS = ["st", "op", " the", "top", "pp"]
 TEXT = "the stop, na\u00efve \u65e5\u672c stopp the the\n \U0001f600"
@@ -20,7 +30,12 @@ def sentencepiece_tokenizer(strips):
     """As Llama 2 decodes if it `strips`: the text's first space is lost."""
     tokenizer = metaspace_tokenizer(WORDS, "abcdefghijklmnopqrstuvwxyz,", eos_token=END)
     if strips:
-        parts = decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+        parts = (
+            decoders.Replace(WORD_MARK, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        )
         tokenizer.backend_tokenizer.decoder = decoders.Sequence([*parts])
     return tokenizer
 
@@ -37,7 +52,9 @@ def logprobs_of(tokenizer, text):
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     byte = tokenizer.convert_tokens_to_ids("<0x61>") if "<0x61>" in tokenizer.get_vocab() else 3
     return [
-        TokenLogprob(own, -1.0, [(other, -0.5 - other / 1e6) for other in dict.fromkeys((own, before, byte))])
+        TokenLogprob(
+            own, -1.0, [(other, -0.5 - other / 1e6) for other in dict.fromkeys((own, before, byte))]
+        )
         for before, own in zip([ids[-1], *ids], ids, strict=False)
     ]
 
@@ -68,7 +85,9 @@ def test_alternatives_of_equal_text_stay_apart(kind):
     letter = tokenizer("b")["input_ids"][-1]
     twin = tokenizer.get_vocab().get("<0x62>")
     if twin is not None:
-        (top,) = completion_format([TokenLogprob(twin, -3.0, [(letter, -1.0)])], token_bytes)["top_logprobs"]
+        (top,) = completion_format([TokenLogprob(twin, -3.0, [(letter, -1.0)])], token_bytes)[
+            "top_logprobs"
+        ]
         assert sorted(top.values()) == [-3.0, -1.0] and top["b"] == -3.0
 
 
@@ -81,14 +100,24 @@ def test_offsets_count_the_characters_of_the_text(kind):
     for at, (name, offset) in enumerate(zip(whole["tokens"], whole["text_offset"], strict=True)):
         if not name.startswith("bytes:") and name != END:
             assert shown[offset - 5 :].startswith(name), at
-    assert num_chars(tokens, token_bytes, is_begin=False) == len(shown) == whole["text_offset"][-1] - 5
+    assert (
+        num_chars(tokens, token_bytes, is_begin=False) == len(shown) == whole["text_offset"][-1] - 5
+    )
 
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "letters"])
 def test_stops_are_found_where_transformers_finds_them(kind):
-    tokenizer = letters_tokenizer([*"abcdefstop ,", END], eos_token=END) if kind == "letters" else TOKENIZERS[kind]()
+    tokenizer = (
+        letters_tokenizer([*"abcdefstop ,", END], eos_token=END)
+        if kind == "letters"
+        else TOKENIZERS[kind]()
+    )
     draw, stops = random.Random(2), ("stop", "pp", "t" + END, " the ", "a")
-    likely = [number for word in ("stop", "pptop", " the ", "a", END) for number in tokenizer(word)["input_ids"]]
+    likely = [
+        number
+        for word in ("stop", "pptop", " the ", "a", END)
+        for number in tokenizer(word)["input_ids"]
+    ]
     criterion = StopStringCriteria(tokenizer, list(stops[:4]))
     own = StopTexts(TokenBytes(tokenizer), stops[:4], 0)
     rows = torch.tensor([draw.choices(likely, k=9) for _ in range(400)])
@@ -105,7 +134,11 @@ def test_a_stop_does_not_begin_in_the_prompt():
 
 
 def test_only_stops_that_tokens_can_spell_are_taken():
-    cases = {"letters": ("ab", "a~"), "byte-level": ("\u65e5", None), "sentencepiece": ("\u65e5\n", None)}
+    cases = {
+        "letters": ("ab", "a~"),
+        "byte-level": ("\u65e5", None),
+        "sentencepiece": ("\u65e5\n", None),
+    }
     for kind, (right, wrong) in cases.items():
         tokenizer = letters_tokenizer([*"ab"]) if kind == "letters" else TOKENIZERS[kind]()
         token_bytes = TokenBytes(tokenizer)

@@ -13,7 +13,12 @@ from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.text_request import DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
-from hf_speculate.tools.server.token_origins import TARGET, SpeculationTotals, TokenPiece, TokenTexts
+from hf_speculate.tools.server.token_origins import (
+    TARGET,
+    SpeculationTotals,
+    TokenPiece,
+    TokenTexts,
+)
 from tests.support.tiny import make_model, noisy_copy
 from tests.support.tiny_tokenizers import byte_level_tokenizer, letters_tokenizer
 from tests.tools.server.serving import NUM_NEW, PATH, body
@@ -49,7 +54,9 @@ def rounds_of(engine):
     origins = [TARGET]
     for report in reports:
         (num_accepted,), (num_emitted,) = report.num_accepted, report.num_emitted
-        origins += [DRAFT] * min(num_accepted, num_emitted) + [TARGET] * (num_emitted > num_accepted)
+        origins += [DRAFT] * min(num_accepted, num_emitted) + [TARGET] * (
+            num_emitted > num_accepted
+        )
     return origins
 
 
@@ -61,17 +68,26 @@ def test_tokens_have_the_origins_of_their_rounds(client, engine):
     assert totals["rounds"] == origins.count(TARGET) - 1
     assert totals["seconds"] > 0
     with client.stream("POST", PATH, json=body(stream=True)) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-    assert "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"]) == text
+        events = [
+            json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")
+        ]
+    assert (
+        "".join(
+            choice["delta"].get("content", "") for event in events for choice in event["choices"]
+        )
+        == text
+    )
     assert not any("speculation" in event for event in events)
 
 
 def test_held_and_cut_text_stays_with_its_tokens(client):
     whole, tokens, _ = streamed(client)
     stop = whole[9:12]
-    text, cut, totals = streamed(client, stop=[stop, 2 * whole[2:4]])  # a beginning of the second is held
+    # a beginning of the second is held
+    text, cut, totals = streamed(client, stop=[stop, 2 * whole[2:4]])
     assert text == whole[: whole.index(stop)]
-    assert [token["text"] for token in cut] == [*text, *[""] * len(stop)]  # a token is a character here
+    # a token is a character here
+    assert [token["text"] for token in cut] == [*text, *[""] * len(stop)]
     assert [token["origin"] for token in cut] == [token["origin"] for token in tokens[: len(cut)]]
     assert totals["accepted"] == sum(token["origin"] != TARGET for token in cut)
 
@@ -87,7 +103,9 @@ def test_streams_beside_one_another_keep_their_tokens(client, slow):
     slow.most_at_once, alone = 0, [streamed(client, word) for word in words]
     with ThreadPoolExecutor(len(words)) as pool:
         together = list(pool.map(lambda word: streamed(client, word), words))
-    assert [(text, tokens) for text, tokens, _ in together] == [(text, tokens) for text, tokens, _ in alone]
+    assert [(text, tokens) for text, tokens, _ in together] == [
+        (text, tokens) for text, tokens, _ in alone
+    ]
     assert len({text for text, _, _ in alone}) == len(words)
 
 
@@ -166,7 +184,9 @@ def test_tokens_of_tool_calls_are_shown():
         return [json.loads(line[6:]) for line in lines[:-1]]
 
     events = asyncio.run(run())
-    tokens = [token for event in events for token in event.get("speculation", {"tokens": []})["tokens"]]
+    tokens = [
+        token for event in events for token in event.get("speculation", {"tokens": []})["tokens"]
+    ]
     assert "".join(token["text"] for token in tokens) == text
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "so "
     counts = {"drafted": 5, "accepted": 4, "rounds": 3, "seconds": 0.5, "speedup": None}

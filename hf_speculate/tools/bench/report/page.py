@@ -14,8 +14,10 @@ from hf_speculate.tools.bench.report.plots import Bar
 from hf_speculate.tools.bench.report.values import Result, name_of, short, spread, text
 
 _PLAIN = "plain"  # name of methods without drafts, up to a comma
-_ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings shown elsewhere on the page
-_TOP = ("target", "draft", "device", "threads", "dtype", "date")  # values of the environment, in this order
+# settings shown elsewhere on the page
+_ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")
+# values of the environment, in this order
+_TOP = ("target", "draft", "device", "threads", "dtype", "date")
 
 
 def write_html(result: Mapping[str, Any], path: Path) -> Path:
@@ -29,12 +31,22 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
     """
     methods: list[Result] = result.get("methods") or []
     if not methods:
-        raise ConfigError("result must have entries under 'methods', got none; pass the JSON of hf-speculate bench")
+        raise ConfigError(
+            "result must have entries under 'methods', got none; pass the JSON of hf-speculate "
+            "bench"
+        )
     settings: Result = result.get("settings") or {}
     where: Result = result.get("environment") or {}
     names = {method["name"]: name_of(method) for method in methods}
-    remarks = [f"{name_of(entry)}: {text(reason)}" for entry in methods for reason in entry.get("fallbacks") or ()]
-    remarks += [f"{name}: left out, {text(reason)}" for name, reason in (settings.get("left_out") or {}).items()]
+    remarks = [
+        f"{name_of(entry)}: {text(reason)}"
+        for entry in methods
+        for reason in entry.get("fallbacks") or ()
+    ]
+    remarks += [
+        f"{name}: left out, {text(reason)}"
+        for name, reason in (settings.get("left_out") or {}).items()
+    ]
     timed = [entry for entry in methods if any((entry.get("seconds") or {}).values())]
     adaptive = [entry for entry in methods if entry.get("num_assistant_tokens") is None]
     samples: dict[str, list[str]] = {}  # text -> names of its methods
@@ -55,25 +67,43 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
         bars=_bars,
         methods=methods,
         names=list(names.values()),
-        positions={name_of(entry): rates for entry in methods if (rates := entry.get("acceptance_rate_per_position"))},
-        lens={name_of(entry): lens for entry in adaptive if len(set(lens := entry.get("draft_lens") or ())) > 1},
+        positions={
+            name_of(entry): rates
+            for entry in methods
+            if (rates := entry.get("acceptance_rate_per_position"))
+        },
+        lens={
+            name_of(entry): lens
+            for entry in adaptive
+            if len(set(lens := entry.get("draft_lens") or ())) > 1
+        },
         stages=STAGES,
-        seconds={name_of(entry): [entry["seconds"].get(stage, 0.0) for stage in STAGES] for entry in timed},
-        categories=[{**entry, "method": names[entry["method"]]} for entry in result.get("categories") or []],
+        seconds={
+            name_of(entry): [entry["seconds"].get(stage, 0.0) for stage in STAGES]
+            for entry in timed
+        },
+        categories=[
+            {**entry, "method": names[entry["method"]]} for entry in result.get("categories") or []
+        ],
         drift=result.get("drift") or [],
         drift_len=settings.get("drift_num_assistant_tokens"),
         remarks=remarks,
         where=where,
         fastest=_fastest(methods),
         doubts=(result.get("reliability") or {}).get("reasons") or (),
-        environment={name: where[name] for name in (*_TOP, *where) if where.get(name) is not None or name not in _TOP},
+        environment={
+            name: where[name]
+            for name in (*_TOP, *where)
+            if where.get(name) is not None or name not in _TOP
+        },
         command=str(settings.get("command") or ""),
         styles=method_styles(result),
         prompt=str(result.get("prompt") or ""),
         samples=samples,
         settings={str(name): value for name, value in settings.items() if name not in _ELSEWHERE},
     )
-    path.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")  # names of files may hold lone surrogates
+    # names of files may hold lone surrogates
+    path.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     return path
 
 
@@ -86,9 +116,15 @@ def method_styles(result: Mapping[str, Any]) -> dict[str, int]:
     styles = {name: index for index, name in enumerate(dict.fromkeys(map(name_of, methods)))}
     label = (result.get("settings") or {}).get("drift_num_assistant_tokens")
     for name in dict.fromkeys(row["verifier"] for row in result.get("drift") or ()):
-        same_verifier = [name_of(entry) for entry in methods if name == (entry.get("verifier") or entry["name"])]
-        same_len = [entry for entry in same_verifier if label is not None and entry.endswith(str(label))]
-        styles.setdefault(name, styles[(same_len or same_verifier)[0]] if same_verifier else len(styles))
+        same_verifier = [
+            name_of(entry) for entry in methods if name == (entry.get("verifier") or entry["name"])
+        ]
+        same_len = [
+            entry for entry in same_verifier if label is not None and entry.endswith(str(label))
+        ]
+        styles.setdefault(
+            name, styles[(same_len or same_verifier)[0]] if same_verifier else len(styles)
+        )
     return styles
 
 
@@ -98,11 +134,16 @@ def _fastest(methods: list[Result]) -> Result | None:
         (speedup.middle, method)
         for method in methods
         if not method.get("is_lossy") and not method.get("is_noise")
-        if str(method["name"]).partition(",")[0] != _PLAIN and (speedup := spread(method.get("speedup"))) is not None
+        if str(method["name"]).partition(",")[0] != _PLAIN
+        and (speedup := spread(method.get("speedup"))) is not None
     ]
     return max(candidates, key=itemgetter(0), default=(0.0, None))[1]
 
 
 def _bars(methods: list[Result], field: str, factor: float = 1.0) -> list[Bar]:
     spreads = [(method, spread(method.get(field), factor)) for method in methods]
-    return [Bar(name_of(entry), value, bool(entry.get("is_lossy"))) for entry, value in spreads if value is not None]
+    return [
+        Bar(name_of(entry), value, bool(entry.get("is_lossy")))
+        for entry, value in spreads
+        if value is not None
+    ]

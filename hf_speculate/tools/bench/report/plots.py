@@ -1,7 +1,7 @@
 """Values, axes and labels of the report's plots, drawn by `page.html`.
 
-Horizontal positions are percents of the plot's width: a plot fills a screen of any size, and its text keeps its size.
-Vertical positions are pixels.
+Horizontal positions are percents of the plot's width: a plot fills a screen of any size, and its
+text keeps its size. Vertical positions are pixels.
 """
 
 import math
@@ -40,13 +40,16 @@ class Axis(NamedTuple):
 def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: int = 4) -> Axis:
     """Make an axis with round numbers at both ends, around all values."""
     low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # a single value gets a margin on both sides
+    # a single value gets a margin on both sides
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):
         margin = abs(low) / 10 if abs(low) > 1e-9 else 1.0
         low, high = low - margin, high + margin
     step = _step((high - low) / num_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    labels = tuple((index * step, f"{index * step:.{decimals}f}") for index in range(first, last + 1))
+    labels = tuple(
+        (index * step, f"{index * step:.{decimals}f}") for index in range(first, last + 1)
+    )
     return Axis(first * step, last * step, start, end, labels)
 
 
@@ -55,7 +58,9 @@ def axis_of_counts(highest: int, start: float, end: float) -> Axis:
     max_labels = min(10, 20 // len(str(highest)))  # labels side by side on a phone
     step = max(1, round(_step(highest / max_labels)))
     counts = (1, *(count for count in range(step, highest + 1, step) if count > 1))
-    return Axis(1.0, float(highest), start, end, tuple((float(count), str(count)) for count in counts))
+    return Axis(
+        1.0, float(highest), start, end, tuple((float(count), str(count)) for count in counts)
+    )
 
 
 def axis_of_values(values: Sequence[float], start: float, end: float) -> Axis:
@@ -84,7 +89,9 @@ _MAX_POINTS = 160  # maximum number of points in a curve; longer curves are aver
 _LEFT, _RIGHT = 13.0, 95.0  # edges of a plot with numbers on its vertical axis
 _TOP, _BOTTOM = 8.0, 172.0
 _PLAIN = 1.0  # speed-up of plain decoding
-_PERCENT = Axis(0.0, 100.0, 0.0, 100.0, tuple((float(value), str(value)) for value in range(0, 101, 25)))
+_PERCENT = Axis(
+    0.0, 100.0, 0.0, 100.0, tuple((float(value), str(value)) for value in range(0, 101, 25))
+)
 
 
 class Key(NamedTuple):
@@ -111,7 +118,8 @@ class Plot(NamedTuple):
     """
 
     shape: str  # "bars", "stacks", "dots" or "curves"
-    # bars: `Bar`s; stacks: seconds of each part by name; dots: (method, value) by group; curves: (x, y) by method
+    # bars: `Bar`s; stacks: seconds of each part by name; dots: (method, value) by group; curves:
+    # (x, y) by method
     values: Any
     x: Axis
     y: Axis | None = None
@@ -141,13 +149,21 @@ def plot_dots(categories: Sequence[Result], methods: Sequence[str]) -> Plot:
     groups: dict[str, list[tuple[str, float]]] = {}
     for entry in categories:
         num_prompts, value = entry.get("num_prompts"), spread(entry.get("speedup"))
-        size = "" if num_prompts is None else f" ({num_prompts} {'prompt' if num_prompts == 1 else 'prompts'})"
+        size = (
+            ""
+            if num_prompts is None
+            else f" ({num_prompts} {'prompt' if num_prompts == 1 else 'prompts'})"
+        )
         if value is not None:
-            groups.setdefault(text(entry.get("category")) + size, []).append((entry["method"], value.middle))
+            groups.setdefault(text(entry.get("category")) + size, []).append(
+                (entry["method"], value.middle)
+            )
     dots = [dot for group in groups.values() for dot in group]
     used = {method for method, _ in dots}
     axis = rounded_axis([_PLAIN, *(value for _, value in dots)], 6.0, 94.0)
-    return Plot("dots", groups, axis, unit=TIMES, keys=[Key(name) for name in methods if name in used])
+    return Plot(
+        "dots", groups, axis, unit=TIMES, keys=[Key(name) for name in methods if name in used]
+    )
 
 
 def plot_counts(curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: int = 4) -> Plot:
@@ -175,7 +191,9 @@ def plot_thresholds(entries: Sequence[Result], field: str) -> Plot:
     return _curves(points, x, y, "posterior_threshold", references)
 
 
-def _curves(points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float]) -> Plot:
+def _curves(
+    points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float]
+) -> Plot:
     keys = [Key(name, top=y.position(pairs[-1][1])) for name, pairs in points.items()]
     keys += [Key(name, is_dashed=True, top=y.position(value)) for name, value in references.items()]
     return Plot("curves", points, x, y, keys=_apart(keys), x_label=x_label, references=references)

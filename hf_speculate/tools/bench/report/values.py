@@ -23,7 +23,11 @@ def spread(value: Any, factor: float = 1.0) -> Spread | None:
     """Read minimum, median and maximum, or one number as all three; None without a value."""
     if value is None:
         return None
-    numbers = [value[name] for name in ("min", "median", "max")] if isinstance(value, Mapping) else [value] * 3
+    numbers = (
+        [value[name] for name in ("min", "median", "max")]
+        if isinstance(value, Mapping)
+        else [value] * 3
+    )
     return Spread(*(factor * number for number in numbers))
 
 
@@ -44,7 +48,9 @@ def text(value: Any) -> str:
     return MISSING if value is None or value == "" else str(value)
 
 
-def field(name: str, decimals: int | None = None, factor: float = 1.0, unit: str = "") -> Callable[[Result], str]:
+def field(
+    name: str, decimals: int | None = None, factor: float = 1.0, unit: str = ""
+) -> Callable[[Result], str]:
     """Make a formatter of an entry's field.
 
     Args:
@@ -132,14 +138,23 @@ DRIFT: Columns = {
 }
 
 
-def make_table(title: str, note: str, columns: Columns, entries: Sequence[Result], num_names: int) -> Table | None:
+def make_table(
+    title: str, note: str, columns: Columns, entries: Sequence[Result], num_names: int
+) -> Table | None:
     """Make a table; columns with equal cells move into the note."""
     if not entries:
         return None
     cells = {head: [cell(entry) for entry in entries] for head, cell in columns.items()}
-    constant = [head for head, column in cells.items() if len(entries) > 1 and len(set(column)) == 1]
+    constant = [
+        head for head, column in cells.items() if len(entries) > 1 and len(set(column)) == 1
+    ]
     constant_cells = [f"{head}: {cells[head][0]}" for head in constant if cells[head][0] != MISSING]
-    note = " ".join(filter(None, [note, f"The same for all: {'; '.join(constant_cells)}." if constant_cells else ""]))
+    note = " ".join(
+        filter(
+            None,
+            [note, f"The same for all: {'; '.join(constant_cells)}." if constant_cells else ""],
+        )
+    )
     num_names -= len(set(constant) & set(list(columns)[:num_names]))
     varying = {head: column for head, column in cells.items() if head not in constant}
     return Table(title, note, list(varying), list(zip(*varying.values(), strict=True)), num_names)

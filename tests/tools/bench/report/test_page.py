@@ -9,7 +9,13 @@ import pytest
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report.page import write_html
-from hf_speculate.tools.bench.report.plots import Bar, axis_of_counts, axis_of_values, plot_bars, rounded_axis
+from hf_speculate.tools.bench.report.plots import (
+    Bar,
+    axis_of_counts,
+    axis_of_values,
+    plot_bars,
+    rounded_axis,
+)
 from hf_speculate.tools.bench.report.values import Spread
 from tests.tools.bench.report.results import FALLBACK, make_result, method
 
@@ -39,7 +45,9 @@ class Page(HTMLParser):
 
     def row(self, name):
         """The first line of a table that begins so."""
-        lines = [re.findall(r"<td[^>]*>(.*?)</td>", line, re.S) for line in self.source.split("<tr")]
+        lines = [
+            re.findall(r"<td[^>]*>(.*?)</td>", line, re.S) for line in self.source.split("<tr")
+        ]
         cells = [[html.unescape(re.sub(r"<[^>]*>", "", cell)) for cell in line] for line in lines]
         return next(line[1:] for line in cells if line[:1] == [name])
 
@@ -57,7 +65,10 @@ def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_oth
     result = make_result()
     page = Page(tmp_path, result)
     said = re.sub(r"\s+", " ", page.text)
-    assert "2.13\u00d7 The speed of the fastest lossless method, hf_speculate, greedy, K = 5, relative to" in said
+    assert (
+        "2.13\u00d7 The speed of the fastest lossless method, hf_speculate, greedy, K = 5, "
+        "relative to" in said
+    )
     assert f"hf_speculate, typical, K = 5: {FALLBACK}" in said
     assert "transformers, defaults: left out, RuntimeError: another vocabulary" in said
     assert "hf-speculate bench target prompts.jsonl" in page.source.partition("</header>")[0]
@@ -72,19 +83,32 @@ def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_oth
         "methods": [result["methods"][0], method("slow", 0.7), method("lossy", 3, is_lossy=True)],
         "categories": [],
     }
-    assert re.search(r"0\.70\u00d7\s+No lossless method was faster than plain", Page(tmp_path, result).text)
+    assert re.search(
+        r"0\.70\u00d7\s+No lossless method was faster than plain", Page(tmp_path, result).text
+    )
 
 
 def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
     with pytest.raises(ConfigError, match="'methods'"):
         write_html({"methods": []}, tmp_path / "report.html")
-    fields = ("speedup", "mean_acceptance_length", "draft_lens", "seconds", "acceptance_rate_per_position")
+    fields = (
+        "speedup",
+        "mean_acceptance_length",
+        "draft_lens",
+        "seconds",
+        "acceptance_rate_per_position",
+    )
     entry = method("ours", 1.0) | dict.fromkeys(fields)
-    result = {"methods": [entry], "categories": [{"category": "a", "method": "ours", "speedup": None}]}
+    result = {
+        "methods": [entry],
+        "categories": [{"category": "a", "method": "ours", "speedup": None}],
+    }
     result["drift"] = [{"verifier": "typical", "posterior_threshold": 0.1, "speedup": None}]
     page = Page(tmp_path, result)
     titles = "Acceptance rate by position|Draft length over time|Time by stage"
-    assert [len({*re.findall(titles, shown.text)}) for shown in (Page(tmp_path, make_result()), page)] == [3, 0]
+    assert [
+        len({*re.findall(titles, shown.text)}) for shown in (Page(tmp_path, make_result()), page)
+    ] == [3, 0]
     assert not re.search(r"\b(nan|inf|none)\b", page.source.partition("</style>")[2].lower())
     assert page.row("hf_speculate, ours")[4:6] == ["-", "-"]
     assert page.row("a") == ["hf_speculate, ours", "-", "-", "-"]
@@ -109,7 +133,9 @@ def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
     assert (attacked.tags, attacked.attributes) == (page.tags, page.attributes)
     assert attacked.text.count(HOSTILE) > len(result["methods"])
     assert not LOADING & page.attributes
-    assert not {"script", "link", "img", "iframe", "object", "embed", "use", "image", "base"} & set(page.tags)
+    assert not {"script", "link", "img", "iframe", "object", "embed", "use", "image", "base"} & set(
+        page.tags
+    )
     assert not re.findall(r"url\(|@import|https?:|//[a-z]", page.source)
     assert not [name for name in page.attributes if name.startswith("on")]
 
@@ -123,17 +149,38 @@ def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
 
 
 def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> None:
-    assert [label for _, label in rounded_axis([3.0], 0.0, 100.0).ticks()] == ["2.6", "2.8", "3.0", "3.2", "3.4"]
-    assert [label for _, label in axis_of_counts(700, 0.0, 100.0).ticks()] == ["1", "200", "400", "600"]
+    assert [label for _, label in rounded_axis([3.0], 0.0, 100.0).ticks()] == [
+        "2.6",
+        "2.8",
+        "3.0",
+        "3.2",
+        "3.4",
+    ]
+    assert [label for _, label in axis_of_counts(700, 0.0, 100.0).ticks()] == [
+        "1",
+        "200",
+        "400",
+        "600",
+    ]
     for values in ([0.5, 0.005, 0.05, 0.051], [0.0, 0.05, 0.051, 0.1]):
         ticks = axis_of_values(values, 0.0, 100.0).ticks()
         assert (ticks[1], len(ticks)) == ((50.0, "0.05"), 3)
 
 
 def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
-    plot = plot_bars([Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)])
-    assert [plot.x.position(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
-    assert [label for _, label in plot.x.ticks(plot.unit)] == [f"{number}\u00d7" for number in range(5)]
+    plot = plot_bars(
+        [Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)]
+    )
+    assert [plot.x.position(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [
+        0.0,
+        12.5,
+        25.0,
+        50.0,
+        100.0,
+    ]
+    assert [label for _, label in plot.x.ticks(plot.unit)] == [
+        f"{number}\u00d7" for number in range(5)
+    ]
 
 
 PHONE, DESKTOP = 360, 1280
@@ -182,15 +229,25 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         yield chromium
         chromium.close()
 
 
 def look_at(browser, path, width, scheme="light"):
     """What is wrong with a page, and its number of plots."""
-    page, problems = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme), []
-    page.on("request", lambda request: request.url != path.as_uri() and problems.append(f"asked for: {request.url}"))
+    page, problems = (
+        browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme),
+        [],
+    )
+    page.on(
+        "request",
+        lambda request: (
+            request.url != path.as_uri() and problems.append(f"asked for: {request.url}")
+        ),
+    )
     page.on("console", lambda message: problems.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.goto(path.as_uri(), wait_until="load")
@@ -205,4 +262,7 @@ def look_at(browser, path, width, scheme="light"):
 def test_the_page_is_drawn_and_read(browser, tmp_path, width, scheme):
     result = make_result()
     result["methods"][3]["is_noise"] = True  # the longest text of a speed-up
-    assert look_at(browser, write_html(result, tmp_path / "report.html"), width, scheme) == ([], NUM_PLOTS)
+    assert look_at(browser, write_html(result, tmp_path / "report.html"), width, scheme) == (
+        [],
+        NUM_PLOTS,
+    )
