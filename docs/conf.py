@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
     # callers.
     (
         r"py:class",
-        r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState|StageSeconds)",
+        r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState|StageSeconds|TokenRows)",
     ),
 ]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from hf_speculate.rows.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
-_FIRST_VALUES = 512  # initial size of a cache, doubled when it is exceeded
+# integers that a cache holds beyond those asked for first; they double when they are exceeded
+_FIRST_VALUES = 512
 
 
 class SpanLess(NamedTuple):
@@ -40,14 +41,14 @@ class ArangeCache:
             self._first = (
                 self._first if start >= self._first else min(start, 2 * self._first, -_FIRST_VALUES)
             )
-            self._end = self._end if end <= self._end else max(end, 2 * self._end, _FIRST_VALUES)
+            self._end = self._end if end <= self._end else max(end + _FIRST_VALUES, 2 * self._end)
             self._values = torch.arange(
                 self._first, self._end, dtype=self.dtype, device=self.device
             )
         return self._values[start - self._first : end - self._first]
 
     def span_less(self, start: int, num: int, pads: Tensor) -> Tensor:
-        """[B, num], the numbers of `span` less pads [B, 1], made for several spans at once; not to be written to."""
+        """Return [B, num], the integers of `span` less pads [B, 1], read-only; made for several spans at once."""
         self.span(start, num)  # extends the numbers if it must
         if self._less is None or self._less.pads is not pads or not self._less.holds(start, num):
             width = min(max(num, _FIRST_VALUES), self._end - start)

@@ -24,7 +24,7 @@ from hf_speculate.options.sources.hybrid import RowChoice, mixed_draft
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
-from hf_speculate.types import CachedDraft, DraftOut, Kept
+from hf_speculate.types import CachedDraft, DraftNames, DraftOut, Kept
 
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
@@ -286,6 +286,12 @@ class ForcedText(DraftSource):
     @property
     def description(self) -> str:  # type: ignore[override]
         return f"forced text and {self.rest.description}" if self.rest.drafts else "forced text"
+
+    @property
+    def names(self) -> DraftNames:
+        names, copies = self.rest.names, "prompt_lookup_num_tokens"
+        is_free = names.free != names.model or self.rest.argument == copies
+        return DraftNames(names.model, f"forced text or {names.free}" if is_free else "forced text")
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
         return self.rest.settings(config)

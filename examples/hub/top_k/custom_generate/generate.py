@@ -10,9 +10,7 @@ try:
     from hf_speculate.kernels import sample
     from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 except ImportError as error:
-    raise ImportError(
-        "hf_speculate is not installed; run pip install . in a clone of its repository"
-    ) from error
+    raise ImportError("hf_speculate is not installed; run pip install . in a clone of its repository") from error
 
 NUM_LIKELIEST = 4
 # transformers copies this file alone, so it repeats the fields of ../generation_config.json.
@@ -32,13 +30,10 @@ class TopKVerifier:
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         vocab_size = target_logits.shape[-1]
-        # [B, K], for gather: a drafted id may be invalid
-        ids = draft.token_ids.clamp(0, vocab_size - 1)
+        ids = draft.token_ids.clamp(0, vocab_size - 1)  # [B, K], for gather: a drafted id may be invalid
         chosen = target_logits[:, :-1].gather(-1, ids[..., None])[..., 0]  # [B, K]
-        # [B, K]
-        bounds = target_logits[:, :-1].topk(min(self.num_likeliest, vocab_size)).values[..., -1]
-        # [B, K+1]
-        following = draw(target_logits, keys) if self.samples else target_logits.argmax(-1)
+        bounds = target_logits[:, :-1].topk(min(self.num_likeliest, vocab_size)).values[..., -1]  # [B, K]
+        following = draw(target_logits, keys) if self.samples else target_logits.argmax(-1)  # [B, K+1]
         return hf_speculate.keep_prefix(target_logits, draft, chosen >= bounds, following)
 
 
@@ -46,11 +41,7 @@ def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
     """Sample one token at each position of [B, K+1, V], giving [B, K+1] int64; drafts use another stream."""
     positions = range(target_logits.shape[1])
     draws = [
-        sample(
-            target_logits[:, at],
-            keys=keys._replace(positions=keys.positions + at),
-            stream=Stream.CORRECTION,
-        )
+        sample(target_logits[:, at], keys=keys._replace(positions=keys.positions + at), stream=Stream.CORRECTION)
         for at in positions
     ]
     return torch.stack([one.token_ids for one in draws], dim=1)
