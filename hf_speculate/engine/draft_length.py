@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from hf_speculate.config import MAX_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
@@ -13,6 +15,8 @@ from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.runners import draft_lens
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.step_weights import draft_prior
+from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.memory import memory_bytes
 from hf_speculate.schedule import (
     AdaptiveSchedule,
     Choice,
@@ -27,6 +31,8 @@ from hf_speculate.schedule import (
 )
 from hf_speculate.types import RoundRecord
 
+# Share of the device's memory for the logits [B, K+1, V] of a round with an adaptive draft length.
+LOGITS_SHARE = 1 / 8
 _BASE = MAX_ASSISTANT_TOKENS + 1  # two draft lengths are sent to other ranks as one number
 
 
@@ -45,6 +51,8 @@ class DraftLength(Observer):
     ranks: Ranks = ONE_PROCESS
     # The group uses rank 0's choice. ONE_PROCESS if the schedule of every rank chooses the same K.
     group: Ranks = ONE_PROCESS
+    # Maximum number of tokens of all rows with logits in a round. None for any number.
+    max_logits: int | None = None
 
     @classmethod
     def of(cls, plan: Plan, drafter: Drafter) -> "DraftLength":
@@ -52,7 +60,8 @@ class DraftLength(Observer):
         call = plan.call
         reads_clock = plan.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
         group = call.ranks if reads_clock else ONE_PROCESS
-        return cls(make_schedule(plan, drafter), plan.is_lock_step, call.ranks, group)
+        max_logits = max_logits_of(plan) if reads_clock else None
+        return cls(make_schedule(plan, drafter), plan.is_lock_step, call.ranks, group, max_logits)
 
     def begin(self, prefill_s: float, num_read: int) -> None:
         """Prepare for the first round, after the target's prefill of `num_read` tokens per row."""
@@ -90,6 +99,8 @@ class DraftLength(Observer):
                 max_tokens = max(limits)
             if target_room is not None:
                 max_tokens = min(max_tokens, target_room)
+            if self.max_logits is not None:
+                max_tokens = min(max_tokens, self.max_logits // batch.num_rows - 1)
             rows = [
                 RowAhead(batch.row_ids[row], num_left[row], proposed[row][: max(limit, 0)])
                 for row, limit in zip(live, limits, strict=True)
@@ -157,6 +168,13 @@ def slowest(rows: Sequence[RowAhead]) -> RowAhead:
     num_left = max(row.num_left for row in rows)
     proposed = [math.prod(column) for column in zip(*(row.proposed for row in rows), strict=False)]
     return RowAhead(rows[0].row_id, num_left, proposed)
+
+
+def max_logits_of(plan: Plan) -> int:
+    """Return the tokens whose float32 logits fill `LOGITS_SHARE` of the target's device memory."""
+    target = plan.target
+    num_bytes = int(LOGITS_SHARE * memory_bytes(target.device))
+    return num_bytes // (vocab_size_of(target.model) * torch.float32.itemsize)
 
 
 def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:

@@ -31,7 +31,7 @@ _ENABLED_CLASSES: dict[type, type] = {}  # plain class (their `_plain_class`) ->
 
 
 def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> ModelT:
-    """Make `model.generate()` speculative, whoever calls it.
+    """Make every call of `model.generate()` speculative.
 
     All arguments of `generate()` for speculation may be given here as defaults: a draft source
     (`assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter`,

@@ -8,10 +8,12 @@ from transformers import DynamicCache
 
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import Drafter
+from hf_speculate.engine import draft_length as draft_lengths
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession, RowProgress
+from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.schedule import Choice, RowOutcome
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import (
@@ -25,7 +27,7 @@ from hf_speculate.types import (
 )
 from tests.cases import pair
 from tests.schedule.scripted import ScriptedSchedule
-from tests.support.tiny import ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 
 
 def test_selected_rows_keep_their_state():
@@ -62,6 +64,26 @@ def test_drafts_end_with_the_last_row(is_lock_step):
     assert draft_length.next(batch, [8, 0, 8], proposed, 0).num_draft_tokens == (
         0 if is_lock_step else 1
     )
+
+
+def test_logits_of_a_round_stay_within_a_share_of_the_memory(monkeypatch):
+    batch = SimpleNamespace(
+        num_left=[9] * 3,
+        draft_limits=[8] * 3,
+        is_finished=[False] * 3,
+        row_ids=[0, 1, 2],
+        num_rows=3,
+    )
+    model, lens = make_model("llama"), []
+    plan = SimpleNamespace(target=SimpleNamespace(model=model, device=model.device))
+    num_bytes = 9 * vocab_size_of(model) * 4  # logits of three rows with two drafted tokens
+    for num_missing in (0, 1, num_bytes):
+        memory = 8 * (num_bytes - num_missing)
+        monkeypatch.setattr(draft_lengths, "memory_bytes", lambda device, memory=memory: memory)
+        max_logits = draft_lengths.max_logits_of(plan)
+        draft_length = DraftLength(ScriptedSchedule([8]), max_logits=max_logits)
+        lens.append(draft_length.next(batch, [8] * 3, [[]] * 3, 0).num_draft_tokens)
+    assert lens == [2, 1, 0]
 
 
 def test_outcomes_leave_out_finished_and_unserved_rows():
