@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from _harness import ROOT, markdown, read_results, write_between
-from _real_cells import CELLS, HOLDS_AT
-from _real_models import NAMES
-from real_models import is_slower, useless_mean
 
 COLUMNS = {
     "1 row, greedy": (1, "greedy"),
@@ -109,37 +106,16 @@ def real_models_table(results: dict[str, Any]) -> str:
     return markdown({head: lambda row, head=head: row[head] for head in rows[0]}, rows)
 
 
-def bound_sentence(results: dict[str, Any]) -> str:
-    """What the real models say of calls whose drafts seldom help."""
-    rows = results["rows"]
-    means, slower = (
-        [row["over_plain"]["mean"] for row in rows if row["is_useless"]],
-        [*filter(is_slower, rows)],
-    )
-    length = max(row["settings"]["max_new_tokens"] for row in rows)
-    models = " and ".join(dict.fromkeys(NAMES[row["target"]] for row in rows))
-    number = len(rows) if len(rows) == len(CELLS) else f"{len(rows)} of {len(CELLS)}"
-    where = f"Measured with {models} in {number} settings, calls of {length} tokens"
-    useless = (
-        f"with drafts that seldom help, {min(means):.2f} to {max(means):.2f} times plain decoding"
-    )
-    mean = f"geometric mean of {len(means)} settings: {useless_mean(rows):.3f}"
-    below = f"{len(slower)} of the {len(rows)} 95 % intervals" if slower else "no 95 % interval"
-    verb = "lie" if len(slower) > 1 else "lies"
-    return f"{where}: {useless} ({mean}); {below} {verb} wholly below {HOLDS_AT}."
-
-
 def parts(results: dict[str, Any], real: dict[str, Any]) -> dict[str, str]:
     """Name of a place in a page -> its content, from the results of `end_to_end.py` and of `real_models.py`."""
     return {
         "comparison": f"{comparison_table(cells_of(results))}\n\n{origin(results)}",
         "real models": real_models_table(real),
-        "bound": bound_sentence(real),
     }
 
 
 PAGES = {
-    "README.md": ("comparison", "real models", "bound"),
+    "README.md": ("comparison", "real models"),
     "docs/index.md": ("comparison",),
 }
 

@@ -102,17 +102,19 @@ class Stepper:
     def _attend(self, index: int, attention: nn.Module, x: Tensor) -> Tensor:
         place, keys, values = self.length, *self.states[index]
         cos, sin = self.cos[:, place], self.sin[:, place]  # [1, D]
+        # [B, H, D]
         query, key, value = (
             getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, self.head_dim))
             for name in "qkv"
-        )  # [B, H, D]
+        )
         query, key = (part * cos + rotate_half(part) * sin for part in (query, key))
         keys[:, :, place], values[:, :, place] = key, value
         # The query heads of a key-value head are rows of one product.
         query = query.unflatten(1, (self.num_kv_heads, -1))  # [B, Hkv, G, D]
+        # [B, Hkv, G, D]
         mixed = nn.functional.scaled_dot_product_attention(
             query, keys[:, :, : place + 1], values[:, :, : place + 1]
-        )  # [B, Hkv, G, D]
+        )
         return attention.o_proj(mixed.flatten(1))
 
 

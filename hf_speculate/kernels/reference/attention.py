@@ -28,10 +28,11 @@ def attend(inputs: Attention) -> Tensor:
     # [B or 1, 1, Q, T]
     is_seen = ((columns >= first[..., None]) & (columns < end[..., None]))[:, None]
     is_read = is_seen.any(dim=2)[..., None]  # [B or 1, 1, T, 1]
+    # [B, g*H, T, D]
     keys, values = (
         states.to(dtype).masked_fill(~is_read, 0.0).repeat_interleave(groups, dim=1)
         for states in (key, value)
-    )  # [B, g*H, T, D]
+    )
     # [B, g*H, Q, T]
     scores = query.to(dtype) @ keys.mT * (1.0 / math.sqrt(width) if scaling is None else scaling)
     if softcap is not None:

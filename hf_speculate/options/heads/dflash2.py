@@ -42,11 +42,8 @@ _DEFAULTS = {
     "selector_top_k": 16,
 }
 _LAYER_IDS = {"z-lab": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
-_PARTIAL_ROTARY = (
-    "partial_rotary_factor",
-    "mrope_section",
-    "mrope_interleaved",
-)  # fields of the target, not of the head
+# fields of the target, not of the head
+_PARTIAL_ROTARY = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True, kw_only=True)

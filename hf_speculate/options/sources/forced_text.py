@@ -29,11 +29,8 @@ from hf_speculate.types import CachedDraft, DraftNames, DraftOut, Kept
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
 
-_TAIL_LENS = (
-    4,
-    2,
-    1,
-)  # newest tokens of a row, tokenised together with its forced text; fewer if these do not fit
+# newest tokens of a row, tokenised together with its forced text; fewer if these do not fit
+_TAIL_LENS = (4, 2, 1)
 _BORDER = "\n"  # replaces the tail if its last token would merge with the text
 _CHARS_PER_TOKEN = 16  # tokenised characters of a forced text per drafted token; texts have about 4
 # Capabilities copied from the other source and from its drafter.

@@ -65,9 +65,8 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    model_config = ConfigDict(
-        extra="allow", serialize_by_alias=True
-    )  # "name" and "strict" may come too; answers always are strict
+    # "name" and "strict" may come too; answers always are strict
+    model_config = ConfigDict(extra="allow", serialize_by_alias=True)
 
     content: dict[str, Any] = Field(alias="schema")
 
