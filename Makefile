@@ -26,7 +26,7 @@ NEWEST_TORCH ?= torch
 PLAIN := .plain
 RELEASE := .release
 RELEASE_PYTHONS ?= python3.11 python3.12 python3.13
-# A tag, if given, must name the version, as v0.1.0 does.
+# A tag, if given, must name the version, as v0.2.0 does.
 TAG ?=
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hf_speculate.verify.base import register_verifier as register_verifier
     from hf_speculate.verify.prefix import keep_prefix as keep_prefix
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public names by the module that defines them. They are imported on first use, so `import
 # hf_speculate` loads none.

@@ -30,7 +30,7 @@ TITLES = {  # verifier -> title
 # The versions are the minimums in setup.cfg. transformers checks one condition per line.
 REQUIREMENTS = """\
 # hf_speculate is not on a package index yet: run pip install . in a clone of its repository
-hf_speculate>=0.1.0
+hf_speculate>=0.2.0
 torch>=2.6
 transformers>=5.17
 """
