@@ -11,9 +11,28 @@ FORMER, FOLDER = "first_light", "gpu"  # results of the script before `gpu.py`, 
 Cell = dict[str, Any]
 
 
+def summary(results: Path) -> str:
+    """Return tokens per second of the default schedule and of plain decoding, as Markdown."""
+    cells = [
+        {"device": content["environment"]["device"], **cell}
+        for path in sorted((results / FORMER).glob("*/end_to_end.json"))
+        for content in [json.loads(path.read_text(encoding="utf-8"))]
+        for cell in content["cells"]
+        if cell["what"] == "end to end" and cell["method"] == "ours, default schedule"
+    ]
+    columns = {
+        "GPU": lambda cell: cell["device"],
+        "rows": lambda cell: cell["batch_size"],
+        "plain, tokens/s": lambda cell: _rates(cell, "peer_tokens_per_s"),
+        "hf_speculate, tokens/s": lambda cell: _rates(cell, "tokens_per_s"),
+        "times plain": lambda cell: cell["ratio"],
+    }
+    return markdown(columns, cells)
+
+
 def section(results: Path) -> list[str]:
-    """Lines of markdown: the tables of each run, the first one first."""
-    lines = ["", "## On a GPU"]
+    """Return lines of Markdown: the tables of each run, the first one first."""
+    lines: list[str] = []
     runs = [
         path
         for folder in (FORMER, FOLDER)

@@ -1,4 +1,4 @@
-"""Writes the tables of speed in README and docs from the JSON of `end_to_end.py` and `real_models.py`.
+"""Write the tables of speed in README and docs from the JSON of benchmarks; nothing is measured.
 
 python benchmarks/readme_tables.py
 """
@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import grammar_drafts
+import ten_tasks
 from _harness import ROOT, markdown, read_results, write_between
 
 COLUMNS = {
@@ -15,7 +17,7 @@ COLUMNS = {
     "1 row, sampling": (1, "sampling"),
     "8 rows, sampling": (8, "sampling"),
 }
-BEST = "best K"  # stands for the constant K that was fastest
+BEST = "best K"  # stands for the fastest constant K
 # Name on the page -> method of the JSON.
 COMPARED = {
     "transformers, default": "transformers, defaults",
@@ -27,12 +29,18 @@ COMPARED = {
     "plain, compiled": "plain, compiled",
 }
 LENGTHS = (3, 5, 8)
+TASK_METHODS = {
+    "transformers, K = 5": "transformers, 5",
+    "transformers, K = 10": "transformers, 10",
+    "hf_speculate, default": "ours, lookup",
+}
+TASK_KINDS = {"copying": "7 tasks that copy", "plain": "3 questions"}
 
 Cells = dict[tuple[str, int, str], dict[str, Any]]
 
 
 def cells_of(results: dict[str, Any]) -> Cells:
-    """The rows of the bundled pair in float32 with the default verifier, by method, rows and mode."""
+    """Return the rows of the bundled pair in float32, by method, number of rows and mode."""
     return {
         (row["method"], row["batch_size"], row["mode"]): row
         for row in results["rows"]
@@ -40,8 +48,8 @@ def cells_of(results: dict[str, Any]) -> Cells:
     }
 
 
-def comparison_table(cells: Cells) -> str:
-    """Median over plain decoding: defaults, the best constant K of each column, and compiled methods."""
+def comparison_table(cells: Cells, has_compiled: bool = True) -> str:
+    """Return medians over plain decoding: defaults, the best constant K, compiled methods."""
 
     def shown(method: str, column: tuple[int, str]) -> str | None:
         names = {method.replace(BEST, f"K = {num}") for num in LENGTHS}
@@ -55,6 +63,7 @@ def comparison_table(cells: Cells) -> str:
     rows = [
         {"method": name} | {head: shown(of, COLUMNS[head]) for head in COLUMNS}
         for name, of in COMPARED.items()
+        if has_compiled or "compiled" not in name
     ]
     measured = [row for row in rows if any(row[head] for head in COLUMNS)]
     return markdown(
@@ -62,67 +71,92 @@ def comparison_table(cells: Cells) -> str:
     )
 
 
+def tasks_table(results: dict[str, Any]) -> str:
+    """Return medians and ranges over the ten tasks, by number of new tokens and kind."""
+    lengths = sorted({row["max_new_tokens"] for row in results["rows"]})
+    columns: dict[str, Any] = {"prompt lookup": lambda row: row[0]}
+    for length in lengths:
+        for kind, words in TASK_KINDS.items():
+            spreads = ten_tasks.spreads_of(results["rows"], length, kind)
+            columns[f"{words}, {length} tokens"] = lambda row, spreads=spreads: (
+                "{:.2f}x ({:.2f} to {:.2f})".format(*spreads[row[1]])
+            )
+    return markdown(columns, TASK_METHODS.items())
+
+
+def sources_table() -> str:
+    """Return the draft sources with one figure each."""
+    tasks = read_results(ten_tasks.NAME)["rows"]
+    lookup, *_ = ten_tasks.spreads_of(
+        tasks, max(row["max_new_tokens"] for row in tasks), "copying"
+    )["ours, lookup"]
+    pair = cells_of(read_results("end_to_end"))["ours, adaptive", 1, "greedy"]
+    (head,) = [row for row in read_results("fitted_heads")["rows"] if row["draft"] == "EAGLE-3"]
+    forced = grammar_drafts.tokens_per_forward(
+        read_results(grammar_drafts.NAME)["rows"], "grammar"
+    )
+    rows = [
+        (
+            "`prompt_lookup_num_tokens`",
+            "earlier text of the row; [stores](docs/drafts.md) add other texts",
+            f"SmolLM2, tasks that copy: {lookup:.2f}x",
+        ),
+        (
+            "`assistant_model`",
+            "a smaller model, with the same or an overlapping vocabulary",
+            f"bundled pair: {pair['over_plain']['median']:.2f}x",
+        ),
+        (
+            "`assistant_model`",
+            (
+                "a [draft head](docs/heads.md): EAGLE-3, P-EAGLE, DFlash, DFlash 2, DSpark, PARD, "
+                "MTP layers, Gemma 4 assistants"
+            ),
+            f"bundled EAGLE-3 head: {head['greedy']:.1f} tokens per forward",
+        ),
+        ("`assistant_early_exit`", "the first layers of the model", None),
+        (
+            "`grammar_draft`",
+            "text that a [grammar](docs/drafts.md#forced-text) forces: JSON, tool calls",
+            f"SmolLM2, 30 schemas: {forced:.1f} tokens per forward",
+        ),
+        (
+            "`drafter`, `candidate_generator`",
+            "[your own code](docs/extending.md#a-drafter)",
+            None,
+        ),
+    ]
+    columns = ("argument of `enable()` or `generate()`", "what drafts", "measured")
+    return markdown(
+        {head: lambda row, place=place: row[place] for place, head in enumerate(columns)}, rows
+    )
+
+
 def origin(results: dict[str, Any]) -> str:
-    """What measured the figures."""
+    """Return the machine, versions and commit of the results."""
     environment = results["environment"]
     versions = "torch {torch} and transformers {transformers}".format(**environment["versions"])
-    machine = f"{environment['threads']} cores of an {environment['device']}"
-    return f"Measured on {machine} with {versions}, commit {environment['commit']}."
+    cores = f"{environment['threads']} core{'s' * (environment['threads'] > 1)}"
+    commit = environment["commit"]
+    return f"Measured on {cores} of an {environment['device']} with {versions}, commit {commit}."
 
 
-def real_models_table(results: dict[str, Any]) -> str:
-    """Our default over plain decoding by draft, beside the better setting of transformers' prompt lookup."""
-    by_source: dict[str, list[dict[str, Any]]] = {}
-    for row in results["rows"]:
-        by_source.setdefault(row["source"], []).append(row)
-
-    def shown(rows: list[dict[str, Any]], name: str, *, is_alone: bool) -> str | None:
-        means: dict[str, list[float]] = {}
-        for row in rows:
-            if (row["batch_size"] == 1) == is_alone and name in row:
-                means.setdefault(row["prompts"], []).append(row[name]["mean"])
-        ends = {
-            prompts: (f"{min(of_it):.2f}x", f"{max(of_it):.2f}x")
-            for prompts, of_it in sorted(means.items())
-        }
-        return (
-            ", ".join(
-                f"{prompts} {' to '.join(dict.fromkeys(both))}" for prompts, both in ends.items()
-            )
-            or None
-        )
-
-    rows = [
-        {
-            "draft": source,
-            "1 row": shown(measured, "over_plain", is_alone=True),
-            "8 rows": shown(measured, "over_plain", is_alone=False),
-            "transformers' prompt lookup, 1 row": shown(
-                measured, "rival_over_plain", is_alone=True
-            ),
-        }
-        for source, measured in by_source.items()
-    ]
-    return markdown({head: lambda row, head=head: row[head] for head in rows[0]}, rows)
-
-
-def parts(results: dict[str, Any], real: dict[str, Any]) -> dict[str, str]:
-    """Name of a place in a page -> its content, from the results of `end_to_end.py` and of `real_models.py`."""
+def parts() -> dict[str, str]:
+    """Return the content of each place in the pages, by name."""
+    tasks, pair = read_results(ten_tasks.NAME), read_results("end_to_end")
     return {
-        "comparison": f"{comparison_table(cells_of(results))}\n\n{origin(results)}",
-        "real models": real_models_table(real),
+        "sources": sources_table(),
+        "tasks": f"{tasks_table(tasks)}\n\n{origin(tasks)}",
+        "comparison": f"{comparison_table(cells_of(pair), has_compiled=False)}\n\n{origin(pair)}",
     }
 
 
-PAGES = {
-    "README.md": ("comparison", "real models"),
-    "docs/index.md": ("comparison",),
-}
+PAGES = {"README.md": ("tasks", "comparison", "sources"), "docs/index.md": ("tasks",)}
 
 
 def write_pages(root: Path, names: Iterable[str] = PAGES) -> None:
     """Fill the places of the pages below `root`."""
-    written = parts(read_results("end_to_end"), read_results("real_models"))
+    written = parts()
     for page in names:
         for name in PAGES[page]:
             write_between(root / page, name, written[name])

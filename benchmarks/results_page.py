@@ -1,10 +1,13 @@
-"""Writes `benchmarks/RESULTS.md` from the JSON under `benchmarks/results/`; nothing is measured.
+"""Write the pages of results from the JSON under `benchmarks/results/`.
 
 python benchmarks/results_page.py
+
+Nothing is measured. `benchmarks/RESULTS.md` has six tables and the missed aims, `docs/results/` a
+page per benchmark.
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ import memory
 import never_slower
 import overhead
 import prefill_chunks
+import readme_tables
 import real_models
 import revisions
 import round_counts
@@ -29,22 +33,27 @@ import suffix
 import ten_tasks
 import throughput
 import warpers
-from _harness import RESULTS, ROOT, markdown, read_results, source_hash
-from _real_cells import CELLS, HOLDS_AT
+from _harness import RESULTS, ROOT, markdown, read_results
 from _report import as_table
 
 import heads
 
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
-Row = dict[str, Any]
+PAGES = ROOT / "docs" / "results"
+GPU_PAGE = "gpu"
+Content = dict[str, Any]
 
 
 class Section(NamedTuple):
-    """One benchmark on the page."""
+    """One benchmark with a page of its own."""
 
     title: str
     name: str
-    table: Callable[[Row], str]
+    table: Callable[[Content], str]
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.md"
 
 
 SECTIONS = (
@@ -73,393 +82,104 @@ SECTIONS = (
     Section("Compilation", compilation.NAME, compilation.table),
     Section("Before and after a change", revisions.NAME, revisions.table),
 )
-CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
-# What bounds a figure that is not reached, by words that it holds; the first that fits.
-BOUNDS = {
-    "several rows and for one": "a single row is a case of its own for torch.compile: each model has two graphs",
-    "refilled rows": "each prompt is read by itself, target and draft, and prepared on the host",
-    "real models": "trials of the draft, and what other programs on the machine took meanwhile",
-    "never_slower": "trials of the draft, noise of our own for sampling, and masks for rows that are uneven",
-    "looped over rows": "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8",
-    "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
-    "verify factor": "float32 products of 48 query rows; three runs gave 1.58, 1.66 and 1.81",
-    "bookkeeping": "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, beside a small target",
-    "drafts without a model": "most of one row's is handing lists and tensors over, which the rows of a batch share",
-    "forwards per token": "prompt lookup alone needs no forwards of the draft model, which both together run",
-    "best constant": "a first call tries out lengths, estimates lag behind rising acceptance, and sampling is chance",
-    "bound": "as efficiency; with the default schedule, also what it tries out in a short call",
-    "efficiency": "forwards between others take longer than when timed alone, and what a round costs besides them",
-    "B=1": "two models read the prompt, and what a round costs besides its forwards",
-    "speed over plain": "a batch ends with its slowest row: rounds of few rows cost nearly what rounds of 8 do",
-}
-SUFFIX_US = {"": "us_per_row_and_round", ", the index alone": "us_of_the_index"}
-DEVICES = ("", "_cuda")  # how results of a CPU and of a GPU end
 
 
-class Target(NamedTuple):
-    """One line of the table of targets."""
+class Aim(NamedTuple):
+    """An aim of the project, with its measured figure."""
 
     figure: str
-    goal: str  # in words
-    measured: str
-    is_reached: bool | None  # None: not measured, or does not apply
+    goal: float
+    measured: float | None
+    bound_by: str
+    at_most: bool = False
+
+    @property
+    def is_missed(self) -> bool:
+        if self.measured is None:
+            return False
+        return self.measured > self.goal if self.at_most else self.measured < self.goal
+
+    @property
+    def line(self) -> str:
+        word = "at most" if self.at_most else "at least"
+        return f"- {self.figure}: {self.measured:.2f}, aim {word} {self.goal:.2f}. {self.bound_by}"
 
 
-class Goals(NamedTuple):
-    """What a number of rows is to reach."""
-
-    assisted: float  # times transformers' assisted generation
-    share: float  # of the pair's bound
-    plain: float  # times plain decoding, where the pair's bound is at least the next
-    least_bound: float
-    efficiency: float
-
-
-def find(name: str, folder: Path) -> list[tuple[str, Row]]:
-    """The results of a benchmark by file name, those of the present form only."""
-    files = [f"{name}{ending}" for ending in DEVICES if (folder / f"{name}{ending}.json").exists()]
-    contents = [(file, read_results(file, folder)) for file in files]
-    has_methods = name in {end_to_end.NAME, never_slower.NAME, memory.NAME}
-    return [
-        (file, content)
-        for file, content in contents
-        if content["rows"] and (not has_methods or "method" in content["rows"][0])
-    ]
-
-
-def line(
-    figure: str,
-    goal: float,
-    values: Iterable[float | None],
-    at_most: bool = False,
-    shown: str = "{:.2f}",
-) -> Target:
-    """A target that every value must reach; the worst one is shown."""
-    known = [value for value in values if value is not None]
-    word = "at most" if at_most else "at least"
-    if not known:
-        return Target(figure, f"{word} {shown.format(goal)}", "not measured", None)
-    worst = max(known) if at_most else min(known)
-    return Target(
-        figure,
-        f"{word} {shown.format(goal)}",
-        shown.format(worst),
-        worst <= goal if at_most else worst >= goal,
-    )
-
-
-def cells_of(rows: list[Row], batch_size: int) -> list[list[Row]]:
-    """The greedy rows of that many rows, by pair, dtype and acceptance."""
-    cells: dict[Any, list[Row]] = {}
-    for row in rows:
-        if row["batch_size"] == batch_size and row["mode"] == "greedy":
-            cells.setdefault((row["subject"], row["dtype"], row["oracle_acceptance"]), []).append(
-                row
-            )
-    return list(cells.values())
-
-
-def over_assisted(cell: list[Row], ours: Row) -> float | None:
-    """Tokens per second of one of ours over transformers' best assisted generation, compiled only if ours is."""
-    rivals = [row for row in cell if row["method"].startswith("transformers")]
-    theirs = [
-        row["tokens_per_s"] for row in rivals if ours and row["is_compiled"] <= ours["is_compiled"]
-    ]
-    return ours["tokens_per_s"] / max(theirs) if theirs else None
-
-
-def over_compiled_plain(cell: list[Row], ours: Row) -> float | None:
-    """Tokens per second of one of our methods over plain decoding that runs compiled as well."""
-    theirs = [row["tokens_per_s"] for row in cell if row["engine"] == "plain" and ran_compiled(row)]
-    return ours["tokens_per_s"] / theirs[0] if ours and theirs else None
-
-
-def default_of(cell: list[Row]) -> Row:
-    """Our default schedule, eager; empty where it was not measured."""
-    return way_of(cell, None, is_compiled=False)
-
-
-def way_of(cell: list[Row], num_assistant_tokens: int | None, *, is_compiled: bool) -> Row:
-    """Ours with that K and the mode's verifier; empty where it was not measured or fell back to eager forwards."""
-    ours = [row for row in cell if row["engine"] == "ours" and row["verifier"] is None]
-    ours = [row for row in ours if row["num_assistant_tokens"] == num_assistant_tokens]
-    return next(
-        (row for row in ours if (ran_compiled(row) if is_compiled else not row.get("is_compiled"))),
-        {},
-    )
-
-
-def ran_compiled(row: Row) -> bool:
-    return bool(row.get("is_compiled")) and not row["fell_back"]
-
-
-def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
-    """Lines for every pair that was measured."""
-    lines = []
-    goals = {1: Goals(1.5, 0.93, 1.7, 1.85, 0.95), 8: Goals(4.0, 0.90, 1.5, 1.7, 0.90)}
-    for batch_size, goal in goals.items():
-        for cell in cells_of(rows, batch_size) or [[]]:
-            pair = f", {cell[0]['subject']}, {cell[0]['dtype']}" if cell else ""
-            for num in (None, CONSTANT_K):
-                for is_compiled in (False, True):
-                    schedule = "default schedule" if num is None else f"K = {num}"
-                    method = f"B={batch_size} greedy{pair}{where}, {schedule}{', compiled' * is_compiled}"
-                    ours = way_of(cell, num, is_compiled=is_compiled)
-                    lines += lines_of(method, cell, ours, goal, is_looped=batch_size > 1)
-    return lines
-
-
-def lines_of(
-    method: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped: bool
-) -> list[Target]:
-    """The targets of one of our methods; efficiency and the pair's bound are of eager forwards."""
-    peer = f"assisted{' looped over rows' * is_looped} (best of its K and its defaults)"
-    over_plain = ours["over_plain"]["median"] if ours else None
-    candidates = [
-        line(
-            f"{method}: speed over transformers' {peer}", goal.assisted, [over_assisted(cell, ours)]
-        ),
-        line(f"{method}: speed over plain", goal.plain, [over_plain]),
-    ]
-    if ours and ours["bound"] < goal.least_bound:
-        words = (
-            f"{candidates[1].goal}, where the pair's bound is {goal.least_bound:.2f} or more: it "
-            f"is {ours['bound']:.2f}"
-        )
-        candidates[1] = candidates[1]._replace(goal=words, is_reached=None)
-    if "compiled" in method:
-        return [
-            *candidates,
-            line(f"{method}: speed over plain, compiled", 1.0, [over_compiled_plain(cell, ours)]),
+def aims(folder: Path) -> Iterator[Aim]:
+    """Iterate over the aims for the results in a folder."""
+    pair = readme_tables.cells_of(read_results(end_to_end.NAME, folder))
+    for rows, goal, bound_by in (
+        (1, 1.05, "Nine tenths of a round are forwards, equal on both sides."),
+        (8, 4.0, "A batch ends with its slowest row."),
+    ):
+        peers = [
+            row["tokens_per_s"]
+            for (method, *cell), row in pair.items()
+            if cell == [rows, "greedy"]
+            and method.startswith("transformers")
+            and not row["is_compiled"]
         ]
-    candidates.append(
-        line(f"{method}: share of the pair's bound", goal.share, [ours.get("share_of_bound")])
-    )
-    return [*candidates, line(f"{method}: efficiency", goal.efficiency, [ours.get("efficiency")])]
-
-
-def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
-    defaults = never_slower.defaults_of({"rows": rows})
-    worst = [row["over_plain"]["median"] for row in defaults]
-    gaining = [
-        never_slower.share_of_best(row)
-        for row in defaults
-        if (row["best_constant_over_plain"] or 0.0) >= 1.1
-    ]
-    return [
-        line(f"worst cell of never_slower: speed over plain{where}", 0.97, worst, shown="{:.3f}"),
-        line(
-            f"default schedule over the best constant K, worst cell where that gains 1.1{where}",
-            0.97,
-            gaining,
-        ),
-    ]
-
-
-def real_models_targets(rows: list[Row], where: str) -> list[Target]:
-    """The upper end of each cell's interval, and the mean over cells whose draft cannot help."""
-    highest = [row["over_plain"]["high"] for row in rows]
-    if rows and len(rows) < len(CELLS):
-        where = f"{where}, {len(rows)} of {len(CELLS)} cells"
-    return [
-        line(
-            f"real models: upper end of the 95 % interval over plain, worst cell{where}",
-            HOLDS_AT,
-            highest,
-        ),
-        line(
-            f"real models: geometric mean over plain with useless drafts{where}",
-            real_models.USELESS_GOAL,
-            [real_models.useless_mean(rows)],
-            shown="{:.3f}",
-        ),
-    ]
-
-
-def scaling_targets(rows: list[Row], where: str) -> list[Target]:
-    factors = [
+        ours = pair["ours, adaptive", rows, "greedy"]["tokens_per_s"]
+        figure = f"bundled pair, {rows} row{'s' * (rows > 1)}, default over transformers' best"
+        yield Aim(figure, goal, ours / max(peers), bound_by)
+        constants = [
+            pair[f"ours, K = {num}", rows, "greedy"]["tokens_per_s"]
+            for num in readme_tables.LENGTHS
+            if (f"ours, K = {num}", rows, "greedy") in pair
+        ]
+        figure = f"bundled pair, {rows} row{'s' * (rows > 1)}, default over the best constant K"
+        bound_by = "The schedule tries lengths out, which costs a share of a short call."
+        yield Aim(figure, 0.97, ours / max(constants), bound_by)
+    for num_tokens, means in ten_tasks.means_of(read_results(ten_tasks.NAME, folder)["rows"]):
+        peer = max(means[name] for name in ten_tasks.PEERS)
+        figure = f"ten tasks, {num_tokens} tokens, default over transformers' better setting"
+        yield Aim(figure, 1.03, means["ours, lookup"] / peer, "Short calls have few rounds.")
+        figure = f"ten tasks, {num_tokens} tokens, head with lookup over lookup alone"
+        share = means["ours, head with lookup"] / means["ours, lookup"]
+        yield Aim(figure, 0.97, share, "A step of the head costs more than it gains in float32.")
+    defaults = never_slower.defaults_of(read_results(never_slower.NAME, folder))
+    worst = min(row["over_plain"]["median"] for row in defaults)
+    bound_by = "Trials of the draft and, under sampling, noise of our own."
+    yield Aim("never slower, worst cell over plain decoding", 0.97, worst, bound_by)
+    ours = [
         row
-        for row in rows
-        if row["varies"] == "verify" and (row["batch_size"], row["context"]) == (8, 2048)
+        for row in read_results(compilation.NAME, folder)["rows"]
+        if row["method"] != compilation.METHODS["plain"].name
     ]
-    at_8k = [row for row in rows if row["context"] == 8192 and row["varies"] != "verify"]
-    longest = [row for row in at_8k if row["layers"] == max(row["layers"] for row in at_8k)]
-    theirs = [row["tokens_per_s"] for row in longest if row["method"].startswith("transformers")]
-    over = default_of(longest)["tokens_per_s"] / max(theirs) if theirs else None
-    return [
-        line(
-            f"verify factor v(6), 8 rows, 2k context{where}",
-            1.6,
-            [row["v"]["ours"] for row in factors],
-            True,
-        ),
-        line(f"tokens/s at 8k context, B=1, over transformers' assisted{where}", 1.8, [over]),
-    ]
+    cold = [row["compile_s"]["median"] for row in ours if row["caches"] == compilation.EMPTY]
+    bound_by = "A single row is a case of its own for torch.compile: each model has two graphs."
+    yield Aim("seconds to compile, several rows and one", 60, max(cold), bound_by, at_most=True)
 
 
-def overhead_targets(rows: list[Row], where: str) -> list[Target]:
-    shares = [max(row["share_inside"], row["share_outside"]["median"]) for row in rows]
-    return [
-        line(
-            f"bookkeeping and verification in a round, the larger view{where}",
-            0.05,
-            shares,
-            True,
-            "{:.1%}",
-        )
-    ]
-
-
-def memory_targets(rows: list[Row], where: str) -> list[Target]:
-    ratios = [row["over_allowed"] for row in rows]
-    return [
-        line(f"peak memory over plain's with the draft and its cache{where}", 1.05, ratios, True)
-    ]
-
-
-def suffix_targets(rows: list[Row], where: str) -> list[Target]:
-    figure, targets = "drafts without a model: microseconds per row and round", []
-    for row in rows:
-        if row["length"] != suffix.TARGET_LEN:
-            continue
-        at = f"at {suffix.TARGET_LEN} tokens, B={row['batch_size']}{where}"
-        for of, name in SUFFIX_US.items():
-            targets.append(
-                line(f"{figure}{of} {at}", suffix.MAX_US, [row[name]["median"]], True, "{:.0f}")
-            )
-    growth = line(
-        f"drafts without a model: growth with the text{where}",
-        suffix.MAX_GROWTH,
-        suffix.growths(rows),
-        True,
-    )
-    return [*targets, growth]
-
-
-def drafters_targets(rows: list[Row], where: str) -> list[Target]:
-    greedy = [row for row in rows if row["mode"] == "greedy"]
-    figure = "prompt lookup and draft model over the better of the two"
-    return [
-        line(
-            f"{figure}, mean acceptance length, worst category{where}",
-            1.0,
-            drafters.over_better(greedy),
-        ),
-        line(
-            f"{figure}, forwards per token, worst category{where}",
-            1.0,
-            drafters.cost_over_better(greedy),
-            True,
-        ),
-    ]
-
-
-def compilation_targets(rows: list[Row], where: str) -> list[Target]:
-    ours = [row for row in rows if row["method"] != compilation.METHODS["plain"].name]
-    cold = [row for row in ours if row["caches"] == compilation.EMPTY]
-    warm = [row for row in ours if row["caches"] == compilation.FILLED]
-    figure, totals = (
-        "first compiled call, seconds to compile",
-        [row["compile_s"]["median"] for row in cold],
-    )
-    return [
-        line(f"{figure}{where}", 60.0, [row["first_s"] for row in cold], True, "{:.1f}"),
-        line(
-            f"seconds to compile for several rows and for one{where}", 60.0, totals, True, "{:.1f}"
-        ),
-        line(
-            f"{figure}, with caches on disk{where}",
-            15.0,
-            [row["first_s"] for row in warm],
-            True,
-            "{:.1f}",
-        ),
-        line(
-            f"graphs of all compiled calls{where}",
-            4,
-            [row["graphs_after"] for row in ours],
-            True,
-            "{:.0f}",
-        ),
-    ]
-
-
-def revisions_targets(rows: list[Row], where: str) -> list[Target]:
-    figure = (
-        f"greedy call with K = 5, median over that of {rows[0]['old']}"
-        if rows
-        else "greedy call, new over old"
-    )
-    return [line(f"{figure}{where}", 1.02, [row["new_over_old"] for row in rows], True, "{:.3f}")]
-
-
-def heads_targets(rows: list[Row], where: str) -> list[Target]:
-    return [
-        line(
-            f"drafting with an EAGLE-3 head over its products alone{where}",
-            heads.GOAL,
-            heads.ratios_of(rows),
-            True,
-        )
-    ]
-
-
-def throughput_targets(rows: list[Row], where: str) -> list[Target]:
-    figure = "refilled rows with speculation over"
-    refill = {
-        row["method"]: row["refill_is_faster"]["median"] for row in rows if "failure" not in row
+def useless_table(folder: Path) -> str:
+    """Return the speed with drafts that gain nothing, by draft and number of rows, as Markdown."""
+    rows = []
+    cells = never_slower.defaults_of(read_results(never_slower.NAME, folder))
+    words = {"random": "a random model of the draft's size", "large": "a copy of the target"}
+    for draft, batch_size in sorted({(row["draft"], row["batch_size"]) for row in cells}):
+        medians = [
+            row["over_plain"]["median"]
+            for row in cells
+            if (row["draft"], row["batch_size"]) == (draft, batch_size)
+        ]
+        if draft in words:
+            rows.append((words[draft], batch_size, medians))
+    columns = {
+        "draft": lambda row: row[0],
+        "rows": lambda row: row[1],
+        "cells": lambda row: len(row[2]),
+        "times plain, medians": lambda row: f"{min(row[2]):.2f} to {max(row[2]):.2f}",
     }
-    return [
-        line(f"{figure} {name}{where}", goal, [refill[name]] if name in refill else [])
-        for name, goal in throughput.TARGETS.items()
-    ]
+    return markdown(columns, rows)
 
 
-TARGETS = {
-    end_to_end.NAME: end_to_end_targets,
-    overhead.NAME: overhead_targets,
-    never_slower.NAME: never_slower_targets,
-    real_models.NAME: real_models_targets,
-    scaling.NAME: scaling_targets,
-    memory.NAME: memory_targets,
-    throughput.NAME: throughput_targets,
-    suffix.NAME: suffix_targets,
-    drafters.NAME: drafters_targets,
-    heads.NAME: heads_targets,
-    compilation.NAME: compilation_targets,
-    revisions.NAME: revisions_targets,
-}
-TARGET_COLUMNS = {
-    "figure": lambda row: row.figure,
-    "at least / at most": lambda row: row.goal,
-    "measured": lambda row: row.measured,
-    "reached": lambda row: None if row.is_reached is None else "yes" if row.is_reached else "no",
-    "what bounds it": lambda row: bound_of(row) if row.is_reached is False else None,
-}
-
-
-def bound_of(target: Target) -> str | None:
-    return next((words for key, words in BOUNDS.items() if key in target.figure), None)
-
-
-def targets(folder: Path) -> str:
-    """Every target, reached or not, by device."""
-    lines = []
-    for name, make in TARGETS.items():
-        results = find(name, folder) or [("", {"rows": []})]
-        for file, content in results:
-            lines += make(content["rows"], ", GPU" if file.endswith("_cuda") else "")
-    return markdown(TARGET_COLUMNS, lines)
-
-
-def origin(content: Row) -> str:
-    """Where a result comes from."""
+def origin(content: Content) -> str:
+    """Return the machine, versions, commit and date of a result."""
     of = content["environment"]
-    threads = (
-        "" if "cuda" in content["arguments"].get("device", "cpu") else f", {of['threads']} threads"
-    )
+    is_cpu = "cuda" not in content["arguments"].get("device", "cpu")
+    threads = f", {of['threads']} thread{'s' * (of['threads'] > 1)}" if is_cpu else ""
     numbers = of["versions"]
-    versions = f"torch {numbers['torch']}, transformers {numbers['transformers']}, Python {numbers['python']}"
+    versions = "torch {torch}, transformers {transformers}, Python {python}".format(**numbers)
     left_out = content["arguments"].get("left_out")
     note = f" Left out, for want of time: {'; '.join(left_out)}." if left_out else ""
     repeats = content["arguments"].get("repeats")
@@ -470,58 +190,93 @@ def origin(content: Row) -> str:
             earlier.setdefault(row["earlier"]["source"], {})[row["earlier"]["cell"]] = None
     for source, cells in earlier.items():
         note += f" Measured earlier ({source}): {'; '.join(cells)}."
-    sources = f" (sources {of['sources']})" if "sources" in of else ""
-    return (
-        f"{of['device']}{threads}; {versions}; commit {of['commit']}{sources}; {of['date']}.{note}"
-    )
+    return f"{of['device']}{threads}; {versions}; commit {of['commit']}; {of['date']}.{note}"
 
 
-def sources_note(results: Iterable[tuple[str, Row]]) -> str:
-    """Which results, by file, were measured with other sources than those of the tree."""
-    by_state: dict[str, list[str]] = {"the same": [], "other": [], "unrecorded": []}
+def find(name: str, folder: Path) -> list[tuple[str, Content]]:
+    """Return the results of a benchmark by file name, of CPUs and of GPUs."""
+    files = [f"{name}{end}" for end in ("", "_cuda") if (folder / f"{name}{end}.json").exists()]
+    return [(file, read_results(file, folder)) for file in files]
+
+
+def section_page(section: Section, folder: Path) -> str:
+    """Return the page of one benchmark."""
+    parts = [f"# {section.title}"]
+    results = find(section.name, folder)
+    if not results:
+        parts += ["", f"Not measured yet: `python benchmarks/{section.name}.py`."]
     for file, content in results:
-        sources, parts = (content["environment"].get(name) for name in ("sources", "parts"))
-        is_same = parts is not None and sources == source_hash(parts)
-        by_state["unrecorded" if sources is None else "the same" if is_same else "other"].append(
-            f"`{file}`"
-        )
-    lines = [
-        f"- Measured with {state} sources: {', '.join(files)}."
-        for state, files in by_state.items()
-        if files
-    ]
-    begin = "Results hold a hash of the code that they loaded: the core, and the options and tools that they use."
-    return "\n".join([f"{begin} Comments and docstrings do not count.", "", *lines])
+        parts += ["", origin(content), "", section.table(content).strip()]
+        if (folder / f"{file}.png").exists():
+            parts += ["", f"![{section.title}](../../benchmarks/results/{file}.png)"]
+    return "\n".join([*parts, ""])
 
 
-def page(folder: Path) -> str:
-    parts = ["# Results", ""]
-    parts += [
-        "Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.",
-        "",
-    ]
-    results = [result for section in SECTIONS for result in find(section.name, folder)]
-    parts += ["## Sources", "", sources_note(results), ""]
-    parts += [
-        "## Targets",
-        "",
+def summary_page(folder: Path) -> str:
+    """Return the page of six tables, missed aims and links."""
+    tasks, pair = read_results(ten_tasks.NAME, folder), read_results(end_to_end.NAME, folder)
+    data_set = read_results(throughput.NAME, folder)
+    fitted = read_results(fitted_heads.NAME, folder)
+    slower = read_results(never_slower.NAME, folder)
+    missed = [aim.line for aim in aims(folder) if aim.is_missed]
+    parts = [
+        "# Results",
         (
-            "Ours is eager and with the default schedule unless it says otherwise. A row shows the "
-            "worst of its cells."
+            "Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`. "
+            "Every text is compared with plain decoding's before it is timed."
         ),
-        "",
-        targets(folder),
+        "## Prompt lookup on a real model",
+        (
+            "SmolLM2-135M-Instruct, greedy, one row, float32. Speed over plain `generate()`: medians "
+            "(and ranges) over tasks. [All tasks](../docs/results/ten_tasks.md)."
+        ),
+        readme_tables.tasks_table(tasks),
+        origin(tasks),
+        "## A draft model, in one row and in batches",
+        (
+            "The bundled pair in float32, median speed over plain `generate()`; K is 3, 5 or 8. "
+            "[All methods](../docs/results/end_to_end.md)."
+        ),
+        readme_tables.comparison_table(readme_tables.cells_of(pair)),
+        origin(pair),
+        "## Drafts that gain nothing",
+        (
+            "The default schedule with drafts of which nothing is accepted, or that cost as much as "
+            "the target. [All cells](../docs/results/never_slower.md)."
+        ),
+        useless_table(folder),
+        origin({**slower, "rows": []}),  # the page of the benchmark names cells measured earlier
+        "## Draft heads",
+        "The bundled heads on the bundled target.",
+        fitted_heads.table(fitted).strip(),
+        origin(fitted),
+        "## Data sets",
+        (
+            "40 prompts with outputs of long-tailed lengths, eight rows at a time. "
+            "[With a head](../docs/results/throughput_head.md), "
+            "[of a hybrid](../docs/results/throughput_hybrid.md)."
+        ),
+        throughput.table(data_set).strip(),
+        origin(data_set),
+        "## GPUs",
+        (
+            "An 8B target with a 1B draft (random weights, four in five drafted tokens accepted), "
+            "bfloat16, the default schedule from CUDA graphs. [All runs](../docs/results/gpu.md)."
+        ),
+        _gpu_page.summary(folder),
+        "## Missed aims",
+        "\n".join(missed) if missed else "None.",
+        "## Pages",
+        "\n".join(f"- [{section.title}](../docs/results/{section.file})" for section in SECTIONS),
     ]
-    for section in SECTIONS:
-        results = find(section.name, folder)
-        parts += ["", f"## {section.title}"]
-        if not results:
-            parts += ["", f"Not measured yet: `python benchmarks/{section.name}.py`."]
-        for file, content in results:
-            parts += ["", origin(content), "", section.table(content).strip()]
-            if (folder / f"{file}.png").exists():
-                parts += ["", f"![{section.title}](results/{file}.png)"]
-    return "\n".join([*parts, *_gpu_page.section(folder)]) + "\n"
+    return "\n\n".join(parts) + "\n"
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """Return every page of results, by path."""
+    gpu = "\n".join(["# On a GPU", *_gpu_page.section(folder)]) + "\n"
+    written = {PAGE: summary_page(folder), PAGES / f"{GPU_PAGE}.md": gpu}
+    return written | {PAGES / each.file: section_page(each, folder) for each in SECTIONS}
 
 
 def main() -> None:
@@ -529,10 +284,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder that holds the JSON")
-    parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()
-    args.page.write_text(page(args.results), encoding="utf-8")
-    print(f"written to {args.page}")
+    PAGES.mkdir(exist_ok=True)
+    for path, content in pages(args.results).items():
+        path.write_text(content, encoding="utf-8")
+    print(f"written: {PAGE.relative_to(ROOT)} and {PAGES.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

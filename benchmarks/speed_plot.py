@@ -1,6 +1,8 @@
-"""Draws the speed-ups of `end_to_end.py` as SVG for README and docs, light and dark; nothing is measured.
+"""Draw the speed-ups of `ten_tasks.py` as SVG for README and docs, light and dark.
 
 python benchmarks/speed_plot.py
+
+Nothing is measured.
 """
 
 import argparse
@@ -9,21 +11,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+import readme_tables
+import ten_tasks
 from _harness import RESULTS, ROOT, read_results
 
 PICTURES = ROOT / "docs" / "pictures"
-BATCH_SIZES = (1, 8)
 FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
-LEFT, PANEL, GAP, BAR, LINE, TOP, MARGIN = 236, 268, 44, 18, 30, 64, 44
+LEFT, PANEL, GAP, BAR, LINE, TOP, MARGIN = 216, 288, 44, 18, 30, 64, 56
+NUM_TOKENS = 128
+MAX_SHOWN = 2.0  # speed-up at the right end of a panel; longer ranges end in an arrow
 
 
 class Method(NamedTuple):
-    """One bar of each panel."""
+    """Bar of each panel."""
 
     label: str
-    engine: str  # as the results name it
-    num_assistant_tokens: int | None
-    is_compiled: bool
+    name: str  # name in the results
     colour: str  # of the Okabe-Ito palette, or grey for plain decoding
 
 
@@ -36,165 +39,118 @@ class Theme(NamedTuple):
 
 
 METHODS = (
-    Method("plain generate()", "plain", None, False, "#8a8f98"),
-    Method("transformers' assisted, K = 5", "transformers", 5, False, "#D55E00"),
-    Method("hf_speculate, default", "ours", None, False, "#56B4E9"),
-    Method("hf_speculate, K = 5", "ours", 5, False, "#0072B2"),
-    Method("plain, compiled", "plain", None, True, "#8a8f98"),
-    Method("transformers', K = 5, compiled", "transformers", 5, True, "#D55E00"),
-    Method("hf_speculate, K = 5, compiled", "ours", 5, True, "#009E73"),
+    Method("plain generate()", ten_tasks.PLAIN, "#8a8f98"),
+    Method("transformers, K = 5", ten_tasks.PEERS[0], "#D55E00"),
+    Method("transformers, K = 10", ten_tasks.PEERS[1], "#9c4400"),
+    Method("hf_speculate, default", "ours, lookup", "#0072B2"),
 )
 THEMES = {
     "light": Theme(text="#1f2328", faint="#59636e", line="#d1d9e0"),
     "dark": Theme(text="#f0f6fc", faint="#9198a1", line="#3d444d"),
 }
+KINDS = tuple(readme_tables.TASK_KINDS)
 
 
 class Layout(NamedTuple):
-    """Where panels stand: beside one another, or one below the other for narrow screens."""
+    """Position of panels: side by side, or stacked for narrow screens."""
 
     is_narrow: bool
 
     @property
     def width(self) -> float:
-        return (
-            LEFT
-            + PANEL
-            + MARGIN
-            + (0 if self.is_narrow else (len(BATCH_SIZES) - 1) * (PANEL + GAP))
-        )
+        beside = 0 if self.is_narrow else (len(KINDS) - 1) * (PANEL + GAP)
+        return LEFT + PANEL + MARGIN + beside
 
     @property
     def bottom(self) -> float:
-        """Where the last bars end, and some room."""
-        return self.origin(len(BATCH_SIZES) - 1)[1] + TOP + LINE * len(METHODS) + 16
+        """Upper end of the lines below the bars."""
+        return self.origin(len(KINDS) - 1)[1] + TOP + LINE * len(METHODS) + 20
 
     def origin(self, number: int) -> tuple[float, float]:
-        """The left end and the upper shift of a panel's bars."""
-        return (
-            (LEFT, number * (LINE * len(METHODS) + GAP))
-            if self.is_narrow
-            else (LEFT + number * (PANEL + GAP), 0)
-        )
+        """Return the left end and the upper shift of a panel's bars."""
+        if self.is_narrow:
+            return LEFT, number * (LINE * len(METHODS) + GAP)
+        return LEFT + number * (PANEL + GAP), 0
 
 
 LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
 
 
 def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
-    """The SVG of greedy decoding with the bundled pair in float32."""
-    spreads = {batch_size: spreads_of(results["rows"], batch_size) for batch_size in BATCH_SIZES}
-    most = max(
-        spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads if spread
-    )
-    sources = sources_of(results["environment"])
-    lines = sources if layout.is_narrow else ["; ".join(sources)]
+    """Return the SVG of the tasks that copy and of the questions."""
+    lines = sources_of(results["environment"])
+    lines = lines if layout.is_narrow else ["; ".join(lines)]
     height = layout.bottom + 16 * len(lines)
     size = f'viewBox="0 0 {layout.width} {height}" width="{layout.width}" height="{height}"'
+    title = "Speed over plain generate(): SmolLM2, prompt lookup"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>',
-        (
-            "<title>Speed-up over plain generate(), "
-            f"{' and '.join(map(rows_in_words, BATCH_SIZES))}</title>"
-        ),
-        text(
-            16,
-            24,
-            "Speed-up over plain generate(), greedy decoding",
-            theme.text,
-            'font-size="16" font-weight="600"',
-        ),
+        f"<title>{title}</title>",
+        text(16, 24, title, theme.text, 'font-size="16" font-weight="600"'),
     ]
-    for number, batch_size in enumerate(BATCH_SIZES):
+    for number, kind in enumerate(KINDS):
         left, shift = layout.origin(number)
         if left == LEFT:  # methods are named once on a line
             for place, method in enumerate(METHODS):
                 middle = TOP + shift + LINE * place + BAR / 2
-                parts.append(
-                    text(
-                        LEFT - 12,
-                        middle + 5,
-                        method.label,
-                        theme.text,
-                        'font-size="14" text-anchor="end"',
-                    )
-                )
-        words = rows_in_words(batch_size)
+                style = 'font-size="14" text-anchor="end"'
+                parts.append(text(LEFT - 12, middle + 5, method.label, theme.text, style))
+        spreads = ten_tasks.spreads_of(results["rows"], NUM_TOKENS, kind)
         parts.append(f'<g transform="translate(0 {shift})">')
-        parts += [*panel(left, words, spreads[batch_size], most, theme), "</g>"]
+        parts += [*panel(left, readme_tables.TASK_KINDS[kind], spreads, theme), "</g>"]
     for number, words in enumerate(lines):
         parts.append(text(16, layout.bottom + 16 * number, words, theme.faint, 'font-size="12"'))
     return "\n".join([*parts, "</svg>", ""])
 
 
 def sources_of(environment: dict[str, Any]) -> list[str]:
-    """What was measured where, and what the marks mean; each a line on narrow screens."""
+    """Return the measured setting and the meaning of the marks, a line each on narrow screens."""
+    cores = f"{environment['threads']} core{'s' * (environment['threads'] > 1)}"
     return [
-        "bundled pair of 7 M and 1.5 M parameters, float32",
-        (
-            f"{environment['threads']} cores of an {device(environment['device'])}, "
-            f"{environment['date']}"
-        ),
-        "bars: medians, lines: minimum to maximum",
+        f"greedy, one row, {NUM_TOKENS} new tokens, equal texts",
+        f"{cores} of an {device(environment['device'])}, {environment['date']}",
+        "bars: medians over tasks, lines: slowest to fastest task",
     ]
 
 
 def panel(
-    start: float, title: str, spreads: list[dict[str, float] | None], most: float, theme: Theme
+    start: float, title: str, spreads: dict[str, tuple[float, float, float]], theme: Theme
 ) -> list[str]:
-    """The bars of one number of rows; all panels have the scale of the largest value."""
-    scale = (PANEL - 24) / most  # room for the last label
+    """Return the bars of one kind of tasks."""
+    scale = PANEL / MAX_SHOWN
     bottom = TOP + LINE * len(METHODS) - (LINE - BAR) + 6
     plain_x = start + scale
-    style = f'stroke="{theme.line}" stroke-dasharray="3 3"'
+    dashes = f'stroke="{theme.line}" stroke-dasharray="3 3"'
     parts = [
         text(start, TOP - 14, title, theme.text, 'font-size="14" font-weight="600"'),
-        f'<line x1="{plain_x:.1f}" y1="{TOP - 6}" x2="{plain_x:.1f}" y2="{bottom}" {style}/>',
+        f'<line x1="{plain_x:.1f}" y1="{TOP - 6}" x2="{plain_x:.1f}" y2="{bottom}" {dashes}/>',
     ]
-    for number, (method, spread) in enumerate(zip(METHODS, spreads, strict=True)):
+    for number, method in enumerate(METHODS):
+        middle_speed, least, greatest = spreads[method.name]
         top = TOP + LINE * number
-        if spread is None:
-            parts.append(
-                text(start, top + BAR / 2 + 4.5, "not measured", theme.faint, 'font-size="13"')
-            )
-            continue
-        width, middle = spread["median"] * scale, top + BAR / 2
+        middle = top + BAR / 2
+        end = start + middle_speed * scale
         parts.append(
-            f'<rect x="{start}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" '
+            f'<rect x="{start}" y="{top}" width="{end - start:.1f}" height="{BAR}" rx="2" '
             f'fill="{method.colour}"/>'
         )
-        end = start + width
-        if spread["max"] > spread["min"]:
-            left, right = start + spread["min"] * scale, start + spread["max"] * scale
-            path = f"M{left:.1f} {middle - 4}v8M{left:.1f} {middle}H{right:.1f}M{right:.1f} {middle - 4}v8"
-            parts.append(f'<path d="{path}" stroke="{theme.text}" stroke-width="1.2" fill="none"/>')
-            end = max(end, right)
-        style = 'font-size="13" font-weight="600"'
-        parts.append(text(end + 6, middle + 4.5, f"{spread['median']:.2f}x", theme.text, style))
+        label = f"{middle_speed:.2f}x"
+        bold = 'font-size="13" font-weight="600"'
+        if greatest == least:
+            parts.append(text(end + 6, middle + 4.5, label, theme.text, bold))
+            continue
+        left, right = start + least * scale, start + min(greatest, MAX_SHOWN) * scale
+        path = f"M{left:.1f} {middle - 4}v8M{left:.1f} {middle}H{right:.1f}"
+        if greatest > MAX_SHOWN:  # the label stands inside the bar
+            path += "m-5 -4l5 4l-5 4"
+            parts.append(text(start + 6, middle + 4.5, label, "#ffffff", bold))
+            words = f"to {greatest:.1f}x"
+            parts.append(text(right + 6, middle + 4.5, words, theme.text, 'font-size="13"'))
+        else:
+            path += f"M{right:.1f} {middle - 4}v8"
+            parts.append(text(max(end, right) + 6, middle + 4.5, label, theme.text, bold))
+        parts.append(f'<path d="{path}" stroke="{theme.text}" stroke-width="1.2" fill="none"/>')
     return parts
-
-
-def spreads_of(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, float] | None]:
-    """Speed-ups over plain decoding of each of `METHODS`: min, median, max; None where it was not measured."""
-    cell = ("pair", "float32", "greedy", batch_size)
-    cells = [
-        row
-        for row in rows
-        if (row["subject"], row["dtype"], row["mode"], row["batch_size"]) == cell
-    ]
-    by_method = {key_of(row): row["over_plain"] for row in cells if row["verifier"] is None}
-    return [
-        by_method.get((method.engine, method.num_assistant_tokens, method.is_compiled))
-        for method in METHODS
-    ]
-
-
-def key_of(row: dict[str, Any]) -> tuple[str, int | None, bool]:
-    return row["engine"], row["num_assistant_tokens"], row["is_compiled"]
-
-
-def rows_in_words(batch_size: int) -> str:
-    return "1 prompt" if batch_size == 1 else f"a batch of {batch_size}"
 
 
 def device(name: str) -> str:
@@ -212,7 +168,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder that holds the JSON")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder for the pictures")
     args = parser.parse_args()
-    results = read_results("end_to_end", args.results)
+    results = read_results(ten_tasks.NAME, args.results)
     for (prefix, layout), (name, theme) in itertools.product(LAYOUTS.items(), THEMES.items()):
         path = args.pictures / f"speed-{prefix}{name}.svg"
         path.write_text(picture(results, theme, layout), encoding="utf-8")

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from math import exp, log
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
@@ -92,26 +92,56 @@ def table(content: dict[str, Any]) -> str:
     return f"{markdown(columns, content['rows'])}\n\n{lines}"
 
 
+def speeds_of(
+    rows: list[dict[str, Any]], num_tokens: int, kind: str = ""
+) -> dict[str, list[float]]:
+    """Return the speeds of each method over plain decoding, by task of equal texts.
+
+    Args:
+        rows: Rows of the results.
+        num_tokens: Number of new tokens.
+        kind: Kind of the tasks, "copying" or "plain"; empty for all.
+    """
+    speeds = [
+        row["speed"]
+        for row in rows
+        if row["max_new_tokens"] == num_tokens and row["is_equal"] and kind in row["task"]
+    ]
+    return {name: [speed[name]["median"] for speed in speeds] for name in METHODS}
+
+
+def spreads_of(
+    rows: list[dict[str, Any]], num_tokens: int, kind: str
+) -> dict[str, tuple[float, float, float]]:
+    """Return the median, slowest and fastest task of each method."""
+    by_method = speeds_of(rows, num_tokens, kind)
+    return {name: (median(speeds), min(speeds), max(speeds)) for name, speeds in by_method.items()}
+
+
+def means_of(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    """Return for each number of new tokens the geometric means of the methods over tasks."""
+    return [
+        (
+            num_tokens,
+            {name: geometric_mean(speeds) for name, speeds in speeds_of(rows, num_tokens).items()},
+        )
+        for num_tokens in sorted({row["max_new_tokens"] for row in rows})
+    ]
+
+
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Geometric means over the tasks of equal texts, and ours over the better single peer."""
+    """Return geometric means over the tasks, and ours over the better single peer."""
     lines = []
-    for max_new_tokens in sorted({row["max_new_tokens"] for row in rows}):
-        counted = [
-            row for row in rows if row["max_new_tokens"] == max_new_tokens and row["is_equal"]
-        ]
-        means = {
-            name: exp(sum(log(row["speed"][name]["median"]) for row in counted) / len(counted))
-            for name in METHODS
-            if name != PLAIN
-        }
+    for num_tokens, means in means_of(rows):
         best = max(means[name] for name in PEERS)
-        shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
+        shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items() if name != PLAIN)
         least = min(
             row["speed"]["ours, lookup"]["median"]
             / max(row["speed"][name]["median"] for name in PEERS)
-            for row in counted
+            for row in rows
+            if row["max_new_tokens"] == num_tokens and row["is_equal"]
         )
-        lines.append(f"{max_new_tokens} tokens, {len(counted)} tasks of equal texts: {shown}")
+        lines.append(f"{num_tokens} tokens: {shown}")
         lines.append(
             f"  ours, lookup over the better single peer {means['ours, lookup'] / best:.3f}; "
             f"least task over the better peer of that task {least:.3f}; "
