@@ -1,4 +1,4 @@
-"""Writes the tables of speed in README and docs from the JSON of `end_to_end.py` and `real_models.py`.
+"""Write the tables of speed in README and docs from `end_to_end.json` and `real_models.json`.
 
 python benchmarks/readme_tables.py
 """
@@ -15,8 +15,8 @@ COLUMNS = {
     "1 row, sampling": (1, "sampling"),
     "8 rows, sampling": (8, "sampling"),
 }
-BEST = "best K"  # stands for the constant K that was fastest
-# Name on the page -> method of the JSON.
+BEST = "best K"  # placeholder for the fastest constant K
+# Names on the page -> methods of the JSON.
 COMPARED = {
     "transformers, default": "transformers, defaults",
     "transformers, best constant K": f"transformers, {BEST}",
@@ -32,7 +32,10 @@ Cells = dict[tuple[str, int, str], dict[str, Any]]
 
 
 def cells_of(results: dict[str, Any]) -> Cells:
-    """The rows of the bundled pair in float32 with the default verifier, by method, rows and mode."""
+    """Return the rows of the bundled pair in float32 with the default verifier.
+
+    Keys are method, number of rows and mode.
+    """
     return {
         (row["method"], row["batch_size"], row["mode"]): row
         for row in results["rows"]
@@ -41,7 +44,7 @@ def cells_of(results: dict[str, Any]) -> Cells:
 
 
 def comparison_table(cells: Cells) -> str:
-    """Median over plain decoding: defaults, the best constant K of each column, and compiled methods."""
+    """Format medians over plain decoding: defaults, best constant K by column, compiled methods."""
 
     def shown(method: str, column: tuple[int, str]) -> str | None:
         names = {method.replace(BEST, f"K = {num}") for num in LENGTHS}
@@ -53,8 +56,8 @@ def comparison_table(cells: Cells) -> str:
         return f"{max(speedups):.2f}x" if speedups else None
 
     rows = [
-        {"method": name} | {head: shown(of, COLUMNS[head]) for head in COLUMNS}
-        for name, of in COMPARED.items()
+        {"method": name} | {head: shown(method_name, COLUMNS[head]) for head in COLUMNS}
+        for name, method_name in COMPARED.items()
     ]
     measured = [row for row in rows if any(row[head] for head in COLUMNS)]
     return markdown(
@@ -63,7 +66,7 @@ def comparison_table(cells: Cells) -> str:
 
 
 def origin(results: dict[str, Any]) -> str:
-    """What measured the figures."""
+    """Describe the machine and versions of the measurement."""
     environment = results["environment"]
     versions = "torch {torch} and transformers {transformers}".format(**environment["versions"])
     machine = f"{environment['threads']} cores of an {environment['device']}"
@@ -71,7 +74,7 @@ def origin(results: dict[str, Any]) -> str:
 
 
 def real_models_table(results: dict[str, Any]) -> str:
-    """Our default over plain decoding by draft, beside the better setting of transformers' prompt lookup."""
+    """Format our default over plain decoding by draft, beside transformers' better lookup."""
     by_source: dict[str, list[dict[str, Any]]] = {}
     for row in results["rows"]:
         by_source.setdefault(row["source"], []).append(row)
@@ -81,13 +84,13 @@ def real_models_table(results: dict[str, Any]) -> str:
         for row in rows:
             if (row["batch_size"] == 1) == is_alone and name in row:
                 means.setdefault(row["prompts"], []).append(row[name]["mean"])
-        ends = {
-            prompts: (f"{min(of_it):.2f}x", f"{max(of_it):.2f}x")
-            for prompts, of_it in sorted(means.items())
+        ranges = {
+            prompts: (f"{min(prompt_means):.2f}x", f"{max(prompt_means):.2f}x")
+            for prompts, prompt_means in sorted(means.items())
         }
         return (
             ", ".join(
-                f"{prompts} {' to '.join(dict.fromkeys(both))}" for prompts, both in ends.items()
+                f"{prompts} {' to '.join(dict.fromkeys(ends))}" for prompts, ends in ranges.items()
             )
             or None
         )
@@ -107,7 +110,12 @@ def real_models_table(results: dict[str, Any]) -> str:
 
 
 def parts(results: dict[str, Any], real: dict[str, Any]) -> dict[str, str]:
-    """Name of a place in a page -> its content, from the results of `end_to_end.py` and of `real_models.py`."""
+    """Return the content of each place in a page, by name.
+
+    Args:
+        results: of `end_to_end.py`.
+        real: of `real_models.py`.
+    """
     return {
         "comparison": f"{comparison_table(cells_of(results))}\n\n{origin(results)}",
         "real models": real_models_table(real),
@@ -122,10 +130,10 @@ PAGES = {
 
 def write_pages(root: Path, names: Iterable[str] = PAGES) -> None:
     """Fill the places of the pages below `root`."""
-    written = parts(read_results("end_to_end"), read_results("real_models"))
+    contents = parts(read_results("end_to_end"), read_results("real_models"))
     for page in names:
         for name in PAGES[page]:
-            write_between(root / page, name, written[name])
+            write_between(root / page, name, contents[name])
 
 
 if __name__ == "__main__":

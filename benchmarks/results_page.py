@@ -1,4 +1,4 @@
-"""Writes `benchmarks/RESULTS.md` from the JSON under `benchmarks/results/`; nothing is measured.
+"""Write `benchmarks/RESULTS.md` from the JSON under `benchmarks/results/`, without measuring.
 
 python benchmarks/results_page.py
 """
@@ -73,27 +73,51 @@ SECTIONS = (
     Section("Compilation", compilation.NAME, compilation.table),
     Section("Before and after a change", revisions.NAME, revisions.table),
 )
-CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
-# What bounds a figure that is not reached, by words that it holds; the first that fits.
+CONSTANT_K = 5  # K of the constant schedule; it has the targets of the default one
+# Reasons for missed targets. The first key found in a figure's words applies.
 BOUNDS = {
-    "several rows and for one": "a single row is a case of its own for torch.compile: each model has two graphs",
-    "refilled rows": "each prompt is read by itself, target and draft, and prepared on the host",
-    "real models": "trials of the draft, and what other programs on the machine took meanwhile",
-    "never_slower": "trials of the draft, noise of our own for sampling, and masks for rows that are uneven",
-    "looped over rows": "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8",
-    "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
+    "several rows and for one": (
+        "torch.compile specialises on a single row, so each model has two graphs"
+    ),
+    "refilled rows": (
+        "target and draft read each prompt separately, after preparation on the host"
+    ),
+    "real models": "trials of the draft, and other programs on the machine",
+    "never_slower": (
+        "trials of the draft, row-wise noise for sampling, and masks for rows of unequal length"
+    ),
+    "looped over rows": (
+        "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8"
+    ),
+    "over transformers' assisted": (
+        "forwards take nine tenths of a round, and both sides run the same ones"
+    ),
     "verify factor": "float32 products of 48 query rows; three runs gave 1.58, 1.66 and 1.81",
-    "bookkeeping": "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, beside a small target",
-    "drafts without a model": "most of one row's is handing lists and tensors over, which the rows of a batch share",
-    "forwards per token": "prompt lookup alone needs no forwards of the draft model, which both together run",
-    "best constant": "a first call tries out lengths, estimates lag behind rising acceptance, and sampling is chance",
-    "bound": "as efficiency; with the default schedule, also what it tries out in a short call",
-    "efficiency": "forwards between others take longer than when timed alone, and what a round costs besides them",
-    "B=1": "two models read the prompt, and what a round costs besides its forwards",
-    "speed over plain": "a batch ends with its slowest row: rounds of few rows cost nearly what rounds of 8 do",
+    "bookkeeping": (
+        "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, and the target is "
+        "small"
+    ),
+    "drafts without a model": (
+        "lists and tensors are passed once a round; a single row pays for it alone"
+    ),
+    "forwards per token": (
+        "both together also run the draft model; prompt lookup alone needs no forwards of it"
+    ),
+    "best constant": (
+        "a first call tries out lengths, estimates lag behind a rising acceptance rate, and "
+        "sampling is random"
+    ),
+    "bound": "as efficiency; the default schedule also tries out lengths in a short call",
+    "efficiency": (
+        "forwards take longer in a call than alone, and a round has overhead besides them"
+    ),
+    "B=1": "two models read the prompt, and a round has overhead besides its forwards",
+    "speed over plain": (
+        "a batch ends with its slowest row: rounds of few rows cost nearly as much as rounds of 8"
+    ),
 }
 SUFFIX_US = {"": "us_per_row_and_round", ", the index alone": "us_of_the_index"}
-DEVICES = ("", "_cuda")  # how results of a CPU and of a GPU end
+DEVICES = ("", "_cuda")  # suffixes of the results of a CPU and of a GPU
 
 
 class Target(NamedTuple):
@@ -102,21 +126,21 @@ class Target(NamedTuple):
     figure: str
     goal: str  # in words
     measured: str
-    is_reached: bool | None  # None: not measured, or does not apply
+    is_reached: bool | None  # None: not measured, or not applicable
 
 
 class Goals(NamedTuple):
-    """What a number of rows is to reach."""
+    """Goals for a number of rows."""
 
-    assisted: float  # times transformers' assisted generation
-    share: float  # of the pair's bound
-    plain: float  # times plain decoding, where the pair's bound is at least the next
+    assisted: float  # speed over transformers' assisted generation
+    share: float  # share of the pair's bound
+    plain: float  # speed over plain decoding if the pair's bound is at least `least_bound`
     least_bound: float
     efficiency: float
 
 
 def find(name: str, folder: Path) -> list[tuple[str, Row]]:
-    """The results of a benchmark by file name, those of the present form only."""
+    """Read the results of a benchmark by file name; results of former forms are left out."""
     files = [f"{name}{ending}" for ending in DEVICES if (folder / f"{name}{ending}.json").exists()]
     contents = [(file, read_results(file, folder)) for file in files]
     has_methods = name in {end_to_end.NAME, never_slower.NAME, memory.NAME}
@@ -134,7 +158,7 @@ def line(
     at_most: bool = False,
     shown: str = "{:.2f}",
 ) -> Target:
-    """A target that every value must reach; the worst one is shown."""
+    """Compare the worst of the values with a goal."""
     known = [value for value in values if value is not None]
     word = "at most" if at_most else "at least"
     if not known:
@@ -149,7 +173,7 @@ def line(
 
 
 def cells_of(rows: list[Row], batch_size: int) -> list[list[Row]]:
-    """The greedy rows of that many rows, by pair, dtype and acceptance."""
+    """Group the greedy rows with this batch size by pair, dtype and acceptance."""
     cells: dict[Any, list[Row]] = {}
     for row in rows:
         if row["batch_size"] == batch_size and row["mode"] == "greedy":
@@ -160,7 +184,10 @@ def cells_of(rows: list[Row], batch_size: int) -> list[list[Row]]:
 
 
 def over_assisted(cell: list[Row], ours: Row) -> float | None:
-    """Tokens per second of one of ours over transformers' best assisted generation, compiled only if ours is."""
+    """Return our tokens per second over transformers' best assisted generation.
+
+    Compiled rivals count only for a compiled method of ours.
+    """
     rivals = [row for row in cell if row["method"].startswith("transformers")]
     theirs = [
         row["tokens_per_s"] for row in rivals if ours and row["is_compiled"] <= ours["is_compiled"]
@@ -169,18 +196,21 @@ def over_assisted(cell: list[Row], ours: Row) -> float | None:
 
 
 def over_compiled_plain(cell: list[Row], ours: Row) -> float | None:
-    """Tokens per second of one of our methods over plain decoding that runs compiled as well."""
+    """Return our tokens per second over compiled plain decoding."""
     theirs = [row["tokens_per_s"] for row in cell if row["engine"] == "plain" and ran_compiled(row)]
     return ours["tokens_per_s"] / theirs[0] if ours and theirs else None
 
 
 def default_of(cell: list[Row]) -> Row:
-    """Our default schedule, eager; empty where it was not measured."""
+    """Return the row of our eager default schedule, or an empty one if it was not measured."""
     return way_of(cell, None, is_compiled=False)
 
 
 def way_of(cell: list[Row], num_assistant_tokens: int | None, *, is_compiled: bool) -> Row:
-    """Ours with that K and the mode's verifier; empty where it was not measured or fell back to eager forwards."""
+    """Return the row of ours with this K and the mode's verifier.
+
+    It is empty if none was measured or compilation fell back to eager forwards.
+    """
     ours = [row for row in cell if row["engine"] == "ours" and row["verifier"] is None]
     ours = [row for row in ours if row["num_assistant_tokens"] == num_assistant_tokens]
     return next(
@@ -194,17 +224,18 @@ def ran_compiled(row: Row) -> bool:
 
 
 def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
-    """Lines for every pair that was measured."""
+    """Return lines for every measured pair."""
     lines = []
     goals = {1: Goals(1.5, 0.93, 1.7, 1.85, 0.95), 8: Goals(4.0, 0.90, 1.5, 1.7, 0.90)}
     for batch_size, goal in goals.items():
         for cell in cells_of(rows, batch_size) or [[]]:
             pair = f", {cell[0]['subject']}, {cell[0]['dtype']}" if cell else ""
-            for num in (None, CONSTANT_K):
+            for draft_len in (None, CONSTANT_K):
                 for is_compiled in (False, True):
-                    schedule = "default schedule" if num is None else f"K = {num}"
-                    method = f"B={batch_size} greedy{pair}{where}, {schedule}{', compiled' * is_compiled}"
-                    ours = way_of(cell, num, is_compiled=is_compiled)
+                    schedule = "default schedule" if draft_len is None else f"K = {draft_len}"
+                    method = f"B={batch_size} greedy{pair}{where}, {schedule}"
+                    method += ", compiled" * is_compiled
+                    ours = way_of(cell, draft_len, is_compiled=is_compiled)
                     lines += lines_of(method, cell, ours, goal, is_looped=batch_size > 1)
     return lines
 
@@ -212,7 +243,10 @@ def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
 def lines_of(
     method: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped: bool
 ) -> list[Target]:
-    """The targets of one of our methods; efficiency and the pair's bound are of eager forwards."""
+    """Return the targets of one of our methods.
+
+    Efficiency and the pair's bound are those of eager forwards.
+    """
     peer = f"assisted{' looped over rows' * is_looped} (best of its K and its defaults)"
     over_plain = ours["over_plain"]["median"] if ours else None
     candidates = [
@@ -257,7 +291,7 @@ def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
 
 
 def real_models_targets(rows: list[Row], where: str) -> list[Target]:
-    """The upper end of each cell's interval, and the mean over cells whose draft cannot help."""
+    """Return the upper ends of the cells' intervals, and the mean of useless drafts."""
     highest = [row["over_plain"]["high"] for row in rows]
     if rows and len(rows) < len(CELLS):
         where = f"{where}, {len(rows)} of {len(CELLS)} cells"
@@ -322,10 +356,16 @@ def suffix_targets(rows: list[Row], where: str) -> list[Target]:
     for row in rows:
         if row["length"] != suffix.TARGET_LEN:
             continue
-        at = f"at {suffix.TARGET_LEN} tokens, B={row['batch_size']}{where}"
-        for of, name in SUFFIX_US.items():
+        place = f"at {suffix.TARGET_LEN} tokens, B={row['batch_size']}{where}"
+        for suffix_name, name in SUFFIX_US.items():
             targets.append(
-                line(f"{figure}{of} {at}", suffix.MAX_US, [row[name]["median"]], True, "{:.0f}")
+                line(
+                    f"{figure}{suffix_name} {place}",
+                    suffix.MAX_US,
+                    [row[name]["median"]],
+                    True,
+                    "{:.0f}",
+                )
             )
     growth = line(
         f"drafts without a model: growth with the text{where}",
@@ -434,7 +474,7 @@ TARGET_COLUMNS = {
     "at least / at most": lambda row: row.goal,
     "measured": lambda row: row.measured,
     "reached": lambda row: None if row.is_reached is None else "yes" if row.is_reached else "no",
-    "what bounds it": lambda row: bound_of(row) if row.is_reached is False else None,
+    "bounded by": lambda row: bound_of(row) if row.is_reached is False else None,
 }
 
 
@@ -443,7 +483,7 @@ def bound_of(target: Target) -> str | None:
 
 
 def targets(folder: Path) -> str:
-    """Every target, reached or not, by device."""
+    """Format every target by device."""
     lines = []
     for name, make in TARGETS.items():
         results = find(name, folder) or [("", {"rows": []})]
@@ -453,13 +493,16 @@ def targets(folder: Path) -> str:
 
 
 def origin(content: Row) -> str:
-    """Where a result comes from."""
-    of = content["environment"]
+    """Describe the measurement of a result."""
+    environment = content["environment"]
     threads = (
-        "" if "cuda" in content["arguments"].get("device", "cpu") else f", {of['threads']} threads"
+        ""
+        if "cuda" in content["arguments"].get("device", "cpu")
+        else f", {environment['threads']} threads"
     )
-    numbers = of["versions"]
-    versions = f"torch {numbers['torch']}, transformers {numbers['transformers']}, Python {numbers['python']}"
+    numbers = environment["versions"]
+    versions = f"torch {numbers['torch']}, transformers {numbers['transformers']}"
+    versions += f", Python {numbers['python']}"
     left_out = content["arguments"].get("left_out")
     note = f" Left out, for want of time: {'; '.join(left_out)}." if left_out else ""
     repeats = content["arguments"].get("repeats")
@@ -470,14 +513,13 @@ def origin(content: Row) -> str:
             earlier.setdefault(row["earlier"]["source"], {})[row["earlier"]["cell"]] = None
     for source, cells in earlier.items():
         note += f" Measured earlier ({source}): {'; '.join(cells)}."
-    sources = f" (sources {of['sources']})" if "sources" in of else ""
-    return (
-        f"{of['device']}{threads}; {versions}; commit {of['commit']}{sources}; {of['date']}.{note}"
-    )
+    sources = f" (sources {environment['sources']})" if "sources" in environment else ""
+    commit = f"commit {environment['commit']}{sources}"
+    return f"{environment['device']}{threads}; {versions}; {commit}; {environment['date']}.{note}"
 
 
 def sources_note(results: Iterable[tuple[str, Row]]) -> str:
-    """Which results, by file, were measured with other sources than those of the tree."""
+    """List the results that were measured with the tree's sources, and those that were not."""
     by_state: dict[str, list[str]] = {"the same": [], "other": [], "unrecorded": []}
     for file, content in results:
         sources, parts = (content["environment"].get(name) for name in ("sources", "parts"))
@@ -490,38 +532,38 @@ def sources_note(results: Iterable[tuple[str, Row]]) -> str:
         for state, files in by_state.items()
         if files
     ]
-    begin = "Results hold a hash of the code that they loaded: the core, and the options and tools that they use."
+    begin = "Results hold a hash of the loaded code: the core, and the options and tools in use."
     return "\n".join([f"{begin} Comments and docstrings do not count.", "", *lines])
 
 
 def page(folder: Path) -> str:
-    parts = ["# Results", ""]
-    parts += [
+    lines = ["# Results", ""]
+    lines += [
         "Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.",
         "",
     ]
     results = [result for section in SECTIONS for result in find(section.name, folder)]
-    parts += ["## Sources", "", sources_note(results), ""]
-    parts += [
+    lines += ["## Sources", "", sources_note(results), ""]
+    lines += [
         "## Targets",
         "",
         (
-            "Ours is eager and with the default schedule unless it says otherwise. A row shows the "
-            "worst of its cells."
+            "Ours runs eagerly with the default schedule unless a row says otherwise. A row shows "
+            "the worst of its cells."
         ),
         "",
         targets(folder),
     ]
     for section in SECTIONS:
         results = find(section.name, folder)
-        parts += ["", f"## {section.title}"]
+        lines += ["", f"## {section.title}"]
         if not results:
-            parts += ["", f"Not measured yet: `python benchmarks/{section.name}.py`."]
+            lines += ["", f"Not measured yet: `python benchmarks/{section.name}.py`."]
         for file, content in results:
-            parts += ["", origin(content), "", section.table(content).strip()]
+            lines += ["", origin(content), "", section.table(content).strip()]
             if (folder / f"{file}.png").exists():
-                parts += ["", f"![{section.title}](results/{file}.png)"]
-    return "\n".join([*parts, *_gpu_page.section(folder)]) + "\n"
+                lines += ["", f"![{section.title}](results/{file}.png)"]
+    return "\n".join([*lines, *_gpu_page.section(folder)]) + "\n"
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""Draws the speed-ups of `end_to_end.py` as SVG for README and docs, light and dark; nothing is measured.
+"""Draw the speed-ups of `end_to_end.py` as SVG for README and docs, light and dark.
 
 python benchmarks/speed_plot.py
+
+Nothing is measured.
 """
 
 import argparse
@@ -21,10 +23,10 @@ class Method(NamedTuple):
     """One bar of each panel."""
 
     label: str
-    engine: str  # as the results name it
+    engine: str  # its name in the results
     num_assistant_tokens: int | None
     is_compiled: bool
-    colour: str  # of the Okabe-Ito palette, or grey for plain decoding
+    colour: str  # from the Okabe-Ito palette, or grey for plain decoding
 
 
 class Theme(NamedTuple):
@@ -51,7 +53,10 @@ THEMES = {
 
 
 class Layout(NamedTuple):
-    """Where panels stand: beside one another, or one below the other for narrow screens."""
+    """Positions of the panels.
+
+    They stand side by side, or one below the other for narrow screens.
+    """
 
     is_narrow: bool
 
@@ -66,11 +71,11 @@ class Layout(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        """Where the last bars end, and some room."""
+        """Lower end of the last bars, with a margin."""
         return self.origin(len(BATCH_SIZES) - 1)[1] + TOP + LINE * len(METHODS) + 16
 
     def origin(self, number: int) -> tuple[float, float]:
-        """The left end and the upper shift of a panel's bars."""
+        """Return the left end and the vertical shift of a panel's bars."""
         return (
             (LEFT, number * (LINE * len(METHODS) + GAP))
             if self.is_narrow
@@ -82,9 +87,9 @@ LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
 
 
 def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
-    """The SVG of greedy decoding with the bundled pair in float32."""
+    """Return the SVG of greedy decoding with the bundled pair in float32."""
     spreads = {batch_size: spreads_of(results["rows"], batch_size) for batch_size in BATCH_SIZES}
-    most = max(
+    max_speedup = max(
         spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads if spread
     )
     sources = sources_of(results["environment"])
@@ -108,8 +113,8 @@ def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
     for number, batch_size in enumerate(BATCH_SIZES):
         left, shift = layout.origin(number)
         if left == LEFT:  # methods are named once on a line
-            for place, method in enumerate(METHODS):
-                middle = TOP + shift + LINE * place + BAR / 2
+            for line_number, method in enumerate(METHODS):
+                middle = TOP + shift + LINE * line_number + BAR / 2
                 parts.append(
                     text(
                         LEFT - 12,
@@ -121,14 +126,17 @@ def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
                 )
         words = rows_in_words(batch_size)
         parts.append(f'<g transform="translate(0 {shift})">')
-        parts += [*panel(left, words, spreads[batch_size], most, theme), "</g>"]
+        parts += [*panel(left, words, spreads[batch_size], max_speedup, theme), "</g>"]
     for number, words in enumerate(lines):
         parts.append(text(16, layout.bottom + 16 * number, words, theme.faint, 'font-size="12"'))
     return "\n".join([*parts, "</svg>", ""])
 
 
 def sources_of(environment: dict[str, Any]) -> list[str]:
-    """What was measured where, and what the marks mean; each a line on narrow screens."""
+    """Return lines on the measurement and the meaning of the marks.
+
+    Each is a line on narrow screens.
+    """
     return [
         "bundled pair of 7 M and 1.5 M parameters, float32",
         (
@@ -140,10 +148,14 @@ def sources_of(environment: dict[str, Any]) -> list[str]:
 
 
 def panel(
-    start: float, title: str, spreads: list[dict[str, float] | None], most: float, theme: Theme
+    start: float,
+    title: str,
+    spreads: list[dict[str, float] | None],
+    max_speedup: float,
+    theme: Theme,
 ) -> list[str]:
-    """The bars of one number of rows; all panels have the scale of the largest value."""
-    scale = (PANEL - 24) / most  # room for the last label
+    """Draw the bars of one number of rows; all panels share the scale of the largest value."""
+    scale = (PANEL - 24) / max_speedup  # leaves room for the last label
     bottom = TOP + LINE * len(METHODS) - (LINE - BAR) + 6
     plain_x = start + scale
     style = f'stroke="{theme.line}" stroke-dasharray="3 3"'
@@ -166,7 +178,8 @@ def panel(
         end = start + width
         if spread["max"] > spread["min"]:
             left, right = start + spread["min"] * scale, start + spread["max"] * scale
-            path = f"M{left:.1f} {middle - 4}v8M{left:.1f} {middle}H{right:.1f}M{right:.1f} {middle - 4}v8"
+            path = f"M{left:.1f} {middle - 4}v8M{left:.1f} {middle}"
+            path += f"H{right:.1f}M{right:.1f} {middle - 4}v8"
             parts.append(f'<path d="{path}" stroke="{theme.text}" stroke-width="1.2" fill="none"/>')
             end = max(end, right)
         style = 'font-size="13" font-weight="600"'
@@ -175,7 +188,10 @@ def panel(
 
 
 def spreads_of(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, float] | None]:
-    """Speed-ups over plain decoding of each of `METHODS`: min, median, max; None where it was not measured."""
+    """Return min, median and max speed-up over plain decoding for each of `METHODS`.
+
+    An entry is None if the method was not measured.
+    """
     cell = ("pair", "float32", "greedy", batch_size)
     cells = [
         row
