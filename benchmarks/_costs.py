@@ -177,7 +177,7 @@ def measure_costs(
             torch.cat([mask, mask.new_ones(rows, length - prompt_len)], dim=1) if rows > 1 else None
         )
         calls, undo_draft = forward_calls(subject.draft, rows, length, mask, [1], "draft")
-        queries = [num + 1 for num in nums]
+        queries = [draft_len + 1 for draft_len in nums]
         target_calls, undo_target = forward_calls(
             subject.target, rows, length, mask, queries, "target"
         )
@@ -192,7 +192,9 @@ def measure_costs(
                 {**calls, **target_calls}, repeats, f"forwards of {rows} rows", undo
             )
         draft_s[rows] = median(seconds["draft 1"])
-        verify_s[rows] = {num: median(seconds[f"target {num + 1}"]) for num in nums}
+        verify_s[rows] = {
+            draft_len: median(seconds[f"target {draft_len + 1}"]) for draft_len in nums
+        }
     return Costs(draft_s, verify_s, plain_s)
 
 

@@ -40,24 +40,30 @@ MAX_PASSES = 6  # over all batches, to compile all shapes
 STAGES = ("prefill_s", "draft_s", "score_s", "verify_s", "bookkeeping_s")
 
 
-def ours(num: int | None = None, verifier: str | None = None, is_compiled: bool = False) -> Method:
+def ours(
+    draft_len: int | None = None, verifier: str | None = None, is_compiled: bool = False
+) -> Method:
     """Return this library's decoding.
 
     Args:
-        num: constant draft length; None for the default schedule.
-        verifier: name of a verifier; None for the default one.
+        draft_len: constant draft length.
+            None for the default schedule.
+        verifier: name of a verifier.
+            None for the default one.
         is_compiled: whether to compile over a static cache.
     """
-    schedule = {"num_assistant_tokens_schedule": DEFAULT_SCHEDULE if num is None else "constant"}
-    fields = schedule | ({} if num is None else {"num_assistant_tokens": num})
-    name = f"ours, {DEFAULT_SCHEDULE if num is None else f'K = {num}'}"
+    schedule = {
+        "num_assistant_tokens_schedule": DEFAULT_SCHEDULE if draft_len is None else "constant"
+    }
+    fields = schedule | ({} if draft_len is None else {"num_assistant_tokens": draft_len})
+    name = f"ours, {DEFAULT_SCHEDULE if draft_len is None else f'K = {draft_len}'}"
     if verifier is not None:
         name, fields = f"{name}, {verifier}", fields | {"verifier": verifier}
     method = Method(name, OURS, fields, is_lossy=verifier == "typical")
     return compiled(method) if is_compiled else method
 
 
-def assisted(num: int | None = None, is_compiled: bool = False) -> Method:
+def assisted(draft_len: int | None = None, is_compiled: bool = False) -> Method:
     """Return assisted generation of transformers, with its defaults or a constant draft length.
 
     Compiled, its target runs over a static cache; transformers accepts one for one row since 5.24.
@@ -65,11 +71,13 @@ def assisted(num: int | None = None, is_compiled: bool = False) -> Method:
     """
     fields = (
         {}
-        if num is None
-        else {"num_assistant_tokens": num, "num_assistant_tokens_schedule": "constant"}
+        if draft_len is None
+        else {"num_assistant_tokens": draft_len, "num_assistant_tokens_schedule": "constant"}
     )
     method = Method(
-        f"transformers, {'defaults' if num is None else f'K = {num}'}", TRANSFORMERS, fields
+        f"transformers, {'defaults' if draft_len is None else f'K = {draft_len}'}",
+        TRANSFORMERS,
+        fields,
     )
     return compiled(method) if is_compiled else method
 

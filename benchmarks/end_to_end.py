@@ -65,17 +65,20 @@ def methods_of(
     batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool
 ) -> list[Method]:
     """Return all methods of a cell, plain decoding first."""
-    nums, slow_nums = args.num_assistant_tokens, args.num_assistant_tokens
+    draft_lens, slow_draft_lens = args.num_assistant_tokens, args.num_assistant_tokens
     if batch_size > 1 and args.grid == "small":
         # The loop over rows takes many times as long.
-        slow_nums = [min(nums, key=lambda num: abs(num - VERIFIERS_K))]
-    methods = [PLAIN_METHOD, DEFAULT, *(ours(num) for num in nums)]
+        slow_draft_lens = [min(draft_lens, key=lambda draft_len: abs(draft_len - VERIFIERS_K))]
+    methods = [PLAIN_METHOD, DEFAULT, *(ours(draft_len) for draft_len in draft_lens)]
     methods += [ours(VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
     if args.compiled and mode == "greedy" and batch_size in COMPILED_BATCH_SIZES:
-        methods += [PLAIN_COMPILED, *(ours(num, is_compiled=True) for num in COMPILED_NUMS)]
+        methods += [
+            PLAIN_COMPILED,
+            *(ours(draft_len, is_compiled=True) for draft_len in COMPILED_NUMS),
+        ]
         if batch_size == 1 and ASSISTS_COMPILED:
-            methods += [assisted(num, is_compiled=True) for num in COMPILED_NUMS]
-    methods += [assisted(), *(assisted(num) for num in slow_nums)]
+            methods += [assisted(draft_len, is_compiled=True) for draft_len in COMPILED_NUMS]
+    methods += [assisted(), *(assisted(draft_len) for draft_len in slow_draft_lens)]
     return methods + ([LOOKUP] if has_lookup and batch_size == 1 else [])
 
 
@@ -99,7 +102,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     batches = subject.batches(num_prompts, batch_size)
     compile_s = compile_all(runner, methods, batches)
     warm_up(runner, [method for method in methods if not is_compiled(method)], batches[0])
-    same = checked(runner, methods, batches[0])
+    check_result = checked(runner, methods, batches[0])
     timings = Timings()
     for batch in batches:
         timings.add(runner, methods, batch, args.repeats)
@@ -118,7 +121,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
             "dtype": subject.dtype,
             "batch_size": batch_size,
             "mode": mode,
-            "checked": same,
+            "checked": check_result,
             "schedule": DEFAULT_SCHEDULE
             if method.engine == OURS and method.num_assistant_tokens is None
             else "constant",
@@ -141,7 +144,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     rows[0]["tokens_per_round_by_k"] = counted
     rows[0]["c"], rows[0]["v_by_k"] = (
         costs.c(batch_size),
-        [costs.v(batch_size, num) for num in range(MAX_K + 1)],
+        [costs.v(batch_size, draft_len) for draft_len in range(MAX_K + 1)],
     )
     return rows
 

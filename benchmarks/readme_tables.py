@@ -47,7 +47,7 @@ def comparison_table(cells: Cells) -> str:
     """Format medians over plain decoding: defaults, best constant K by column, compiled methods."""
 
     def shown(method: str, column: tuple[int, str]) -> str | None:
-        names = {method.replace(BEST, f"K = {num}") for num in LENGTHS}
+        names = {method.replace(BEST, f"K = {draft_len}") for draft_len in LENGTHS}
         speedups = [
             cells[(name, *column)]["over_plain"]["median"]
             for name in names

@@ -56,9 +56,10 @@ from hf_speculate.tools.bench.quality import TextCheck
 
 NAME = "real_models"
 PROBE_TOKENS = 32
+LOOKUP_SETTING = "prompt_lookup_num_tokens"
 RIVALS = [
-    Method(f"transformers, lookup {num}", TRANSFORMERS, {"prompt_lookup_num_tokens": num})
-    for num in (3, LOOKUP_TOKENS)
+    Method(f"transformers, lookup {max_copied}", TRANSFORMERS, {LOOKUP_SETTING: max_copied})
+    for max_copied in (3, LOOKUP_TOKENS)
 ]
 USELESS_GOAL = 0.975
 Row = dict[str, Any]
@@ -93,15 +94,17 @@ def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None,
 
 
 def check_texts(
-    cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num: int
+    cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num_tokens: int
 ) -> dict[str, str]:
     """Check the texts and return the result of each method in words; faults begin with "wrong"."""
     plain, compare, results = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
     vocab_size = decoder.target.config.get_text_config().vocab_size
     for method in methods:
         texts = [ids for run in runs[method.name] for ids in run.texts]
-        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in texts):
-            results[method.name] = f"wrong: ids out of range, or not {num} of them"
+        if any(
+            len(ids) != num_tokens or not 0 <= min(ids) <= max(ids) < vocab_size for ids in texts
+        ):
+            results[method.name] = f"wrong: ids out of range, or not {num_tokens} of them"
         elif cell.do_sample:
             results[method.name] = "ids are in range; the distribution is not checked"
         else:
@@ -129,8 +132,8 @@ def counts_of(runs: Sequence[Run]) -> Row:
     fallbacks: dict[str, int] = {}
     for stats in (run.stats for run in runs if run.stats is not None):
         drafted, accepted = drafted + stats.num_drafted, accepted + stats.num_accepted
-        for num, count in stats.rounds_by_draft_len.items():
-            rounds[num] = rounds.get(num, 0) + count
+        for draft_len, count in stats.rounds_by_draft_len.items():
+            rounds[draft_len] = rounds.get(draft_len, 0) + count
         for reason in stats.fallbacks:
             fallbacks[reason] = fallbacks.get(reason, 0) + 1
     rate = accepted / drafted if drafted else None
@@ -144,8 +147,8 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     target = load(cell.target, cell.dtype)
     arguments = draft_arguments(cell.source, cell.target, target, cell.dtype, load)
     decoder, short = (
-        Decoder(target.model, arguments, {"max_new_tokens": num, **SAMPLING[cell.sampling]})
-        for num in (args.max_new_tokens, min(PROBE_TOKENS, args.max_new_tokens))
+        Decoder(target.model, arguments, {"max_new_tokens": num_tokens, **SAMPLING[cell.sampling]})
+        for num_tokens in (args.max_new_tokens, min(PROBE_TOKENS, args.max_new_tokens))
     )
     texts = read_texts(cell.target, cell.prompts, target.tokenizer)
     first, *batches = encode(texts, target.tokenizer, args.pairs + 1, cell.batch_size)
@@ -161,7 +164,7 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     equal = runs if cell.do_sample else of_equal_texts(runs, methods)
     counted = equal if equal[plain.name] else runs
     seconds = {method.name: [run.seconds for run in counted[method.name]] for method in methods}
-    begun, plain_s = first_runs[default.name][0], seconds[plain.name]
+    first_run, plain_s = first_runs[default.name][0], seconds[plain.name]
     row: Row = {**cell._asdict(), "is_useless": cell.is_useless, "settings": settings_of(args)}
     row |= {
         "over_plain": ratio_summary(plain_s, seconds[default.name]),
@@ -171,8 +174,8 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     row["counted"] = (
         None if cell.do_sample else f"{len(equal[plain.name])} of {len(runs[plain.name])}"
     )
-    row["first"] = seconds_of(begun) | {
-        "over_plain": first_runs[plain.name][0].seconds / begun.seconds
+    row["first"] = seconds_of(first_run) | {
+        "over_plain": first_runs[plain.name][0].seconds / first_run.seconds
     }
     row["later"] = [seconds_of(run) for run in runs[default.name]]
     row |= counts_of(counted[default.name]) | {
@@ -182,9 +185,9 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     if rival is not None:
         row["rival_over_plain"] = ratio_summary(plain_s, seconds[rival.name])
         row["over_rival"] = ratio_summary(seconds[rival.name], seconds[default.name])
-    spent = time.perf_counter() - begin
-    row |= {"cell_s": spent, "load_average": [load_before, os.getloadavg()[0]]}
-    row["queued_share"] = (queued_s() - queued) / spent / torch.get_num_threads()
+    cell_s = time.perf_counter() - begin
+    row |= {"cell_s": cell_s, "load_average": [load_before, os.getloadavg()[0]]}
+    row["queued_share"] = (queued_s() - queued) / cell_s / torch.get_num_threads()
     return row | {"environment": provenance()}
 
 
@@ -246,9 +249,9 @@ def summary(rows: Sequence[Row]) -> str:
     slower = [str(cell_of(row)) for row in rows if is_slower(row)]
     lines = [f"Intervals wholly below {HOLDS_AT}: {'; '.join(slower) or 'none'}."]
     if (mean := useless_mean(rows)) is not None:
-        num = sum(row["is_useless"] for row in rows)
+        num_useless = sum(row["is_useless"] for row in rows)
         lines.append(
-            f"Geometric mean of the {num} cells of useless drafts: {mean:.3f} (aim: "
+            f"Geometric mean of the {num_useless} cells of useless drafts: {mean:.3f} (aim: "
             f"{USELESS_GOAL})."
         )
     return " ".join(lines)
@@ -273,8 +276,8 @@ def listing(cells: Sequence[Cell], args: argparse.Namespace) -> str:
     """Format the cells with their expected minutes."""
     minutes = [estimate_s(cell, args.max_new_tokens, args.pairs) / 60 for cell in cells]
     lines = [
-        f"{CELLS.index(cell) + 1:2}  {spent:4.1f} min  {cell}"
-        for cell, spent in zip(cells, minutes, strict=True)
+        f"{CELLS.index(cell) + 1:2}  {cell_minutes:4.1f} min  {cell}"
+        for cell, cell_minutes in zip(cells, minutes, strict=True)
     ]
     return "\n".join(
         [*lines, f"    {sum(minutes):4.1f} min  {len(cells)} cells on two quiet cores"]

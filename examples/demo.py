@@ -205,9 +205,11 @@ def print_texts(
         tally = tallies[replace(OURS_GREEDY, kind=kind)]
         if tally.rounds and kind == kinds[0]:
             print("\nGenerated text, with the drafted tokens that were accepted in green:")
-        same = [question for question in questions if question.kind == kind]
-        shown = list(zip(same, tally.runs, tally.rounds, strict=False))[: 2 // len(kinds)]
-        for question, run, rounds in shown:
+        questions_of_kind = [question for question in questions if question.kind == kind]
+        printed = list(zip(questions_of_kind, tally.runs, tally.rounds, strict=False))[
+            : 2 // len(kinds)
+        ]
+        for question, run, rounds in printed:
             print(f"\n[{question.category}]" * bool(kind))
             print_text(tokenizer, question.text, run.texts[0], rounds)
 

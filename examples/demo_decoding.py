@@ -48,9 +48,9 @@ class Pair:
         return Method(line.name, line.engine, fields, line.is_sampled)
 
 
-def constant(num: int) -> dict[str, Any]:
+def constant(draft_len: int) -> dict[str, Any]:
     """Return the fields of a constant draft length."""
-    return {"num_assistant_tokens": num, "num_assistant_tokens_schedule": "constant"}
+    return {"num_assistant_tokens": draft_len, "num_assistant_tokens_schedule": "constant"}
 
 
 class Timing(NamedTuple):

@@ -101,11 +101,11 @@ def main() -> None:
         plain = runs["plain"]
         for name, run in runs.items():
             speed, loaded = len(run.token_ids) / run.seconds, run.num_forwards * num_bytes / 1e9
-            same = "" if torch.equal(run.token_ids, plain.token_ids) else ", another text"
+            difference = "" if torch.equal(run.token_ids, plain.token_ids) else ", another text"
             print(
                 f"{name}: {speed:.2f} tokens per second, {plain.seconds / run.seconds:.2f} times "
                 "plain; "
-                f"{run.num_forwards} forwards loaded {loaded:.1f} GB{same}"
+                f"{run.num_forwards} forwards loaded {loaded:.1f} GB{difference}"
             )
         print(
             models.tokenizer.decode(

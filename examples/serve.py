@@ -6,9 +6,9 @@
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
 A browser finds a chat page at http://127.0.0.1:8000/. `hf-speculate serve TARGET --draft DRAFT`
-serves models of your own. Eight requests share one running decoder that drafts by prompt lookup. With
---rows 1 the model's draft head drafts, for one request at a time. A client that leaves frees its
-row.
+serves models of your own. Eight requests share one running decoder that drafts by prompt lookup.
+With --rows 1 the model's draft head drafts, for one request at a time. A client that disconnects
+frees its row.
 """
 
 import argparse

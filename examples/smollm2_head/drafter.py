@@ -109,8 +109,11 @@ class HeadDrafter:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Select rows, see `Drafter.rows`."""
-        kept = torch.tensor(list(indices))
-        self.lens, self.states = self.lens[kept], self.states[:, kept.to(self.states.device)]
+        row_indices = torch.tensor(list(indices))
+        self.lens, self.states = (
+            self.lens[row_indices],
+            self.states[:, row_indices.to(self.states.device)],
+        )
         self.processors = self.processors.rows(indices)
         self.lookup.rows(indices)
         self.gains, self.has_drafted = (
@@ -147,34 +150,34 @@ class HeadDrafter:
     def _run(self, token_ids: Tensor, states: Tensor, starts: Tensor) -> Tensor:
         """Return outputs [B, N, D] of pairs [B, N] from the columns `starts` [B] on."""
         num_pairs = token_ids.shape[1]
-        places = (starts[:, None] + torch.arange(num_pairs)).to(token_ids.device)  # [B, N]
-        heads, residual = self.head.attend_from(token_ids, states, self.head.turns(places))
-        rows = torch.arange(len(places), device=places.device)[:, None]
+        columns = (starts[:, None] + torch.arange(num_pairs)).to(token_ids.device)  # [B, N]
+        heads, residual = self.head.attend_from(token_ids, states, self.head.turns(columns))
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
         keys, values = self.states
-        keys[rows, :, places] = heads.key.transpose(1, 2)
-        values[rows, :, places] = heads.value.transpose(1, 2)
+        keys[rows, :, columns] = heads.key.transpose(1, 2)
+        values[rows, :, columns] = heads.value.transpose(1, 2)
         return self.head.finish(
-            residual, self._attend(heads, places, int(starts.max()) + num_pairs)
+            residual, self._attend(heads, columns, int(starts.max()) + num_pairs)
         )
 
-    def _attend(self, heads: Heads, places: Tensor, num_columns: int) -> Tensor:
+    def _attend(self, heads: Heads, columns: Tensor, num_columns: int) -> Tensor:
         """Attend each pair to its row's columns up to its own; returns [B, H, N, D]."""
         keys, values = self.states[:, :, :, :num_columns]
         mask = None
         # Without a mask every row has one pair, in the last column.
-        if bool((places[:, :1] != num_columns - 1).any()):
+        if bool((columns[:, :1] != num_columns - 1).any()):
             # [B, 1, N, C]
-            mask = torch.arange(num_columns, device=places.device) <= places[:, None, :, None]
+            mask = torch.arange(num_columns, device=columns.device) <= columns[:, None, :, None]
             mask = mask.repeat(1, 1, self.num_groups, 1)  # [B, 1, G * N, C]
         query = heads.query.unflatten(1, (-1, self.num_groups)).flatten(2, 3)  # [B, Hkv, G * N, D]
         mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return mixed.unflatten(2, (self.num_groups, -1)).flatten(1, 2)
 
     def _grow(self, num_columns: int) -> None:
-        held = self.states.shape[3]
-        if num_columns > held:
-            more = max(num_columns - held, GROWTH)
-            self.states = nn.functional.pad(self.states, (0, 0, 0, more))
+        num_held = self.states.shape[3]
+        if num_columns > num_held:
+            num_new = max(num_columns - num_held, GROWTH)
+            self.states = nn.functional.pad(self.states, (0, 0, 0, num_new))
 
     def _follow(self, query: Tensor, kept: Kept) -> None:
         if self.text is None:

@@ -71,7 +71,7 @@ def measure_times(
     methods: dict[str, Any] = {"plain": None, **drafts}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for number in tqdm(range(args.passes + 1), desc="passes"):
-        spent = dict.fromkeys(methods, 0.0)
+        pass_s = dict.fromkeys(methods, 0.0)
         for row in rows:
             for name, draft in methods.items():
                 begin = time.perf_counter()
@@ -79,9 +79,9 @@ def measure_times(
                     target.generate(**row, max_new_tokens=args.max_new_tokens, do_sample=False)
                 else:
                     _decoded(target, draft, row, args)
-                spent[name] += time.perf_counter() - begin
+                pass_s[name] += time.perf_counter() - begin
         if number:  # the first pass warms up
-            for name, spent_s in spent.items():
+            for name, spent_s in pass_s.items():
                 seconds[name].append(spent_s)
     ratios_by_draft = {}
     for name in drafts:
@@ -102,12 +102,12 @@ def _decoded(
     draft: Any,
     row: dict[str, Tensor],
     args: argparse.Namespace,
-    **more: Any,
+    **more_options: Any,
 ) -> Tensor:
     options = {
         "num_assistant_tokens": args.num_assistant_tokens,
         "num_assistant_tokens_schedule": "constant",
-        **more,
+        **more_options,
     }
     return hf_speculate.generate(
         target,

@@ -54,7 +54,7 @@ class Figures(NamedTuple):
     accuracy: Tensor  # [K], share of tokens equal to the target's most probable ones
 
     def __str__(self) -> str:
-        nats, shares = (" ".join(f"{value:.3f}" for value in part.tolist()) for part in self)
+        nats, shares = (" ".join(f"{value:.3f}" for value in values.tolist()) for values in self)
         return f"by draft step: nats {nats}, accuracy {shares}"
 
 
@@ -211,14 +211,17 @@ class HeadTraining:
     @torch.no_grad()
     def _check(self) -> None:
         """Measure held-out rows, save the state, and keep the weights if they are the best."""
-        parts = zip(
-            *(part[:NUM_CHECKED_ROWS:2, -READ_LEN:].split(8) for part in self.held_out), strict=True
+        batches = zip(
+            *(rows_part[:NUM_CHECKED_ROWS:2, -READ_LEN:].split(8) for rows_part in self.held_out),
+            strict=True,
         )
         figures = [
-            figures_of(self.network, self.target, Rows(*part), self.settings.num_draft_steps)
-            for part in parts
+            figures_of(self.network, self.target, Rows(*rows_part), self.settings.num_draft_steps)
+            for rows_part in batches
         ]
-        mean = Figures(*(torch.stack(part).mean(0) for part in zip(*figures, strict=True)))
+        mean = Figures(
+            *(torch.stack(rows_part).mean(0) for rows_part in zip(*figures, strict=True))
+        )
         loss = float((mean.nats * self.weights).sum())
         print(f"step {self.num_steps}, {self.budget.spent_s:.0f} s, held out, {mean}", flush=True)
         if loss < self.lowest:

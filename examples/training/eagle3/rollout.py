@@ -34,8 +34,8 @@ def rollout(
         num_pairs = ids.shape[1] - step
         states, keys, values = (
             states[:, :num_pairs],
-            [one[:, :, :num_pairs] for one in keys],
-            [one[:, :, :num_pairs] for one in values],
+            [step_states[:, :, :num_pairs] for step_states in keys],
+            [step_states[:, :, :num_pairs] for step_states in values],
         )
         positions = torch.arange(step - 1, step - 1 + num_pairs).expand(len(ids), -1)
         rotation = network.rotary(positions, states.dtype)
@@ -79,16 +79,17 @@ def attend_chains(queries: Tensor, keys: list[Tensor], values: list[Tensor]) -> 
     """
     groups, num_pairs = queries.shape[1] // keys[0].shape[1], queries.shape[2]
     keys, values = (
-        [one.repeat_interleave(groups, dim=1) for one in part] for part in (keys, values)
+        [step_states.repeat_interleave(groups, dim=1) for step_states in by_step]
+        for by_step in (keys, values)
     )
     hidden = torch.ones(num_pairs, num_pairs, dtype=torch.bool).triu(1)
     # [R, g * heads, N, N]
     scores = (queries @ keys[0].transpose(2, 3)).masked_fill(hidden, -torch.inf)
-    later_scores = [(queries * one).sum(-1, keepdim=True) for one in keys[1:]]
+    later_scores = [(queries * step_states).sum(-1, keepdim=True) for step_states in keys[1:]]
     weights = (torch.cat([scores, *later_scores], dim=-1) / queries.shape[-1] ** 0.5).softmax(
         dim=-1
     )
     output = weights[..., :num_pairs] @ values[0]
-    for step, one in enumerate(values[1:]):
-        output = output + weights[..., num_pairs + step, None] * one
+    for step, step_states in enumerate(values[1:]):
+        output = output + weights[..., num_pairs + step, None] * step_states
     return output
