@@ -222,7 +222,7 @@ def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--add",
         action="store_true",
-        help="keep the cells of the results that this run leaves alone",
+        help="keep the cells of the results outside this run",
     )
 
 

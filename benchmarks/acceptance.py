@@ -72,10 +72,7 @@ def table(results: dict[str, Any]) -> str:
         f"{args['prompts']} prompts, {args['seeds']} seeds, {args['max_new_tokens']} new tokens"
     )
     lines = [
-        (
-            "Tokens per round of the bundled pair (kept drafts and the token that follows them), "
-            "float32,"
-        ),
+        ("Tokens per round of the bundled pair (accepted drafts and the bonus token), float32,"),
         f"K = {args['num_assistant_tokens']}, {made_of}, torch {environment['versions']['torch']}:",
         "",
         f"| verifier | {' | '.join(heads)} |",

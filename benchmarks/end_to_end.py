@@ -256,9 +256,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--max-k", type=int, default=MAX_K, help="largest K that the pair's bound considers"
-    )
+    parser.add_argument("--max-k", type=int, default=MAX_K, help="largest K for the pair's bound")
     parser.add_argument(
         "--dtypes",
         nargs="+",

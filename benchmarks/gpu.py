@@ -587,7 +587,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts that get all the time"
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="parts to run, with all the time",
     )
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all parts together")

@@ -263,11 +263,9 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=4)
+    parser.add_argument("--num-right", type=int, default=3, help="accepted tokens of each round")
     parser.add_argument(
-        "--num-right", type=int, default=3, help="drafted tokens that each round keeps"
-    )
-    parser.add_argument(
-        "--patience", type=int, default=10, help="repetitions of a run that other processes held up"
+        "--patience", type=int, default=10, help="repetitions of a run held up by other processes"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parse_common(parser)

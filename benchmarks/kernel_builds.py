@@ -376,7 +376,7 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
+    parser.add_argument("--kernel", default="", help="only kernels with this in their name")
     args = parser.parse_args()
     jobs = [
         (target, dtype, number)

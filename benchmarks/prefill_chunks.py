@@ -118,7 +118,7 @@ def main() -> None:
     )
     add_common_arguments(parser, repeats=7, limit_s=900)
     parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
-    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--rows", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--long", type=int, default=2000, help="tokens of the long prompt")
     parser.add_argument("--short", type=int, default=48, help="tokens of the other prompts")
     parser.add_argument("--max-new-tokens", type=int, default=192, help="of the other prompts")

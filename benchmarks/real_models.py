@@ -292,18 +292,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--cells", nargs="+", type=int, help="numbers of --list")
     choice.add_argument(
-        "--only", nargs="+", default=[], help='values that cells must have: gemma3 "early exit" 8'
+        "--only", nargs="+", default=[], help='only cells with these values: gemma3 "early exit" 8'
     )
     parser.add_argument("--list", action="store_true", help="print the cells and measure nothing")
     parser.add_argument(
         "--minutes", type=float, help="begin no cell after this; stands over --limit-s"
     )
-    parser.add_argument("--again", action="store_true", help="measure cells again that are done")
+    parser.add_argument("--again", action="store_true", help="measure finished cells again")
     parser.add_argument("--pairs", type=int, default=8, help="calls of each method in a cell")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument(
-        "--lock", help="file that is locked during a cell, so that others who lock it wait"
-    )
+    parser.add_argument("--lock", help="file to lock during a cell; other users of the lock wait")
     return parse_common(parser, arguments)
 
 

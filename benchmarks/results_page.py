@@ -570,7 +570,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that holds the JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()
     args.page.write_text(page(args.results), encoding="utf-8")

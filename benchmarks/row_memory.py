@@ -108,7 +108,7 @@ def main() -> None:
     )
     add_common_arguments(parser, repeats=1, limit_s=1800)
     parser.add_argument("--prompts", type=int, default=10_000)
-    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--rows", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     args = parse_common(parser)
     results = Results(NAME, args)

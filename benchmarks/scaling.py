@@ -266,7 +266,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--verify-layers",
         type=int,
-        help="of the target whose verify factor is measured; unset: all",
+        help="of the target of the verify factor; unset: all",
     )
     parser.add_argument("--verify-batch", type=int, default=8)
     parser.add_argument("--verify-context", type=int, default=2048)

@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that holds the JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder for the pictures")
     args = parser.parse_args()
     results = read_results("end_to_end", args.results)

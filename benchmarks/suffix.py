@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8192, 32_768, 131_072])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=500, help="of either way of timing")
-    parser.add_argument("--emitted", type=int, default=3, help="tokens that each row gains a round")
+    parser.add_argument("--emitted", type=int, default=3, help="new tokens per row and round")
     parser.add_argument("--num-draft-tokens", type=int, default=10)
     args = parse_common(parser)
     num_tokens = max(args.lengths) + 1000 * max(args.batch_sizes) + 3 * args.rounds * args.emitted

@@ -294,7 +294,7 @@ def main() -> None:
     )
     add_common_arguments(parser, repeats=3, limit_s=3600)
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--rows", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--prompt-len", type=int, default=48)
     parser.add_argument("--median-len", type=float, default=32, help="of the outputs")
     parser.add_argument("--max-len", type=int, default=384, help="of the outputs")

@@ -298,7 +298,7 @@ def parse() -> argparse.Namespace:
         "--cell-seconds", type=float, default=2.5, help="fewer runs where a cell would take longer"
     )
     parser.add_argument(
-        "--patience", type=int, default=10, help="new tries for a run that other processes held up"
+        "--patience", type=int, default=10, help="new tries for a run held up by other processes"
     )
     parser.add_argument("--limit-s", type=float, help="begin no cell after this; 540 unless given")
     parser.add_argument("--full", action="store_true", help="the full grid on a CPU too")
@@ -309,7 +309,7 @@ def parse() -> argparse.Namespace:
         "--table", action="store_true", help="print the last results as a table, measure nothing"
     )
     parser.add_argument(
-        "--readme", type=Path, help="write that table into this file, measure nothing"
+        "--readme", type=Path, help="write the table into this file, measure nothing"
     )
     args = parser.parse_args()
     args.device = torch.device(args.device)

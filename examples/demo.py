@@ -244,7 +244,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--dtype", choices=list(DTYPES), default="float32", help="texts are equal in float32"
     )
     parser.add_argument("--passes", type=int, default=60)
-    parser.add_argument("--budget-s", type=float, default=150.0, help="for all that is decoded")
+    parser.add_argument("--budget-s", type=float, default=150.0, help="time for all decoding")
     return parser.parse_args(arguments)
 
 

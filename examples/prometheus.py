@@ -82,7 +82,7 @@ def main() -> None:
     )
     parser.add_argument("--num-prompts", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
     args = parser.parse_args()
     # The default registry also holds counters of the process.

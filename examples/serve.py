@@ -35,8 +35,8 @@ def main() -> None:
         "--host", default="127.0.0.1", help="there is no authentication: keep to this machine"
     )
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--rows", type=int, default=8, help="requests that are decoded at once")
-    parser.add_argument("--max-queued", type=int, default=64, help="requests that wait for a row")
+    parser.add_argument("--rows", type=int, default=8, help="requests decoded at once")
+    parser.add_argument("--max-queued", type=int, default=64, help="requests waiting for a row")
     arguments = parser.parse_args()
     try:
         serve(

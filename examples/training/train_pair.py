@@ -223,7 +223,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--stage", choices=["all", *STAGES, "readme"], default="all", help="what to run"
+        "--stage", choices=["all", *STAGES, "readme"], default="all", help="stage to run"
     )
     parser.add_argument(
         "--work-dir", type=Path, default=EXAMPLES.parent / "build" / "pair", help="caches"
@@ -238,7 +238,7 @@ def parse_arguments() -> argparse.Namespace:
         "--target-minutes", type=float, default=40.0, help="training time of the target"
     )
     parser.add_argument(
-        "--text-minutes", type=float, default=5.0, help="time in which the target writes"
+        "--text-minutes", type=float, default=5.0, help="writing time of the target"
     )
     parser.add_argument(
         "--draft-minutes", type=float, default=10.0, help="training time of each draft candidate"

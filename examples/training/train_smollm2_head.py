@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", choices=["all", *STAGES], default="all", help="what to run")
+    parser.add_argument("--stage", choices=["all", *STAGES], default="all", help="stage to run")
     parser.add_argument(
         "--work-dir",
         type=Path,
@@ -150,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-questions", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument(
-        "--num-assistant-tokens", type=int, default=5, help="the most that the head drafts"
+        "--num-assistant-tokens", type=int, default=5, help="maximal draft length of the head"
     )
     parser.add_argument(
         "--section", default="measurements", help="where the results go in measurements.json"
