@@ -1,7 +1,7 @@
-"""Costs of a pair's forwards, timed directly, and the speed-up of a loop without any work of its own.
+"""Measure the costs of a pair's forwards and the speed-up of a loop without overhead.
 
 c is a draft's step and v a target's forward of K+1 rows, both over plain decoding's time per token.
-At T tokens a round the speed-up of such a loop is T / (K c + v); the largest over K is the pair's
+At T tokens a round the speed-up of such a loop is T / (K c + v). The largest over K is the pair's
 bound.
 """
 
@@ -23,17 +23,17 @@ from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.types import KVState
 
 MAX_K = 10
-SOME_K = (0, 1, 3, 5, 8, MAX_K)  # where a forward's cost is measured when no bound is asked for
+SOME_K = (0, 1, 3, 5, 8, MAX_K)  # lengths for measurements without a bound
 
 
 @dataclass
 class Costs:
-    """Seconds of the library's forwards by rows, and of transformers' plain step at the full batch.
+    """Seconds of forwards by rows.
 
     Args:
         draft_s: rows -> a draft's step.
         verify_s: rows -> K -> a target's forward of K+1 tokens.
-        plain_s: plain decoding's time per token.
+        plain_s: plain decoding's time per token of transformers, at the full batch.
     """
 
     draft_s: dict[int, float]
@@ -41,32 +41,35 @@ class Costs:
     plain_s: float
 
     def c(self, rows: float) -> float:
-        """A draft's step over a plain step."""
+        """Return a draft step over a plain step."""
         return _between(self.draft_s, rows) / self.plain_s
 
     def v(self, rows: float, num_draft_tokens: float) -> float:
-        """A forward of K+1 tokens over a plain step; between whole K, and between measured rows, on a line."""
-        by_rows = {num: _between(times, num_draft_tokens) for num, times in self.verify_s.items()}
+        """Return a forward of K+1 tokens over a plain step, interpolated between K and rows."""
+        by_rows = {
+            draft_len: _between(times, num_draft_tokens)
+            for draft_len, times in self.verify_s.items()
+        }
         return _between(by_rows, rows) / self.plain_s
 
     def round_cost(self, rows: float, num_draft_tokens: float) -> float:
-        """K c + v."""
+        """Return K c + v."""
         return num_draft_tokens * self.c(rows) + self.v(rows, num_draft_tokens)
 
     def bound(self, rows: int, tokens_per_round: dict[int, float]) -> tuple[float, int]:
-        """The largest speed-up that the pair allows, and its K."""
+        """Return the largest speed-up that the pair allows, and its K."""
         speeds = {
-            num: tokens / self.round_cost(rows, num) for num, tokens in tokens_per_round.items()
+            draft_len: tokens / self.round_cost(rows, draft_len)
+            for draft_len, tokens in tokens_per_round.items()
         }
         best = max(speeds, key=speeds.__getitem__)
         return speeds[best], best
 
     def report(self, counts: dict[str, float], rows: int) -> dict[str, float]:
-        """Realised K and tokens a round of a method, c, v, and the speed-up that is expected from them.
+        """Return K, tokens a round, c and v of a method, and the speed-up expected from them.
 
-        Tokens a round are those of a round of the whole batch over its rows, so that rounds in
-        which only the slowest rows are left count as they were; c and v are those of the mean
-        number of rows that were left.
+        Tokens a round are those of a round of the whole batch over its rows, so rounds with only
+        the slowest rows count in full. c and v are taken at the mean number of live rows.
         """
         num_rounds, num_batch_rounds = (
             max(counts["num_rounds"], 1),
@@ -87,20 +90,23 @@ class Costs:
 
 
 def _between(values: dict[int, float], size: float) -> float:
-    """Linear between the two nearest measured places, level outside."""
-    below = max((known for known in values if known <= size), default=min(values))
-    above = min((known for known in values if known >= size), default=max(values))
+    """Interpolate linearly between the two nearest measured sizes, constant outside."""
+    below = max((measured for measured in values if measured <= size), default=min(values))
+    above = min((measured for measured in values if measured >= size), default=max(values))
     if below == above:
         return values[below]
     share = (size - below) / (above - below)
     return values[below] * (1 - share) + values[above] * share
 
 
-@torch.inference_mode()  # as the forwards, which the cache's buffers come from
+@torch.inference_mode()  # the cache's buffers come from forwards in the same mode
 def filled_cache(
     model: PreTrainedModel, batch_size: int, length: int, mask: Tensor | None
 ) -> tuple[Any, Any]:
-    """The library's forward with a cache of `length` random states per row: what they hold costs nothing."""
+    """Return the library's forward and a cache of `length` states per row.
+
+    The states are random: their values do not change the time.
+    """
     language_model, cache = make_forward(model, batch_size, mask)
     language_model.forward(
         torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device), cache, logits_to_keep=1
@@ -123,7 +129,7 @@ def forward_calls(
     queries: Sequence[int],
     name: str,
 ) -> tuple[dict[str, Any], Any]:
-    """Calls that feed so many tokens each, by name, and what rolls back the last one."""
+    """Return calls of forwards with each number of tokens, by name, and a function to roll back."""
     language_model, cache = filled_cache(model, batch_size, length, mask)
     fed = [0]
 
@@ -137,7 +143,10 @@ def forward_calls(
         language_model.forward(ids, cache, logits_to_keep=ids.shape[1])
 
     ids = torch.zeros(batch_size, max(queries), dtype=torch.int64, device=model.device)
-    return {f"{name} {num}": lambda num=num: feed(ids[:, :num]) for num in queries}, undo
+    return {
+        f"{name} {num_query}": lambda num_query=num_query: feed(ids[:, :num_query])
+        for num_query in queries
+    }, undo
 
 
 def measure_costs(
@@ -148,15 +157,15 @@ def measure_costs(
     repeats: int = 5,
     nums: Sequence[int] = SOME_K,
 ) -> Costs:
-    """Time both models' forwards halfway through the new tokens, with all rows and with half of them.
+    """Time both models' forwards halfway through the new tokens, with all rows and half of them.
 
     Args:
         subject: the models.
         batch: B prompts.
-        max_new_tokens: what is decoded after them.
+        max_new_tokens: tokens decoded after them.
         plain_s: plain decoding's time per token.
         repeats: runs of each forward.
-        nums: each K whose forward of K+1 tokens is timed.
+        nums: each K; a forward of K+1 tokens is timed.
     """
     batch_size, prompt_len = batch.input_ids.shape
     length = prompt_len + max_new_tokens // 2
@@ -168,7 +177,7 @@ def measure_costs(
             torch.cat([mask, mask.new_ones(rows, length - prompt_len)], dim=1) if rows > 1 else None
         )
         calls, undo_draft = forward_calls(subject.draft, rows, length, mask, [1], "draft")
-        queries = [num + 1 for num in nums]
+        queries = [draft_len + 1 for draft_len in nums]
         target_calls, undo_target = forward_calls(
             subject.target, rows, length, mask, queries, "target"
         )
@@ -183,19 +192,21 @@ def measure_costs(
                 {**calls, **target_calls}, repeats, f"forwards of {rows} rows", undo
             )
         draft_s[rows] = median(seconds["draft 1"])
-        verify_s[rows] = {num: median(seconds[f"target {num + 1}"]) for num in nums}
+        verify_s[rows] = {
+            draft_len: median(seconds[f"target {draft_len + 1}"]) for draft_len in nums
+        }
     return Costs(draft_s, verify_s, plain_s)
 
 
 def tokens_per_round(runner: Runner, batches: list[Batch], max_k: int = MAX_K) -> dict[int, float]:
-    """Tokens a row's round gives at each constant K, counted by decoding; nothing is timed."""
-    costs = {}
-    for num in tqdm(
+    """Count the tokens of a row's round at each constant K by decoding, without timing."""
+    tokens = {}
+    for draft_len in tqdm(
         range(1, max_k + 1), desc="tokens a round of each K", leave=False, disable=None
     ):
         totals = dict.fromkeys(COUNTS, 0)
         for batch in batches:
-            stats = runner(ours(num), batch).stats
+            stats = runner(ours(draft_len), batch).stats
             totals = {name: total + getattr(stats, name) for name, total in totals.items()}
-        costs[num] = totals["num_emitted"] / totals["num_rounds"]
-    return costs
+        tokens[draft_len] = totals["num_emitted"] / totals["num_rounds"]
+    return tokens

@@ -1,4 +1,4 @@
-"""Decoding methods of the benchmarks of `generate()`, how they are timed, and how their output is checked first."""
+"""Decoding methods of the benchmarks of `generate()`, with their timings and checks."""
 
 import time
 from collections import Counter
@@ -19,8 +19,7 @@ from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread
 
-# transformers' own default of 50 for top_k is turned off: it would be a warper that nobody asked
-# for.
+# transformers' default of 50 for top_k is turned off: the user did not ask for this warper.
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"temperature": 1.0, "top_k": 0},
@@ -37,40 +36,54 @@ COUNTS = (
     "num_accepted",
     "num_emitted",
 )
-MAX_PASSES = 6  # over all batches, to compile the shapes that a method meets
+MAX_PASSES = 6  # over all batches, to compile all shapes
 STAGES = ("prefill_s", "draft_s", "score_s", "verify_s", "bookkeeping_s")
 
 
-def ours(num: int | None = None, verifier: str | None = None, is_compiled: bool = False) -> Method:
-    """This library's decoding; without `num` with the default schedule, without `verifier` with the default one."""
-    schedule = {"num_assistant_tokens_schedule": DEFAULT_SCHEDULE if num is None else "constant"}
-    fields = schedule | ({} if num is None else {"num_assistant_tokens": num})
-    name = f"ours, {DEFAULT_SCHEDULE if num is None else f'K = {num}'}"
+def ours(
+    draft_len: int | None = None, verifier: str | None = None, is_compiled: bool = False
+) -> Method:
+    """Return this library's decoding.
+
+    Args:
+        draft_len: constant draft length.
+            None for the default schedule.
+        verifier: name of a verifier.
+            None for the default one.
+        is_compiled: whether to compile over a static cache.
+    """
+    schedule = {
+        "num_assistant_tokens_schedule": DEFAULT_SCHEDULE if draft_len is None else "constant"
+    }
+    fields = schedule | ({} if draft_len is None else {"num_assistant_tokens": draft_len})
+    name = f"ours, {DEFAULT_SCHEDULE if draft_len is None else f'K = {draft_len}'}"
     if verifier is not None:
         name, fields = f"{name}, {verifier}", fields | {"verifier": verifier}
     method = Method(name, OURS, fields, is_lossy=verifier == "typical")
     return compiled(method) if is_compiled else method
 
 
-def assisted(num: int | None = None, is_compiled: bool = False) -> Method:
-    """Assisted generation of transformers, with its defaults or a constant draft length.
+def assisted(draft_len: int | None = None, is_compiled: bool = False) -> Method:
+    """Return assisted generation of transformers, with its defaults or a constant draft length.
 
-    Compiled, its target runs over a static cache, which transformers takes for one row from 5.24
-    on; its draft runs eagerly.
+    Compiled, its target runs over a static cache; transformers accepts one for one row since 5.24.
+    Its draft runs eagerly.
     """
     fields = (
         {}
-        if num is None
-        else {"num_assistant_tokens": num, "num_assistant_tokens_schedule": "constant"}
+        if draft_len is None
+        else {"num_assistant_tokens": draft_len, "num_assistant_tokens_schedule": "constant"}
     )
     method = Method(
-        f"transformers, {'defaults' if num is None else f'K = {num}'}", TRANSFORMERS, fields
+        f"transformers, {'defaults' if draft_len is None else f'K = {draft_len}'}",
+        TRANSFORMERS,
+        fields,
     )
     return compiled(method) if is_compiled else method
 
 
 def compiled(method: Method) -> Method:
-    """The method over a static cache; the runner adds the compile config of its device."""
+    """Return the method over a static cache; the runner adds the compile config of its device."""
     return replace(
         method, name=f"{method.name}, compiled", options={"cache_implementation": "static"}
     )
@@ -89,7 +102,7 @@ LOOKUP = Method(
 
 
 class Runner:
-    """Decodes with any method: one subject, one mode.
+    """Decoder of all methods for a subject and mode.
 
     Args:
         subject: the models.
@@ -129,12 +142,15 @@ class Runner:
         """Whether all rounds of a compiled method's call ran compiled."""
         if run.stats is not None:
             return set(run.stats.compiled) == {"target", "draft"} and not run.stats.fallbacks
-        # set by transformers
+        # transformers sets the attribute.
         return getattr(self.decoder.target, "_compiled_call", None) is not None
 
 
 def compile_config(device: torch.device) -> CompileConfig:
-    """The choice of transformers on a GPU; on a CPU it compiles only if told to, and there are no graphs."""
+    """Return the choice of transformers on a GPU, and one without graphs on a CPU.
+
+    transformers compiles on a CPU only on request.
+    """
     config = CompileConfig() if device.type == "cuda" else CompileConfig(mode="default")
     config._compile_all_devices = True
     return config
@@ -142,30 +158,29 @@ def compile_config(device: torch.device) -> CompileConfig:
 
 @dataclass
 class Timings:
-    """Seconds and counts of all methods, by name, over as many batches as were added.
+    """Seconds and counts of all methods, by name.
 
-    A batch counts if all exact greedy methods wrote the same text: at a near-tie one may follow
-    another text, which has other drafts, and then its speed says nothing of the others.
-
-    `decode_s` leaves the target's first forward out, and `rounds_s` also all before it.
+    A batch counts if all exact greedy methods wrote the same text. At a near-tie one may follow
+    another text with other drafts, and then the speeds cannot be compared. `decode_s` leaves the
+    target's first forward out, and `rounds_s` everything before the first round.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     decode_s: dict[str, list[float]] = field(default_factory=dict)
     rounds_s: dict[str, list[float]] = field(default_factory=dict)
-    # within rounds_s; only if profiled
+    # Forwards lie within `rounds_s` and are timed only while profiling.
     forward_s: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    # of each batch's median, because counts are sums too
+    # Medians of each batch are summed because counts are sums too.
     decode_sum_s: Counter[str] = field(default_factory=Counter)
-    num_batches: int = 0  # that count
-    num_unequal: int = 0  # batches that do not
-    # compiled methods of which some call ran eagerly
+    num_batches: int = 0  # batches with equal texts
+    num_unequal: int = 0  # batches with different texts
+    # These compiled methods ran eagerly in at least one call.
     fell_back: set[str] = field(default_factory=set)
 
     def add(self, runner: Runner, methods: list[Method], batch: Batch, repeats: int) -> None:
         """Run every method `repeats` times, in turn."""
-        # with the seconds of the prefill and of all forwards
+        # Each step holds the seconds of the prefill and of all forwards.
         steps: list[tuple[Method, Run, float, float]] = []
 
         def on_step(method: Method, run: Run) -> None:
@@ -196,11 +211,7 @@ class Timings:
         self.num_batches += 1
 
     def check_counted(self) -> None:
-        """Check that a batch counts.
-
-        Raises:
-            SystemExit: none does.
-        """
+        """Raise SystemExit if no batch counts."""
         if not self.num_batches:
             raise SystemExit(
                 f"texts must be equal in all exact methods, got {self.num_unequal} batches where "
@@ -209,12 +220,12 @@ class Timings:
             )
 
     def plain_step_s(self, max_new_tokens: int) -> float:
-        """Plain decoding's time per token after the first."""
+        """Return plain decoding's time per token after the first."""
         self.check_counted()
         return self.decode_sum_s[PLAIN_METHOD.name] / self.num_batches / (max_new_tokens - 1)
 
     def summary(self, method: Method) -> dict[str, Any]:
-        """The numbers that every benchmark reports of a method."""
+        """Return the figures of a method for all benchmarks."""
         self.check_counted()
         name, plain = method.name, PLAIN_METHOD.name
         output = {
@@ -236,20 +247,20 @@ class Timings:
 
 
 def warm_up(runner: Runner, methods: list[Method], batch: Batch, num_tokens: int = 12) -> None:
-    """Let everything allocate and compile."""
+    """Decode a few tokens with every method, so all memory is allocated and code is compiled."""
     for method in methods:
         runner(method, batch, max_new_tokens=num_tokens)
 
 
 def compile_all(runner: Runner, methods: list[Method], batches: list[Batch]) -> dict[str, float]:
-    """Compile every shape that compiled methods will meet; returns the seconds of each, with disk caches.
+    """Compile every shape of the compiled methods and return the seconds of each, caches included.
 
-    Each method decodes all batches until a pass is no faster than half the one before, because
+    Each method decodes all batches until a pass takes more than half of the pass before, because
     adaptive lengths vary. The fastest pass counts as decoding, not as compilation.
     """
     compile_s = {}
     if any(map(is_compiled, methods)):
-        # shapes compiled for other batch sizes would make this one's dynamic
+        # Shapes compiled for other batch sizes would make the shapes of this one dynamic.
         torch.compiler.reset()
     for method in filter(is_compiled, methods):
         seconds: list[float] = []
@@ -267,10 +278,9 @@ def check(
 ) -> str:
     """Compare our methods, and compiled plain decoding, with plain decoding before they are timed.
 
-    Greedy ids must be equal, up to near-ties; see `TextCheck`. Sampled ids of `coupled` must be
-    those without a draft, in float32: in half precision noise and logits have ties that cannot be
-    told from errors. Of the other verifiers, whose distributions are tested elsewhere, ids must be
-    in range.
+    Greedy ids must be equal, up to near-ties; see `TextCheck`. In float32 sampled ids of `coupled`
+    must equal those without a draft. In half precision ties of noise and logits look like errors.
+    The distributions of the other verifiers are tested elsewhere; here their ids must be in range.
 
     Returns:
         The result in words.
@@ -278,14 +288,17 @@ def check(
     Raises:
         SystemExit: a check fails.
     """
-    num = max_new_tokens or runner.max_new_tokens
+    num_tokens = max_new_tokens or runner.max_new_tokens
     compare, num_equal, num_rows = TextCheck(runner.decoder), 0, 0
     vocab_size = runner.subject.target.config.vocab_size
 
     def checked(method: Method) -> Run:
-        run = runner(method, batch, max_new_tokens=num)
-        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in run.texts):
-            raise SystemExit(f"{method.name}: ids out of range, or not {num} of them")
+        run = runner(method, batch, max_new_tokens=num_tokens)
+        if any(
+            len(ids) != num_tokens or not 0 <= min(ids) <= max(ids) < vocab_size
+            for ids in run.texts
+        ):
+            raise SystemExit(f"{method.name}: ids out of range, or not {num_tokens} of them")
         return run
 
     for method in methods:
@@ -317,7 +330,7 @@ def check(
 
 
 def faster_dtype(make: Any, dtypes: list[str], batch_size: int, num_tokens: int = 24) -> str:
-    """The dtype in which plain decoding is faster.
+    """Return the dtype of faster plain decoding.
 
     Args:
         make: returns the subject of a dtype.

@@ -1,4 +1,4 @@
-"""Checks that a method follows its verifier: distribution, number of accepted tokens, ids."""
+"""Check that a method follows its verifier: distribution, number of accepted tokens, ids."""
 
 import functools
 
@@ -10,22 +10,25 @@ from torch import Tensor
 VOCAB_SIZE = 6
 NUM_DRAFT_TOKENS = 2
 TOP_K = 4
-# transformers takes one row a call.
+# transformers takes one row a call, so it gets fewer trials.
 NUM_TRIALS, NUM_TRIALS_ROW_BY_ROW = 40_000, 3_000
-# A correct distribution falls below once in 10,000 choices of seed; the seeds are fixed.
+# A correct method fails with one seed in 10,000; the seeds are fixed.
 PASS_P_VALUE = 1e-4
 MAX_SIGMAS = 4.0
 MIN_EXPECTED = 5.0
-# Nearer than this to its border a float32 decision may go either method.
+# A float32 decision nearer than this to its threshold may go either way.
 BORDER = 1e-4
 
 
 class DistributionError(Exception):
-    """A method does not follow its verifier."""
+    """Method that does not follow its verifier."""
 
 
 def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square p-value of `counts` under `probs` [N], rare cells pooled; 0 if an impossible token occurred."""
+    """Return the chi-square p-value of `counts` under `probs` [N], with rare cells pooled.
+
+    It is 0 if an impossible token occurred.
+    """
     counts, expected = counts.double(), probs.double() * counts.sum()
     if counts[expected == 0].any():
         return 0.0
@@ -38,7 +41,7 @@ def p_value(counts: Tensor, probs: Tensor) -> float:
 
 
 def padded(emitted: Emitted, num_columns: int) -> Tensor:
-    """Ids [B, K+1] int64 padded with -1, on the CPU."""
+    """Return ids [B, K+1] int64 padded with -1, on the CPU."""
     if isinstance(emitted, Tensor):
         return emitted.long().cpu()
     columns = [
@@ -48,7 +51,10 @@ def padded(emitted: Emitted, num_columns: int) -> Tensor:
 
 
 def small_round(warp: Warp, how: str, num_rows: int, device: torch.device, seed: int = 0) -> Round:
-    """`num_rows` times the same distributions over a small vocabulary, each with its own draft."""
+    """Make `num_rows` rows with the same distributions over a small vocabulary.
+
+    Each row has a draft of its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(NUM_DRAFT_TOKENS + 1, VOCAB_SIZE, generator=generator) * 1.5
     draft = target[:-1] + torch.randn(NUM_DRAFT_TOKENS, VOCAB_SIZE, generator=generator)
@@ -58,16 +64,22 @@ def small_round(warp: Warp, how: str, num_rows: int, device: torch.device, seed:
 
 
 def expected_accepted(target: Tensor, draft: Tensor, rule: str) -> float:
-    """Mean number of accepted tokens of rejection sampling, from distributions [K+1, V] and [K, V]."""
+    """Return the mean number of tokens that rejection sampling accepts.
+
+    Args:
+        target: probabilities [K+1, V].
+        draft: probabilities [K, V].
+        rule: "point mass" for a draft without probabilities.
+    """
     if rule == "point mass":
-        kept = target[:-1].gather(-1, draft.argmax(-1, keepdim=True)).squeeze(-1)
+        accept_probs = target[:-1].gather(-1, draft.argmax(-1, keepdim=True)).squeeze(-1)
     else:
-        kept = torch.minimum(target[:-1], draft).sum(-1)
-    return kept.cumprod(0).sum().item()
+        accept_probs = torch.minimum(target[:-1], draft).sum(-1)
+    return accept_probs.cumprod(0).sum().item()
 
 
 def check_counts(ids: Tensor, round_: Round, rule: str) -> None:
-    """Raise unless as many tokens were accepted as rejection sampling accepts; block may accept more."""
+    """Raise unless as many tokens were accepted as by rejection sampling; block may accept more."""
     target = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()
     draft = round_.draft_scores[0].double().softmax(-1).cpu()
     accepted = (ids >= 0).sum(-1).double() - 1.0
@@ -81,7 +93,7 @@ def check_counts(ids: Tensor, round_: Round, rule: str) -> None:
 
 
 def check_lossless(ids: Tensor, round_: Round) -> None:
-    """Raise unless the emitted ids, completed by draws from the target, follow the target's distribution."""
+    """Raise unless the emitted ids follow the target's distribution, completed by draws from it."""
     probs = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()[: ids.shape[1]]
     generator = torch.Generator().manual_seed(1)
     drawn = [
@@ -102,22 +114,25 @@ def check_lossless(ids: Tensor, round_: Round) -> None:
 
 
 def check_greedy(ids: Tensor, round_: Round) -> None:
-    """Raise unless the drafted ids stay exactly while they are the target's argmax."""
+    """Raise unless the drafted ids stay up to the first mismatch with the target's argmax."""
     best = round_.target_logits.argmax(-1).tolist()
     for row, drafted, chosen in zip(
         ids.tolist(), round_.draft_token_ids.tolist(), best, strict=True
     ):
-        kept = next(
+        num_accepted = next(
             (i for i, token_id in enumerate(drafted) if token_id != chosen[i]), len(drafted)
         )
-        if row != chosen[: kept + 1] + [-1] * (len(drafted) - kept):
+        if row != chosen[: num_accepted + 1] + [-1] * (len(drafted) - num_accepted):
             raise DistributionError(
                 f"emits {row} where greedy decoding gives {chosen} of the drafted {drafted}"
             )
 
 
 def check_typical(ids: Tensor, round_: Round) -> None:
-    """Raise unless the rule, in float64, keeps as many tokens as were kept, rows at the border aside."""
+    """Raise unless the rule in float64 accepts the same tokens.
+
+    Rows near the threshold are ignored.
+    """
     probs = warped(round_.target_logits, round_.warp).double().softmax(-1).cpu()
     drafted = round_.draft_token_ids.cpu()
     entropy = -torch.special.xlogy(probs, probs).sum(-1)
@@ -133,7 +148,7 @@ def check_typical(ids: Tensor, round_: Round) -> None:
 
 
 def varied_round(warp: Warp, how: str, num_rows: int, device: torch.device) -> Round:
-    """Rows with different distributions."""
+    """Make a round of rows with different distributions."""
     generator = torch.Generator().manual_seed(2)
     shape = (num_rows, NUM_DRAFT_TOKENS + 1, VOCAB_SIZE)
     target = torch.randn(shape, generator=generator) * 1.5
@@ -143,9 +158,9 @@ def varied_round(warp: Warp, how: str, num_rows: int, device: torch.device) -> R
 
 
 def check(verifier: Verifier, method: str, run: Run, warp: Warp, device: torch.device) -> None:
-    """Raise DistributionError unless `run`, the method called `method`, does what the verifier claims.
+    """Raise DistributionError unless `run`, the method called `method`, follows the verifier.
 
-    transformers is checked for what it does: rejection sampling if it lacks the verifier.
+    transformers is checked for rejection sampling if it lacks the verifier.
     """
     rule = verifier.rule
     if method == "transformers" and rule in ("typical", "block"):
@@ -160,13 +175,16 @@ def check(verifier: Verifier, method: str, run: Run, warp: Warp, device: torch.d
 def check_rule(
     run: Run, rule: str, how: str, warp: Warp, num_rows: int, device: torch.device
 ) -> None:
-    """Raise DistributionError unless `run` follows `rule` on drafts made as `how` says; the same check is made once."""
+    """Raise DistributionError unless `run` follows `rule` on drafts made by `how`.
+
+    Results are cached, so each check runs once.
+    """
     torch.manual_seed(0)
     if rule in ("greedy", "typical"):
         round_ = varied_round(warp, how, min(num_rows, 2_000), device)
     else:
         round_ = small_round(warp, how, num_rows, device)
-    # A copy: transformers processes float32 logits in place.
+    # A copy is needed: transformers processes float32 logits in place.
     ids = padded(
         run(round_._replace(target_logits=round_.target_logits.clone())), NUM_DRAFT_TOKENS + 1
     )
@@ -181,7 +199,10 @@ def check_rule(
 
 
 def control(verifier: Verifier, device: torch.device) -> None:
-    """Raise unless a method with a wrong draft distribution fails its check: the check finds faults of that size."""
+    """Raise unless a method with a wrong draft distribution fails its check.
+
+    This shows that the check finds faults of such a size.
+    """
 
     def wrong(round_: Round) -> Emitted:
         flat = torch.zeros_like(round_.draft_logits)

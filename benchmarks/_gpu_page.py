@@ -1,4 +1,4 @@
-"""The section of the page of results that shows what was measured on a GPU."""
+"""Section of the results page with the measurements on a GPU."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,11 @@ from typing import Any
 
 from _harness import markdown
 
-FORMER, FOLDER = "first_light", "gpu"  # results of the script before `gpu.py`, and of `gpu.py`
+FORMER, FOLDER = "first_light", "gpu"  # folders of the former script's results and of `gpu.py`'s
+PREFACE = (
+    "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, {num_new} new tokens; an "
+    "oracle accepts 0.8 of the drafted tokens."
+)
 Cell = dict[str, Any]
 
 
@@ -65,15 +69,7 @@ def section(results: Path) -> list[str]:
         decoded = [cell for cell in cells.get("end_to_end", ()) if cell["what"] == "end to end"]
         kernels = [cell for cell in cells.get("kernel_times", ()) if cell["what"] == "kernel"]
         if decoded:
-            lines += [
-                "",
-                (
-                    "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 64 new tokens; an "
-                    "oracle"
-                ),
-            ]
-            lines[-1] += " accepts 0.8 of the drafted tokens."
-            lines += ["", markdown(DECODED, decoded)]
+            lines += ["", PREFACE.format(num_new=64), "", markdown(DECODED, decoded)]
         if kernels:
             lines += [
                 "",
@@ -85,16 +81,12 @@ def section(results: Path) -> list[str]:
 
 
 def tables(contents: dict[str, dict[str, Any]]) -> list[str]:
-    """Lines of markdown that show a run of `gpu.py`, whose parts are given by name."""
+    """Return lines of markdown for a run of `gpu.py`, given its parts by name."""
     cells = [cell for content in contents.values() for cell in content["cells"]]
     lines = [
         "",
-        (
-            "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 256 new tokens; an oracle "
-            "accepts"
-        ),
+        f"{PREFACE.format(num_new=256)} The bound: weights are read at the rate of a copy.",
     ]
-    lines[-1] += " 0.8 of the drafted tokens. The bound: weights are read at the rate of a copy."
     for what, columns in TABLES.items():
         shown = [cell for cell in cells if cell["what"] == what]
         if shown:

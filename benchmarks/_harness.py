@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: alternating runs, options, and results as JSON with their environment."""
+"""Run, time and record benchmarks: alternating calls, common options, results as JSON."""
 
 import argparse
 import ast
@@ -23,33 +23,32 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 Call = Callable[[], Any]
-# Far larger than any cache.
+# The size is far larger than any cache.
 COPY_BYTES = 1 << 28
-# The largest block after whose release glibc keeps freed memory at hand, instead of mapping every
-# tensor afresh.
+# After the release of a block up to this size glibc keeps freed memory. Larger blocks make it map
+# every tensor afresh.
 SETTLING_BYTES = 31 << 20
-# A run whose threads waited longer than this share of it for a processor says more of the others
-# than of itself.
+# A run is repeated if its threads queued for a processor for more than this share of it.
 MAX_QUEUED_SHARE = 0.02
 
 
 def settle_allocator() -> None:
-    """Bring a CPU's allocator to the state in which any forward with large activations leaves it.
+    """Bring a CPU's allocator to its state after a forward with large activations.
 
-    A process that never freed a large tensor maps and clears the memory of every new one, which
-    costs more than the arithmetic on it and depends on what ran before.
+    A process without such a forward maps and clears the memory of every new tensor. This costs more
+    than the arithmetic, and it depends on earlier runs.
     """
     torch.empty(SETTLING_BYTES, dtype=torch.uint8)  # freed at once
 
 
 def wait() -> None:
-    """Wait for the GPU, where one is in use."""
+    """Wait for the GPU if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def copy_rate(device: torch.device, repeats: int = 11) -> float:
-    """Bytes per second, read and written, of copying a large buffer."""
+    """Return the rate of copying a large buffer: bytes read and written per second."""
     source = torch.ones(COPY_BYTES // 4, device=device)
     copy = torch.empty_like(source)
     seconds, _ = alternate_patiently({"copy": lambda: copy.copy_(source)}, repeats + 1)
@@ -57,13 +56,19 @@ def copy_rate(device: torch.device, repeats: int = 11) -> float:
 
 
 def queued_s() -> float:
-    """Seconds that this process's threads were ready to run while another process had the processor; 0 off Linux."""
+    """Return the seconds that this process's threads were ready to run but had no processor.
+
+    Returns 0 off Linux.
+    """
     paths = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(path.read_text().split()[1]) for path in paths) / 1e9
 
 
 def timed_run(call: Call, prepare: Call | None, patience: int) -> tuple[float, bool]:
-    """Seconds of one run, and whether another process held it up; such a run is taken again up to `patience` times."""
+    """Time one run and return whether another process held it up.
+
+    A run that was held up is repeated up to `patience` times.
+    """
     for attempt in range(patience + 1):
         if prepare is not None:
             prepare()
@@ -87,7 +92,11 @@ def alternate_patiently(
     prepare: Call | None = None,
     patience: int = 10,
 ) -> tuple[dict[str, list[float]], int]:
-    """As `alternate`, but takes a run again when other processes held it up; also how many kept runs they did."""
+    """Time calls like `alternate`, but repeat a run if other processes held it up.
+
+    Returns:
+        The seconds of each call, and the number of returned runs that were held up.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     num_held_up = 0
     order = list(calls)
@@ -104,7 +113,7 @@ def alternate_patiently(
 def alternate(
     calls: dict[str, Call], repeats: int, description: str = "", prepare: Call | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of `repeats` runs of each call, in turn so that all meet the same load of the machine.
+    """Time `repeats` runs of each call, in turn, so all meet the same load of the machine.
 
     `prepare` runs before every run and is not counted.
     """
@@ -112,18 +121,18 @@ def alternate(
 
 
 def speedups(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    """How many times faster `ours` is, run by run."""
+    """Return how many times faster `ours` is, run by run."""
     return spread([theirs_s / ours_s for theirs_s, ours_s in zip(theirs, ours, strict=True)])
 
 
 def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:
-    """Median, minimum and maximum of what `spread` gives, in milliseconds."""
+    """Format the median, minimum and maximum of a `spread` in milliseconds."""
     shown = (f"{1e3 * seconds[name]:.{digits}f}" for name in ("median", "min", "max"))
     return "{} ({} to {})".format(*shown)
 
 
 def without_docstrings(tree: ast.Module) -> ast.Module:
-    """Take the docstrings out of `tree`, which is changed."""
+    """Remove the docstrings from `tree` in place."""
     for node in ast.walk(tree):
         has_docstring = isinstance(
             node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -134,16 +143,19 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def digest_of(paths: Iterable[Path], root: Path = ROOT) -> str:
-    """12 digits of the SHA-256 of the names and the code of Python files; comments and docstrings do not count."""
-    sha = hashlib.sha256()
+    """Return 12 digits of the SHA-256 of the names and the code of Python files.
+
+    Comments and docstrings do not count.
+    """
+    digest = hashlib.sha256()
     for path in sorted(paths):
-        sha.update(f"{path.relative_to(root).as_posix()}\n".encode())
-        sha.update(ast.unparse(without_docstrings(ast.parse(path.read_bytes()))).encode())
-    return sha.hexdigest()[:12]
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
+        digest.update(ast.unparse(without_docstrings(ast.parse(path.read_bytes()))).encode())
+    return digest.hexdigest()[:12]
 
 
 def part_of(path: Path) -> str:
-    """The part of the library that `path`, relative to the root, belongs to: an option, a tool, or the core."""
+    """Return the library's part of `path`, relative to the root: an option, a tool or the core."""
     parts = path.with_suffix("").parts
     return (
         "/".join(parts[1:3])
@@ -157,7 +169,7 @@ def library_files(root: Path = ROOT) -> list[Path]:
 
 
 def loaded_parts() -> list[str]:
-    """The parts of which this process has loaded a module."""
+    """Return the parts of the library with a module in this process."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     paths = {Path(file).resolve() for file in files if file}
     return sorted(
@@ -166,14 +178,14 @@ def loaded_parts() -> list[str]:
 
 
 def source_hash(parts: Collection[str], root: Path = ROOT) -> str:
-    """The digest of the library's files that belong to `parts`."""
+    """Return the digest of the library's files in `parts`."""
     return digest_of(
         (path for path in library_files(root) if part_of(path.relative_to(root)) in parts), root
     )
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, device, date, commit, the parts of the library that were loaded, and the hash of their code."""
+    """Return versions, device, date, commit, the loaded parts of the library and their digest."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
@@ -191,7 +203,7 @@ def provenance() -> dict[str, Any]:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
-    """Options of every benchmark of `generate()`."""
+    """Add the options of every benchmark of `generate()`."""
     has_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--device", type=torch.device, default=torch.device("cuda" if has_gpu else "cpu")
@@ -206,18 +218,18 @@ def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s:
 
 
 def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
-    """For benchmarks whose cells take long enough to be measured one by one; see `Results`."""
+    """Add `--add` for benchmarks with long cells; see `Results`."""
     parser.add_argument(
         "--add",
         action="store_true",
-        help="keep the cells of the results that this run leaves alone",
+        help="keep the cells of the results outside this run",
     )
 
 
 def parse_common(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse, and keep transformers quiet: its warnings would tear the progress bars."""
+    """Parse the arguments and silence transformers: its warnings would tear the progress bars."""
     args = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -226,7 +238,10 @@ def parse_common(
 
 
 class Cells:
-    """Walks the cells of a grid under a progress bar, until the time is used up; what is left out is kept."""
+    """Cells of a grid under a progress bar.
+
+    Iteration ends the measurements when the time is used up. `left_out` names the remaining cells.
+    """
 
     def __init__(self, cells: Iterable[Any], limit_s: float | None, description: str):
         self.cells, self.limit_s, self.description = list(cells), limit_s, description
@@ -246,7 +261,7 @@ class Cells:
 def markdown(
     columns: dict[str, Callable[[dict[str, Any]], Any]], rows: Iterable[dict[str, Any]]
 ) -> str:
-    """A table with one column per head; floats have two decimals, None is a dash."""
+    """Format a table with one column per head; floats have two decimals, None is a dash."""
 
     def shown(value: Any) -> str:
         return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -257,7 +272,7 @@ def markdown(
 
 
 def result_name(name: str, device: torch.device) -> str:
-    """Results of a CPU and of a GPU lie side by side."""
+    """Return the file name of results; results of a CPU and of a GPU lie side by side."""
     return name if device.type == "cpu" else f"{name}_{device.type}"
 
 
@@ -270,7 +285,7 @@ def write_results(
     arguments = {
         key: str(value) if isinstance(value, Path | torch.device) else value
         for key, value in vars(args).items()
-        if key != "results"  # where the file lies says nothing of what is in it
+        if key != "results"  # the place of the file is no property of its content
     }
     content = {"environment": provenance(), "arguments": arguments, "rows": rows}
     replace_file(path, [(json.dumps(content, indent=1) + "\n").encode()])
@@ -278,13 +293,14 @@ def write_results(
 
 
 class Results:
-    """The rows of a run, written to `<args.results>/<name>.json` after every cell.
+    """Rows of a run, written to `<args.results>/<name>.json`.
+
+    The file is written after every cell.
 
     Args:
         name: of the file; the device is added unless it is a CPU.
-        args: of the command line; with `--add`, cells of the file that this run does not measure
-            stay in it.
-        cell_of: which cell a row belongs to; required for `--add`.
+        args: of the command line; `--add` keeps the cells of the file that this run leaves alone.
+        cell_of: returns the cell of a row; required for `--add`.
     """
 
     def __init__(
@@ -304,8 +320,8 @@ class Results:
         if self._cell_of is None or not self._earlier:
             return self.new
         measured = {self._cell_of(row) for row in self.new}
-        kept = [row for row in self._earlier if self._cell_of(row) not in measured]
-        return sorted(kept + self.new, key=self._cell_of)
+        earlier_rows = [row for row in self._earlier if self._cell_of(row) not in measured]
+        return sorted(earlier_rows + self.new, key=self._cell_of)
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write the rows of a cell."""
@@ -317,11 +333,10 @@ class Results:
         return write_results(self.name, self._args, self.rows, self._args.results)
 
     def _read_earlier(self, cell_of: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
-        """The file's rows, each with what measured it."""
+        """Read the file's rows and add to each the source of its measurement."""
         content = read_results(self.name, self._args.results)
-        source = "{device}; commit {commit}; {date}; runs of each method on each input: {repeats}".format(
-            **content["environment"], repeats=content["arguments"]["repeats"]
-        )
+        source = "{device}; commit {commit}; {date}".format(**content["environment"])
+        source += f"; runs of each method on each input: {content['arguments']['repeats']}"
         for row in content["rows"]:
             row.setdefault("earlier", {"cell": ", ".join(map(str, cell_of(row))), "source": source})
         rows: list[dict[str, Any]] = content["rows"]
@@ -329,7 +344,7 @@ class Results:
 
 
 def read_results(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """What `write_results` wrote."""
+    """Read the file of `write_results`."""
     path = folder / f"{name}.json"
     if not path.exists():
         raise SystemExit(f"{path} does not exist; run benchmarks/{name}.py without options first")
@@ -345,7 +360,7 @@ def write_between(path: Path, name: str, text: str) -> None:
             f"{path} must hold one line {begin.strip()} and, after it, one line {end}; add them "
             "first"
         )
-    before, rest = content.split(begin)
+    before, after = content.split(begin)
     path.write_text(
-        before + begin + text.strip() + "\n" + end + rest.split(end)[1], encoding="utf-8"
+        before + begin + text.strip() + "\n" + end + after.split(end)[1], encoding="utf-8"
     )

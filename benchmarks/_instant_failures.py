@@ -1,4 +1,4 @@
-"""A plugin of pytest that prints what failed at once: a run that is stopped prints no summary."""
+"""Print each failure of pytest at once, because a run that is stopped prints no summary."""
 
 import pytest
 
@@ -6,7 +6,7 @@ _SHOWN_CHARS = 2000
 
 
 class InstantFailures:
-    """Writes the end of each failure's traceback."""
+    """Plugin that prints the end of each traceback."""
 
     def __init__(self, config: pytest.Config):
         self._config = config

@@ -1,4 +1,4 @@
-"""Geometric means of ratios, and their bootstrap intervals."""
+"""Compute geometric means of ratios and their bootstrap intervals."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ CONFIDENCE = 0.95
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive values, at least one."""
+    """Return the geometric mean of at least one positive value."""
     return float(np.exp(np.mean(np.log(values))))
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The percentile interval of the geometric mean over resampled values, `CONFIDENCE` wide."""
+    """Return the percentile interval of the geometric mean over resamples, `CONFIDENCE` wide."""
     logs = np.log(values)
     # [resamples]
     means = np.random.default_rng(seed).choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
@@ -23,18 +23,18 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 
 
 def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Pairwise ratios: geometric mean with its interval, least, median and greatest."""
+    """Return pairwise ratios: geometric mean with its interval, minimum, median and maximum."""
     ratios = [
         numerator / denominator
         for numerator, denominator in zip(numerators, denominators, strict=True)
     ]
     low, high = bootstrap_interval(ratios)
-    least, middle, greatest = min(ratios), float(np.median(ratios)), max(ratios)
+    min_ratio, median_ratio, max_ratio = min(ratios), float(np.median(ratios)), max(ratios)
     return {
         "mean": geometric_mean(ratios),
         "low": low,
         "high": high,
-        "min": least,
-        "median": middle,
-        "max": greatest,
+        "min": min_ratio,
+        "median": median_ratio,
+        "max": max_ratio,
     }

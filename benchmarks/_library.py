@@ -11,24 +11,25 @@ from hf_speculate.models.cache_kinds import CacheRequest, choose_kind, find_kind
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel
 
-DEFAULT_SCHEDULE = "adaptive"  # with `num_assistant_tokens` left out
+DEFAULT_SCHEDULE = "adaptive"  # without `num_assistant_tokens`
 CACHES = ("auto", "dynamic", "preallocated")
 
 
 def as_in_a_call(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Inside, forwards of `model` attend as they do within a speculative `generate()`."""
+    """Make forwards of `model` attend as within a speculative `generate()`."""
     return folded_attention_for([model])
 
 
 def make_forward(
     model: PreTrainedModel, batch_size: int, mask: Tensor | None
 ) -> tuple[LanguageModel, KVCache]:
-    """This library's forward, and an empty cache of the kind that it selects.
+    """Return this library's forward, and an empty cache of the kind that it selects.
 
     Args:
         model: the target or the draft.
         batch_size: B.
-        mask: [B, T] int64 over the tokens that the cache will hold; None if nothing is padded.
+        mask: [B, T] int64 over the tokens that the cache will hold.
+            None if nothing is padded.
     """
     request = CacheRequest(model, None, mask, model.device)
     cache = find_kind(choose_kind(request)[0]).make(request, batch_size)

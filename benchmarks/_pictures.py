@@ -1,4 +1,4 @@
-"""Draws results as panels of points with their spreads."""
+"""Draw results as panels of points with their spreads."""
 
 import importlib.util
 from pathlib import Path
@@ -12,14 +12,14 @@ class Panel(NamedTuple):
 
     title: str
     ylabel: str
-    series: dict[str, list[tuple[Any, Value]]]  # name -> places (names or numbers) with values
-    reference: float | None = None  # a line across
+    series: dict[str, list[tuple[Any, Value]]]  # name -> (name or number on the x axis, value)
+    reference: float | None = None  # a horizontal line
     xlabel: str = ""
     is_log: bool = False  # both axes; for numbers only
 
 
 def draw(path: Path, panels: list[Panel]) -> None:
-    """Write a picture, or say why there is none."""
+    """Write a picture, or print why there is none."""
     if importlib.util.find_spec("matplotlib") is None or not panels:
         print(
             "no picture: matplotlib is not installed"

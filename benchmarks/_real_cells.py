@@ -1,9 +1,9 @@
-"""The cells of `real_models.py`: every pair of choices."""
+"""Cells of `real_models.py`: they cover every pair of choices."""
 
 from typing import Any, NamedTuple
 
 HOLDS_AT = 0.97
-USELESS = ("foreign", "early exit")  # dearer than what they save, or never right
+USELESS = ("foreign", "early exit")  # sources that cost more than they save, or are never right
 SOURCES = {
     "smollm2": (*USELESS, "head", "lookup", "lookup with head"),
     "gemma3": (*USELESS, "lookup"),
@@ -15,11 +15,11 @@ STEP_MS = {
     ("gemma3", "float32"): (95, 210),
     ("gemma3", "bfloat16"): (60, 120),
 }
-NUM_EXTRA_CALLS = 4  # of a cell: first calls, probes and checks
+NUM_EXTRA_CALLS = 4  # first calls, probes and checks of a cell
 
 
 class Cell(NamedTuple):
-    """What is measured together."""
+    """One combination of choices, measured together."""
 
     target: str
     source: str
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
     @property
     def sampling(self) -> str:
-        """The mode's name among those of all benchmarks."""
+        """Name of the mode among those of all benchmarks."""
         return "sampling, top-p" if self.do_sample else "greedy"
 
     @property
@@ -46,8 +46,8 @@ class Cell(NamedTuple):
         return ", ".join(map(str, self))
 
 
-# Rows, mode, prompts and dtype: two opposite choices hold every value, and the eight every pair of
-# values.
+# Choices are rows, mode, prompts and dtype. Two opposite choices hold every value, and the eight
+# together hold every pair of values.
 _ALONE = ((1, "greedy", "chat", "float32"), (8, "top-p", "copying", "bfloat16"))
 _MIXED = ((8, "greedy", "chat", "bfloat16"), (1, "top-p", "copying", "float32"))
 _TURNED = ((8, "greedy", "copying", "float32"), (1, "top-p", "chat", "bfloat16"))
@@ -70,12 +70,15 @@ CELLS = [
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
-    """The cell of a row of results."""
+    """Return the cell of a row of results."""
     return Cell(*(row[name] for name in Cell._fields))
 
 
 def estimate_s(cell: Cell, max_new_tokens: int, pairs: int) -> float:
-    """Seconds that a cell takes on two quiet cores if every method is as fast as plain decoding."""
+    """Estimate the seconds of a cell on two quiet cores.
+
+    All methods are taken to be as fast as plain decoding.
+    """
     step_ms = STEP_MS[cell.target, cell.dtype][cell.batch_size > 1]
     num_methods = 3 if cell.batch_size == 1 else 2
     return (pairs * num_methods + NUM_EXTRA_CALLS) * max_new_tokens * step_ms / 1000

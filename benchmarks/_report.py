@@ -1,4 +1,4 @@
-"""The results of the verifiers' benchmark as lines, as a table for a page, and as a picture."""
+"""Show the results of the verifiers' benchmark as lines, a table and a picture."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from _harness import RESULTS
 
 Row = dict[str, Any]
-# What stands for "ours" in the table, the first that was measured.
+# The table's "ours" is the first of these with a measurement.
 BEST_FIRST = ("ours, triton, graph", "ours, triton", "ours, torch")
 COLOURS = {
     "transformers": "tab:red",
@@ -21,7 +21,7 @@ COLOURS = {
 
 
 def summary(row: Row) -> str:
-    """One cell as two lines or more."""
+    """Format one cell as two lines or more."""
     head = (
         f"{row['verifier']} ({row['logits']}), {row['dtype']}, B = {row['batch_size']}, "
         f"K = {row['num_draft_tokens']}, V = {row['vocab_size']}: overlap {row['overlap']:.2f}"
@@ -47,7 +47,7 @@ def _ours(row: Row) -> str:
 
 
 def _shown(content: dict[str, Any]) -> list[Row]:
-    """The rows that are worth a reader's time: one dtype, K and vocabulary, drawn with temperature and top-k."""
+    """Select the rows to show: one dtype, K and vocabulary, with temperature and top-k."""
     rows = content["rows"]
     if not rows:
         raise SystemExit(
@@ -59,19 +59,22 @@ def _shown(content: dict[str, Any]) -> list[Row]:
         if "cuda" in content["arguments"]["device"] and "bfloat16" in dtypes
         else dtypes[0]
     )
-    num = min((row["num_draft_tokens"] for row in rows), key=lambda num: abs(num - 5))
+    draft_len = min(
+        (row["num_draft_tokens"] for row in rows), key=lambda draft_len: abs(draft_len - 5)
+    )
     vocab_size = max(row["vocab_size"] for row in rows)
     chosen = [
         row
         for row in rows
-        if (row["dtype"], row["num_draft_tokens"], row["vocab_size"]) == (dtype, num, vocab_size)
+        if (row["dtype"], row["num_draft_tokens"], row["vocab_size"])
+        == (dtype, draft_len, vocab_size)
     ]
     warped = {row["verifier"] for row in chosen if row["logits"] != "plain"}
     return [row for row in chosen if row["logits"] != "plain" or row["verifier"] not in warped]
 
 
 def as_table(content: dict[str, Any]) -> str:
-    """Markdown for `docs/kernels.md`."""
+    """Return markdown for `docs/kernels.md`."""
     rows, environment = _shown(content), content["environment"]
     first = rows[0]
     settings = next((row["logits"] for row in rows if row["logits"] != "plain"), "plain")
@@ -117,7 +120,10 @@ def as_table(content: dict[str, Any]) -> str:
 
 
 def plot(content: dict[str, Any]) -> Path | None:
-    """Draw the rows of the table, seconds by verifier; None where matplotlib is not installed."""
+    """Draw the rows of the table, seconds by verifier.
+
+    Returns None if matplotlib is not installed.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         print("no picture: matplotlib is not installed")
         return None

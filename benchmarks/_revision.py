@@ -1,10 +1,10 @@
-"""One side of `revisions.py`: decodes prompts from stdin with the library that lies in a folder.
+"""Decode prompts from stdin with the library of a folder; one side of `revisions.py`.
 
 python benchmarks/_revision.py FOLDER DTYPE K MAX_NEW_TOKENS
 
 K is a number, or `adaptive` for the default schedule. A line of input is `{"input_ids": [B, T],
-"attention_mask": [B, T]}`, a line of output `{"seconds", "token_ids"}`. Nothing of this folder's
-helpers is imported: they belong to one revision of the library, and this file reads any.
+"attention_mask": [B, T]}`, a line of output `{"seconds", "token_ids"}`. It imports no other module
+of this folder: they belong to one revision of the library, and this file works with any.
 """
 
 import json

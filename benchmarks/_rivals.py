@@ -1,4 +1,4 @@
-"""Other methods to verify a round: transformers' own, the textbook's in eager torch, FlashInfer's."""
+"""Other methods to verify a round: transformers, textbook versions in eager torch, FlashInfer."""
 
 import importlib
 
@@ -10,7 +10,10 @@ from transformers.generation.utils import _speculative_sampling
 
 
 def processors_of(round_: Round) -> LogitsProcessorList:
-    """What transformers builds from the round's sampling settings; nothing where they change nothing."""
+    """Return the processors that transformers builds from the round's sampling settings.
+
+    The list is empty if the settings change nothing.
+    """
     processors = LogitsProcessorList()
     if round_.warp.temperature != 1.0:
         processors.append(TemperatureLogitsWarper(round_.warp.temperature))
@@ -20,7 +23,10 @@ def processors_of(round_: Round) -> LogitsProcessorList:
 
 
 class Assisted:
-    """One round of transformers' assisted generation after the target's forward, row by row as it takes one row."""
+    """One round of transformers' assisted generation.
+
+    It starts after the target's forward. Rows run one by one, because transformers takes one row.
+    """
 
     def __init__(self, select: str) -> None:
         self.select = select  # "rejection", "multinomial" or "argmax"
@@ -31,10 +37,10 @@ class Assisted:
         return [self.row(round_, slice(row, row + 1), processors) for row in rows]
 
     def row(self, round_: Round, row: slice, processors: LogitsProcessorList) -> Tensor:
-        """Valid ids [1, n+1]. Logits that are float32 already are processed in place, as there."""
+        """Return valid ids [1, n+1]; float32 logits are processed in place, as in transformers."""
         candidate_ids, num_draft_tokens = round_.candidate_ids[row], round_.num_draft_tokens
         logits = round_.target_logits[row].to(dtype=torch.float32, device=candidate_ids.device)
-        _ = logits.clone()  # what `output_logits` would return; made in any case
+        _ = logits.clone()  # transformers makes the copy for `output_logits` in any case
         if len(processors) > 0:
             for position in range(num_draft_tokens + 1):
                 prefix = candidate_ids[:, : PROMPT_LEN + position]
@@ -53,7 +59,7 @@ class Assisted:
 
 
 def transformers_sample(round_: Round) -> Tensor:
-    """One step of transformers' sampling after the forward, [B, 1]."""
+    """Run one step of transformers' sampling after the forward and return ids [B, 1]."""
     logits = round_.target_logits[:, 0].to(copy=True, dtype=torch.float32)
     scores = processors_of(round_)(round_.candidate_ids[:, :PROMPT_LEN], logits)
     return torch.multinomial(scores.softmax(dim=-1), num_samples=1)
@@ -64,7 +70,7 @@ def _at(probs: Tensor, ids: Tensor) -> Tensor:
 
 
 def _emit(round_: Round, num_accepted: Tensor, final_ids: Tensor) -> Tensor:
-    """Ids [B, K+1]: the first `num_accepted` [B] drafted ones, `final_ids` [B, 1], then -1."""
+    """Return ids [B, K+1]: `num_accepted` [B] drafted ones, `final_ids` [B, 1], then -1."""
     ids = torch.cat((round_.draft_token_ids, final_ids), dim=-1).scatter(
         1, num_accepted.unsqueeze(-1), final_ids
     )
@@ -81,7 +87,7 @@ def _pick(probs: Tensor, positions: Tensor) -> Tensor:
 
 
 def _pick_or_zero(probs: Tensor, positions: Tensor) -> Tensor:
-    """The distribution at `positions` [B], zeros past the last one."""
+    """Return the distribution at `positions` [B], zeros past the last one."""
     inside = positions < probs.shape[1]
     return _pick(probs, positions.clamp(max=probs.shape[1] - 1)) * inside.unsqueeze(-1)
 
@@ -127,7 +133,7 @@ def textbook_block(round_: Round) -> Tensor:
     ratios = _at(target[:, :-1], round_.draft_token_ids) / _at(draft, round_.draft_token_ids)
     num_rows, num_draft_tokens = ratios.shape
     rho = torch.ones(num_rows, device=ratios.device)
-    kept_rho, num_accepted = rho, torch.zeros(num_rows, dtype=torch.int64, device=ratios.device)
+    accepted_rho, num_accepted = rho, torch.zeros(num_rows, dtype=torch.int64, device=ratios.device)
     for position in range(num_draft_tokens):
         rho = (rho * ratios[:, position]).clamp(max=1.0)
         coin = torch.rand_like(rho)
@@ -138,15 +144,15 @@ def textbook_block(round_: Round) -> Tensor:
         else:
             passed = coin < rho
         num_accepted = torch.where(passed, position + 1, num_accepted)
-        kept_rho = torch.where(passed, rho, kept_rho)
-    kept_rho = torch.where(num_accepted < num_draft_tokens, kept_rho, 1.0)
-    scaled = kept_rho.unsqueeze(-1) * _pick(target, num_accepted)
+        accepted_rho = torch.where(passed, rho, accepted_rho)
+    accepted_rho = torch.where(num_accepted < num_draft_tokens, accepted_rho, 1.0)
+    scaled = accepted_rho.unsqueeze(-1) * _pick(target, num_accepted)
     residual = (scaled - _pick_or_zero(draft, num_accepted)).clamp(min=0.0)
     return _emit(round_, num_accepted, torch.multinomial(residual, 1))
 
 
 def textbook_coupled(round_: Round) -> Tensor:
-    """A race on noise of its own: the cost of coupling, without the drafter's side of it."""
+    """Run a race on fresh noise: the cost of coupling, without the drafter's side of it."""
     target = warped(round_.target_logits, round_.warp).softmax(-1)
     winners = (target / torch.empty_like(target).exponential_()).argmax(-1)
     num_accepted = _prefix(winners[:, :-1] == round_.draft_token_ids)
@@ -158,7 +164,7 @@ def textbook_sample(round_: Round) -> Tensor:
 
 
 def flashinfer_rejection(round_: Round) -> Tensor:
-    """FlashInfer's softmax of both sides and its chain kernel, from the same logits."""
+    """Run FlashInfer's softmax of both sides and its chain kernel on the same logits."""
     sampling = importlib.import_module("flashinfer.sampling")
     vocab_size = round_.target_logits.shape[-1]
     target = round_.target_logits.to(torch.float32).view(-1, vocab_size)

@@ -1,4 +1,4 @@
-"""Rounds to verify: logits of a target and of a draft near it, with tokens drawn from the draft."""
+"""Rounds to verify: logits of a target and of a similar draft, with tokens drawn from the draft."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,17 +10,17 @@ from hf_speculate.kernels import NoiseKeys, Stream, row_seeds, sample
 
 TEMPERATURE = 0.7
 TOP_K = 50
-# Measured on 2 cores of an AMD EPYC CPU, V = 151,936: 32 to 128 entries cost the same, all of them
-# a third of one topk.
+# Measured on 2 cores of an AMD EPYC CPU, V = 151,936: 32 to 128 entries cost the same, a third of
+# one topk.
 BLOCK_SIZE = 128
 PROMPT_LEN = 64
 NUM_PEAKS = 12
-# Makes about two drafted tokens in three stay, with and without temperature and top-k.
+# With this noise about two of three drafted tokens stay, with and without temperature and top-k.
 DRAFT_NOISE = 0.8
 
 
 class Warp(NamedTuple):
-    """What a user's settings do to raw logits."""
+    """Sampling settings that change raw logits."""
 
     temperature: float
     top_k: int | None
@@ -37,14 +37,14 @@ PLAIN = Warp(1.0, None)
 
 
 class Round(NamedTuple):
-    """One round as a verifier meets it."""
+    """One round, the input of a verifier."""
 
     target_logits: Tensor  # [B, K+1, V], raw
-    draft_logits: Tensor  # [B, K, V], final: temperature and top-k have acted on them
-    draft_scores: Tensor  # [B, K, V] float32, the same, as transformers' assistant hands them over
+    draft_logits: Tensor  # [B, K, V], final: after temperature and top-k
+    draft_scores: Tensor  # [B, K, V] float32, the same; the form of transformers' assistant
     draft_token_ids: Tensor  # [B, K] int64
     draft_logsumexp: Tensor  # [B, K] float32
-    candidate_ids: Tensor  # [B, PROMPT_LEN + K] int64, a prompt and the drafted ids
+    candidate_ids: Tensor  # [B, PROMPT_LEN + K] int64: a prompt and the drafted ids
     keys: NoiseKeys
     warp: Warp
 
@@ -54,10 +54,10 @@ class Round(NamedTuple):
 
 
 def kth_largest(rows: Tensor, k: int) -> Tensor:
-    """The k-th largest entry of every row [..., V], ties counted one by one, in the dtype it has: [...].
+    """Return the k-th largest entry of every row [..., V] as [...] in its dtype; ties count singly.
 
-    No entry above the k-th largest of the blocks' maxima lies outside the k blocks with the largest
-    maxima, so the answer is exact with one cheap pass over a row.
+    Entries above it lie in the k blocks with the largest maxima, so the answer is exact with one
+    cheap pass over a row.
     """
     width = rows.shape[-1]
     num_blocks = width // BLOCK_SIZE
@@ -73,9 +73,10 @@ def kth_largest(rows: Tensor, k: int) -> Tensor:
 
 
 def cutoffs(logits: Tensor, warp: Warp) -> Tensor | None:
-    """`row_cutoffs` of top-k for raw logits [..., V]: [...] float32; ties at the cutoff stay, as in transformers.
+    """Return `row_cutoffs` [...] float32 of top-k for raw logits [..., V].
 
-    Dividing keeps the order, so only the k-th largest entry is divided.
+    Ties at the cutoff stay, as in transformers. Dividing keeps the order, so only the k-th largest
+    entry is divided.
     """
     if warp.top_k is None:
         return None
@@ -83,7 +84,7 @@ def cutoffs(logits: Tensor, warp: Warp) -> Tensor | None:
 
 
 def warped(logits: Tensor, warp: Warp) -> Tensor:
-    """Logits after temperature and top-k, float32, in as many passes as it takes."""
+    """Return float32 logits after temperature and top-k, without saving passes."""
     scores = logits.to(torch.float32) / warp.temperature
     if warp.top_k is None:
         return scores
@@ -99,7 +100,10 @@ def make_keys(num_rows: int, device: torch.device) -> NoiseKeys:
 def make_logits(
     shape: tuple[int, int, int], device: torch.device, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Raw logits of a target [B, K+1, V] and of a draft [B, K, V], float32: a broad tail and a few likely tokens."""
+    """Return raw float32 logits of a target [B, K+1, V] and of a draft [B, K, V].
+
+    Each row has a broad tail and a few likely tokens.
+    """
     num_rows, num_draft_tokens, vocab_size = shape
     generator = torch.Generator(device).manual_seed(seed)
     target = torch.randn(
@@ -115,7 +119,7 @@ def make_logits(
 
 
 def draw(draft_logits: Tensor, keys: NoiseKeys, how: str) -> tuple[Tensor, Tensor]:
-    """Drafted ids [B, K] and log-sum-exps [B, K]; `how` is "sampled", "raced" or "argmax"."""
+    """Draw ids [B, K] and log-sum-exps [B, K]; `how` is "sampled", "raced" or "argmax"."""
     if how == "argmax":
         return draft_logits.argmax(-1), draft_logits.to(torch.float32).logsumexp(-1)
     stream = Stream.RACE if how == "raced" else Stream.DRAFT
@@ -134,7 +138,7 @@ def draw(draft_logits: Tensor, keys: NoiseKeys, how: str) -> tuple[Tensor, Tenso
 
 
 def make_round(target: Tensor, draft: Tensor, warp: Warp, how: str) -> Round:
-    """A round of raw logits [B, K+1, V] and [B, K, V], drafted as the draft loop does."""
+    """Draft a round from raw logits [B, K+1, V] and [B, K, V] like the draft loop."""
     keys = make_keys(target.shape[0], target.device)
     draft_logits = warped(draft, warp).to(target.dtype)
     ids, logsumexp = draw(draft_logits, keys, how)
@@ -147,7 +151,7 @@ def make_round(target: Tensor, draft: Tensor, warp: Warp, how: str) -> Round:
 
 
 def overlap(round_: Round) -> float:
-    """Mean probability that a token drawn from the draft stays under rejection sampling, in [0, 1]."""
+    """Return the mean probability in [0, 1] of accepting a draft token by rejection sampling."""
     total = 0.0
     for target, draft in zip(
         _rows(round_.target_logits[:, :-1]), _rows(round_.draft_scores), strict=True
@@ -158,5 +162,5 @@ def overlap(round_: Round) -> float:
 
 
 def _rows(logits: Tensor) -> Iterator[Tensor]:
-    """One row of the batch at a time, so that a check needs little memory."""
+    """Yield one row of the batch at a time, so a check needs little memory."""
     yield from logits.unbind(0)

@@ -1,4 +1,4 @@
-"""Model pairs of the benchmarks: the bundled one, and random ones of known shapes and acceptance."""
+"""Model pairs of the benchmarks: the bundled one, and random ones of known shape and acceptance."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from transformers import (
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from hf_speculate.tools.bench.decoding import Batch, make_batches
 
-# the hooks here count forwards, or treat each token by itself
+# The hooks of this file count forwards or treat each token by itself.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 PAIR = ROOT / "examples" / "pair"
@@ -45,7 +45,7 @@ _QWEN2 = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32_768,
 }
-# Target and draft by name. Random weights: only the work that they stand for matters.
+# Target and draft by name. Their weights are random: only their amount of work matters.
 SHAPES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "llama-8b": (
         LlamaConfig,
@@ -58,20 +58,19 @@ SHAPES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         {**_QWEN2, "num_hidden_layers": 1},
     ),
 }
-MIN_PROMPT_TOKENS = 32  # of a bundled prompt
-# Lifts one logit above all others of a random model, also in bfloat16, and makes sampling choose
-# it.
+MIN_PROMPT_TOKENS = 32  # shortest length of a bundled prompt
+# Lifts one logit above all others of a random model, also in bfloat16, so sampling chooses it.
 BUMP = 100.0
 
 
 class Oracle:
-    """Fixes the most likely tokens of two random models, so that acceptance is known while all work is done.
+    """Hooks that fix the likeliest tokens of models.
 
-    After every whole forward of either model, head included, `BUMP` is added to one logit of every
-    position. For the target it is that of the token which a random cycle through the vocabulary
-    puts after the position's own token, so its text is that cycle. For the draft it is the same
-    token for a share `acceptance` of the vocabulary, and the next but one for the rest. It depends
-    on nothing else, so every engine meets the same text and the same agreement.
+    The acceptance rate is then known, while all work is done. Every whole forward of either model,
+    head included, adds `BUMP` to one logit per position. A random cycle through the vocabulary
+    gives each token its successor. The target's logit is the successor's, so its text is the cycle.
+    The draft's is the same for a share `acceptance` of the vocabulary, and the next but one
+    otherwise. Nothing else matters, so every engine meets the same text and the same agreement.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Oracle:
         output.logits.scatter_add_(-1, index, output.logits.new_full((), BUMP).expand(index.shape))
 
     def text(self, prompt_ids: Tensor, num_new: int) -> Tensor:
-        """What greedy decoding must give, [B, T + num_new], after a prompt [B, T]; on the CPU."""
+        """Return the greedy text [B, T + num_new] after a prompt [B, T], on the CPU."""
         columns = [prompt_ids.cpu()]
         for _ in range(num_new):
             columns.append(self._successor[columns[-1][:, -1:]])
@@ -118,7 +117,7 @@ class Oracle:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Context in which both models return their own logits."""
+        """Make both models return their unchanged logits."""
         self.is_on = False
         try:
             yield
@@ -127,7 +126,7 @@ class Oracle:
 
 
 class ForwardClock:
-    """Times the forwards of both models by hooks."""
+    """Hooks that time the forwards of both models."""
 
     def __init__(self, target: PreTrainedModel, draft: PreTrainedModel):
         self.is_profiling = False
@@ -137,10 +136,10 @@ class ForwardClock:
             model.register_forward_hook(partial(self._after, model is target))
 
     def reset(self) -> None:
-        """Start of a call."""
+        """Start a call."""
         self.is_prefilled = False
         self.prefill_s = 0.0  # seconds of the target's first forward
-        self.forward_s = 0.0  # in all forwards after that; only while profiling
+        self.forward_s = 0.0  # seconds of all later forwards; only while profiling
 
     def _before(self, is_target: bool, *_: Any) -> None:
         if self.is_profiling or (is_target and not self.is_prefilled):
@@ -159,13 +158,16 @@ class ForwardClock:
 
 @dataclass
 class Subject:
-    """A target and a draft to decode with; neither ends a text by itself, so that every method does the same work.
+    """A target and a draft to decode with.
+
+    Neither ends a text by itself, so every method does the same work.
 
     Args:
         name: "pair" or a key of `SHAPES`.
         dtype: a key of `DTYPES`.
         target, draft: on one device.
-        oracle: fixes acceptance; None for the models' own logits.
+        oracle: fixes the acceptance rate.
+            None for the models' unchanged logits.
     """
 
     name: str
@@ -187,7 +189,7 @@ class Subject:
     def batches(
         self, num_prompts: int, batch_size: int, prompt_len: int | None = None
     ) -> list[Batch]:
-        """Batches of prompts: bundled ones, or random ids where an oracle decides what follows."""
+        """Return batches of bundled prompts, or of random ids for an oracle."""
         if self.oracle is None:
             return read_batches(num_prompts, batch_size, prompt_len, self.device)
         generator = torch.Generator().manual_seed(1)
@@ -206,7 +208,7 @@ def load(folder: Path, dtype: str, device: torch.device | str = "cpu") -> PreTra
 
 
 def random_model(config: Any, dtype: str, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """A model of that shape, made where it is to run."""
+    """Make a random model from a config on the device where it runs."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
@@ -214,7 +216,13 @@ def random_model(config: Any, dtype: str, device: torch.device, seed: int = 0) -
 
 
 def load_pair(dtype: str, device: torch.device, draft: str = "bundled") -> Subject:
-    """The bundled target with the bundled draft, a "random" one of its shape, or a "large" one: the target's copy."""
+    """Load the bundled target and a draft.
+
+    Args:
+        dtype: a key of `DTYPES`.
+        device: of both models.
+        draft: "bundled", "random" of the same shape, or "large" for a copy of the target.
+    """
     target = load(PAIR / "target", dtype, device)
     match draft:
         case "bundled":
@@ -229,7 +237,17 @@ def load_pair(dtype: str, device: torch.device, draft: str = "bundled") -> Subje
 def random_pair(
     name: str, dtype: str, device: torch.device, layers: int | None = None, draft_layers: int = 0
 ) -> list[PreTrainedModel]:
-    """A random target and draft of the shape `name`, made where they are to run; fewer layers where asked for."""
+    """Make a random target and draft of the shape `name` on the device.
+
+    Args:
+        name: a key of `SHAPES`.
+        dtype: a key of `DTYPES`.
+        device: of both models.
+        layers: number of layers of the target.
+            None or 0 for those of the shape.
+        draft_layers: number of layers of the draft.
+            0 for those of the shape.
+    """
     make, *both = SHAPES[name]
     models = []
     for seed, (fields, num_layers) in enumerate(zip(both, (layers, draft_layers), strict=True)):
@@ -248,13 +266,16 @@ def load_shape(
     layers: int | None = None,
     draft_layers: int = 0,
 ) -> Subject:
-    """A random pair of the shape `name` whose acceptance an oracle fixes; fewer layers where asked for."""
+    """Make a random pair of the shape `name` with a fixed acceptance rate.
+
+    See `random_pair` for the arguments.
+    """
     models = random_pair(name, dtype, device, layers, draft_layers)
     return Subject(name, dtype, *models, oracle=Oracle(*models, acceptance))
 
 
 def read_prompts() -> dict[str, list[str]]:
-    """The bundled prompts by category."""
+    """Return the bundled prompts by category."""
     by_category: dict[str, list[str]] = {}
     for line in (ROOT / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
         prompt = json.loads(line)
@@ -269,9 +290,10 @@ def encode(
     device: torch.device | str = "cpu",
     folder: Path = PAIR / "target",
 ) -> list[Batch]:
-    """Left-padded batches of texts; with `prompt_len`, each is extended by the next texts to exactly that length.
+    """Return left-padded batches of texts.
 
-    The tokenizer is that of the model in `folder`.
+    With `prompt_len`, each text is extended by the next ones to exactly this length. The tokenizer
+    is that of the model in `folder`.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="right")
     how: dict[str, Any] = {}
@@ -294,7 +316,7 @@ def read_batches(
     prompt_len: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Batch]:
-    """Batches of bundled prompts from every category in turn; whole batches only."""
+    """Return whole batches of bundled prompts, from every category in turn."""
     prompts = [text for texts in read_prompts().values() for text in texts]
     num_prompts = min(max(num_prompts // batch_size, 1) * batch_size, len(prompts))
     chosen = [prompts[index * len(prompts) // num_prompts] for index in range(num_prompts)]

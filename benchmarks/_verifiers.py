@@ -27,7 +27,7 @@ WARM_UPS = 3
 
 
 def _settings(round_: Round, logits: Tensor, backend: str) -> dict[str, Any]:
-    """What a user hands over beside the logits; the cutoffs are found here, in the measured time."""
+    """Return the settings besides the logits; the cutoffs are part of the measured time."""
     return {
         "temperature": round_.warp.temperature,
         "row_cutoffs": cutoffs(logits, round_.warp),
@@ -94,10 +94,11 @@ class Verifier:
         theirs_is: description of `theirs`.
         textbook: in plain eager torch.
         drafts: how the drafted tokens are made, see `draw`.
-        rule: which check `_exactness` makes.
+        rule: name of the check in `_exactness`.
         num_rows_read: rows of V logits that must be read, of K.
-        warps: sampling settings it is measured with.
-        flashinfer: FlashInfer's method, if it has one.
+        warps: sampling settings to measure.
+        flashinfer: FlashInfer's method.
+            None if it has none.
     """
 
     ours: Callable[[Round, str], Tensor]
@@ -132,42 +133,85 @@ _MATCHING = Assisted("multinomial")
 _FLASHINFER = _rivals.flashinfer_rejection
 VERIFIERS = {
     "greedy": Verifier(
-        greedy, Assisted("argmax"), "its greedy matching", _rivals.textbook_greedy, "argmax", "greedy", _target_rows,
+        greedy,
+        Assisted("argmax"),
+        "its greedy matching",
+        _rivals.textbook_greedy,
+        "argmax",
+        "greedy",
+        _target_rows,
         warps=(PLAIN,),
     ),
     "rejection, saved sums": Verifier(
-        rejection_saved, _REJECTION, "its rejection", _rivals.textbook_rejection, "sampled", "rejection",
-        _and_one_draft_row, flashinfer=_FLASHINFER,
+        rejection_saved,
+        _REJECTION,
+        "its rejection",
+        _rivals.textbook_rejection,
+        "sampled",
+        "rejection",
+        _and_one_draft_row,
+        flashinfer=_FLASHINFER,
     ),
     "rejection": Verifier(
-        lambda round_, backend: rejection(round_, backend), _REJECTION, "its rejection", _rivals.textbook_rejection,
-        "sampled", "rejection", _and_all_draft_rows, flashinfer=_FLASHINFER,
+        lambda round_, backend: rejection(round_, backend),
+        _REJECTION,
+        "its rejection",
+        _rivals.textbook_rejection,
+        "sampled",
+        "rejection",
+        _and_all_draft_rows,
+        flashinfer=_FLASHINFER,
     ),
     "point mass": Verifier(
-        point_mass, _MATCHING, "its matching of sampled tokens", _rivals.textbook_point_mass, "argmax", "point mass",
+        point_mass,
+        _MATCHING,
+        "its matching of sampled tokens",
+        _rivals.textbook_point_mass,
+        "argmax",
+        "point mass",
         _target_rows,
     ),
     "typical": Verifier(
-        typical, _REJECTION, "its rejection, as it has no such verifier", _rivals.textbook_typical, "sampled",
-        "typical", _target_rows,
+        typical,
+        _REJECTION,
+        "its rejection, as it has no such verifier",
+        _rivals.textbook_typical,
+        "sampled",
+        "typical",
+        _target_rows,
     ),
     "block": Verifier(
-        block, _REJECTION, "its rejection, as it has no such verifier", _rivals.textbook_block, "sampled", "block",
+        block,
+        _REJECTION,
+        "its rejection, as it has no such verifier",
+        _rivals.textbook_block,
+        "sampled",
+        "block",
         _and_all_draft_rows,
     ),
     "coupled": Verifier(
-        coupled, _MATCHING, "its matching of sampled tokens", _rivals.textbook_coupled, "raced", "coupled",
+        coupled,
+        _MATCHING,
+        "its matching of sampled tokens",
+        _rivals.textbook_coupled,
+        "raced",
+        "coupled",
         _target_rows,
     ),
     "sample": Verifier(
-        draft_sample, _rivals.transformers_sample, "its sampling step", _rivals.textbook_sample, "sampled", "sample",
+        draft_sample,
+        _rivals.transformers_sample,
+        "its sampling step",
+        _rivals.textbook_sample,
+        "sampled",
+        "sample",
         _one_row,
     ),
-}  # fmt: skip
+}
 
 
 def captured(run: Run, rounds: list[Round]) -> Callable[[], None]:
-    """A CUDA graph of `run` on all rounds, which gives what `run` gives."""
+    """Capture `run` on all rounds in a CUDA graph, after checking its output."""
     expected = [run(round_) for round_ in rounds]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -186,7 +230,7 @@ def captured(run: Run, rounds: list[Round]) -> Callable[[], None]:
 
 
 def missing(method: str, device: torch.device) -> str | None:
-    """Why `method` cannot run on `device`; None where it can."""
+    """Return why `method` cannot run on `device`, or None."""
     if method == "flashinfer":
         if device.type != "cuda":
             return "needs a GPU"
@@ -201,7 +245,7 @@ def missing(method: str, device: torch.device) -> str | None:
 def methods_of(
     verifier: Verifier, device: torch.device, compiled: bool
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """The methods that can run on `device`, and why others cannot."""
+    """Return the methods that can run on `device`, and reasons for the others."""
     methods: dict[str, Run] = {
         "ours, torch": lambda round_: verifier.ours(round_, "torch"),
         "transformers": verifier.theirs,

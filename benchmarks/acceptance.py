@@ -1,8 +1,10 @@
-"""Tokens per round of every sampling verifier on the bundled pair, by temperature and by how the draft proposes.
+"""Count tokens per round of every sampling verifier on the bundled pair.
+
+Figures are given by temperature and by the draft's sampling.
 
     python benchmarks/acceptance.py --readme docs/verifiers.md
 
-Nothing is timed, so other work on the machine changes nothing. K is constant.
+Nothing is timed, so other work on the machine does not matter. K is constant.
 """
 
 import argparse
@@ -24,7 +26,7 @@ DRAFT_SAMPLING = ("sample", "argmax")
 def measure(
     target: Any, draft: Any, temperature: float, verifier: str, sampling: str, args: Any
 ) -> dict[str, Any]:
-    """One cell: rounds, accepted and emitted tokens over all prompts and seeds."""
+    """Measure one cell: rounds, accepted and emitted tokens over all prompts and seeds."""
     totals = {"num_rounds": 0, "num_verified": 0, "num_accepted": 0, "num_emitted": 0}
     for batch in read_batches(args.prompts, args.batch_size):
         for seed in range(args.seeds):
@@ -56,7 +58,7 @@ def measure(
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table of docs/verifiers.md."""
+    """Format the table of docs/verifiers.md."""
     rows, args, environment = results["rows"], results["arguments"], results["environment"]
     temperatures = sorted({row["temperature"] for row in rows})
     columns = [
@@ -70,10 +72,7 @@ def table(results: dict[str, Any]) -> str:
         f"{args['prompts']} prompts, {args['seeds']} seeds, {args['max_new_tokens']} new tokens"
     )
     lines = [
-        (
-            "Tokens per round of the bundled pair (kept drafts and the token that follows them), "
-            "float32,"
-        ),
+        ("Tokens per round of the bundled pair (accepted drafts and the bonus token), float32,"),
         f"K = {args['num_assistant_tokens']}, {made_of}, torch {environment['versions']['torch']}:",
         "",
         f"| verifier | {' | '.join(heads)} |",

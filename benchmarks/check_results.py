@@ -1,9 +1,9 @@
-"""Compare tables and pictures of the pages with the committed results that they show.
+"""Compare tables and pictures of the pages with the committed results.
 
 python benchmarks/check_results.py
 
-It makes each of them anew from its JSON, prints what is out of date with the command that mends it,
-and ends with status 1 if anything is. Then it names the results of other library code than the
+It renders each of them from its JSON and prints the outdated ones, each with the command to run.
+The exit status is 1 if any is outdated. Then it names the results of other library code than the
 tree's; comments and docstrings do not count as code.
 """
 
@@ -19,7 +19,7 @@ import results_page
 import speed_plot
 from _harness import RESULTS, ROOT, read_results, source_hash
 
-from training.pair import report  # found by way of real_models.py
+from training.pair import report  # on the path since real_models.py was imported
 
 PAIR = ROOT / "examples" / "pair"
 
@@ -55,7 +55,7 @@ def table_problems() -> Iterator[str]:
 
 
 def gpu_page_problems() -> Iterator[str]:
-    """Lines of the table of two GPUs that hold other figures than the results of first light."""
+    """Find lines of the table of two GPUs that no result of first light has."""
     measured: dict[str, set[tuple[str, ...]]] = {"H100": set(), "H200": set()}
     for path in (RESULTS / "first_light").glob("*/end_to_end.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -71,21 +71,22 @@ def gpu_page_problems() -> Iterator[str]:
     for line in lines:
         for device, figures in (("H100", line[2:4]), ("H200", line[4:6])):
             if figures != ("-", "-") and (*line[:2], *figures) not in measured[device]:
-                yield f"docs/gpu.md, {line[0]}, {line[1]} rows, {device}: no result has {' and '.join(figures)}"
+                place = f"docs/gpu.md, {line[0]}, {line[1]} rows, {device}"
+                yield f"{place}: no result has {' and '.join(figures)}"
 
 
 def pair_problems() -> Iterator[str]:
-    """What the page of the bundled pair says of its measurements."""
+    """Compare the page of the bundled pair with its measurements."""
     measurements = json.loads((PAIR / "measurements.json").read_text(encoding="utf-8"))
     pair = measurements["pair"]
-    mend = "run cd examples && python -m training.train_pair --stage measure"
+    command = "run cd examples && python -m training.train_pair --stage measure"
     if (PAIR / "README.md").read_text(encoding="utf-8") != report.render(measurements):
-        yield f"examples/pair/README.md: {mend}"
+        yield f"examples/pair/README.md: {command}"
     if (
         json.loads(json.dumps(report.pair_bounds(pair["acceptance"], pair["timings"])))
         != pair["bounds"]
     ):
-        yield f"examples/pair/measurements.json, bounds: {mend}"
+        yield f"examples/pair/measurements.json, bounds: {command}"
 
 
 def changed_results() -> list[str]:

@@ -1,10 +1,10 @@
-"""Seconds that the first compiled calls of a process take, with and without torch's caches on disk.
+"""Measure the first compiled calls of a process, with and without torch's caches on disk.
 
     python benchmarks/compilation.py
 
 A method decodes the bundled prompts with one row, with several, with another number of rows, and
 longer texts. Each method runs in processes of its own: the first ones with empty cache folders, the
-others with those that they left.
+others with the filled ones.
 """
 
 import argparse
@@ -26,17 +26,21 @@ from tqdm import tqdm
 
 NAME = "compilation"
 METHODS = {"plain": PLAIN_COMPILED, "ours": compiled(DEFAULT)}
-# Rows and new tokens of the calls, in their order. The first two compile, the others must find
+# Rows and new tokens of the calls, in their order. The first two compile; the others must reuse
 # their graphs.
 CALLS = ((8, 64), (1, 64), (4, 64), (8, 256), (1, 256))
 NUM_COMPILING = 2
-NUM_AFTER = 3  # calls of each kind once everything is compiled
-EMPTY, FILLED = "empty", "filled"  # torch's caches on disk
+NUM_AFTER = 3  # calls of each kind after compilation
+EMPTY, FILLED = "empty", "filled"  # states of torch's caches on disk
 Row = dict[str, Any]
 
 
 def decode(name: str, dtype: str) -> Row:
-    """The calls of one process: their seconds, those of the same calls when all is compiled, and graphs so far."""
+    """Run the calls of one process.
+
+    Returns:
+        For each call its seconds, those of the same call once compiled, and the graphs so far.
+    """
     runner = Runner(load_pair(dtype, "cpu"), "greedy", CALLS[0][1])
     batches = {
         batch_size: runner.subject.batches(batch_size, batch_size, prompt_len=64)[0]
@@ -61,8 +65,10 @@ def decode(name: str, dtype: str) -> Row:
         )
     for call in calls:
         batch, num_new = batches[call["batch_size"]], call["max_new_tokens"]
-        after = [runner(method, batch, max_new_tokens=num_new).seconds for _ in range(NUM_AFTER)]
-        call["compiled_s"] = median(after)
+        compiled_runs = [
+            runner(method, batch, max_new_tokens=num_new).seconds for _ in range(NUM_AFTER)
+        ]
+        call["compiled_s"] = median(compiled_runs)
     return {"calls": calls}
 
 
@@ -81,7 +87,10 @@ def start(name: str, dtype: str, folder: Path) -> Row:
 
 
 def row_of(name: str, caches: str, runs: list[Row], dtype: str) -> Row:
-    """What several processes took: all that the compiling calls took beyond compiled ones, and what the others did."""
+    """Summarise several processes.
+
+    The compiling calls count beyond the same calls once compiled, and so do the later ones.
+    """
     extra = [[call["seconds"] - call["compiled_s"] for call in run["calls"]] for run in runs]
     compile_s = sorted(sum(seconds[:NUM_COMPILING]) for seconds in extra)
     return {
@@ -112,14 +121,14 @@ COLUMNS = {
     "graphs then": lambda row: row["graphs_after"],
 }
 NOTES = f"""\
-Greedy decoding with the bundled pair and the default schedule. To compile: what the first call of {CALLS[0][0]} rows
-and the first call of one row take beyond the same calls when all is compiled. Then come calls of other numbers of rows
-and of longer texts, which should find their graphs.
+Greedy decoding with the bundled pair and the default schedule. To compile: extra seconds of the
+first call of {CALLS[0][0]} rows and of the first call of one row, over the same calls once all is
+compiled. Calls of other numbers of rows and of longer texts follow; they should reuse the graphs.
 """
 
 
 def table(content: dict[str, Any]) -> str:
-    """All cells, with the meaning of the columns."""
+    """Format all cells, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

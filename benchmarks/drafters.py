@@ -1,11 +1,11 @@
-"""Mean acceptance length of prompt lookup, of the bundled draft model, and of both together, by category of prompts.
+"""Count mean acceptance lengths of prompt lookup, the bundled draft model, and both together.
 
     python benchmarks/drafters.py
 
-Nothing is timed, so other work on the machine changes nothing. K is constant. The draft model's
-forwards are counted: rounds without any are what the hybrid saves besides. A round's cost is one
-forward of the target and those of the draft, each as expensive as its parameters' share of the
-target's.
+Figures are given by category of prompts. Nothing is timed, so other work on the machine does not
+matter. K is constant. The draft model's forwards are counted: the hybrid also saves forwards in
+rounds of copies alone. A round costs one forward of the target and those of the draft, each priced
+at its parameters' share of the target's.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import hf_speculate
 from hf_speculate.engine.step_weights import cost_ratio
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 
-# the hooks here count forwards, or treat each token by itself
+# The hooks of this file count forwards or treat each token by itself.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "drafters"
@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Calls:
-    """Counts a model's forwards."""
+    """Counter of a model's forwards."""
 
     def __init__(self, model: Any):
         self.num = 0
@@ -48,7 +48,7 @@ class Calls:
 def measure(
     models: tuple[Any, Any], calls: Calls, category: str, mode: str, drafter: str, args: Any
 ) -> dict[str, Any]:
-    """One cell: rounds, accepted and emitted tokens over all prompts of a category."""
+    """Measure one cell: rounds, accepted and emitted tokens over all prompts of a category."""
     target, draft = models
     options = {**MODES[mode], "num_assistant_tokens_schedule": "constant"}
     if drafter != "copying":
@@ -100,31 +100,37 @@ COLUMNS = {
 
 
 def cost_per_token(row: dict[str, Any]) -> float:
-    """What a token costs, in forwards of the target."""
+    """Return the cost of a token in forwards of the target."""
     return (1 + row["draft_cost"] * row["draft_forwards_per_round"]) / row["mean_acceptance_length"]
 
 
 def table(content: dict[str, Any]) -> str:
-    """Every cell."""
+    """Format every cell."""
     return markdown(COLUMNS, content["rows"])
 
 
 def over_better(rows: list[dict[str, Any]]) -> list[float]:
-    """By mode and category, the hybrid's mean acceptance length over those of the better of the two."""
+    """Return the hybrid's mean acceptance length over the better of the two, by cell."""
     cells = _by_cell(rows, lambda row: row["mean_acceptance_length"])
-    return [of["hybrid"] / max(of["copying"], of["model"]) for of in cells]
+    return [
+        by_drafter["hybrid"] / max(by_drafter["copying"], by_drafter["model"])
+        for by_drafter in cells
+    ]
 
 
 def cost_over_better(rows: list[dict[str, Any]]) -> list[float]:
-    """By mode and category, what a token costs with the hybrid over what it costs with the cheaper of the two."""
+    """Return the hybrid's cost per token over the cheaper of the two, by cell."""
     cells = _by_cell(rows, cost_per_token)
-    return [of["hybrid"] / min(of["copying"], of["model"]) for of in cells]
+    return [
+        by_drafter["hybrid"] / min(by_drafter["copying"], by_drafter["model"])
+        for by_drafter in cells
+    ]
 
 
 def _by_cell(
     rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]
 ) -> list[dict[str, float]]:
-    """Of each mode and category, the figure by drafter."""
+    """Return the figure by drafter, for each mode and category."""
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         cells.setdefault((row["mode"], row["category"]), {})[row["drafter"]] = figure(row)

@@ -1,8 +1,8 @@
-"""`generate()` of every engine on the bundled pair, and on a Llama-3-8B-shaped one where there is a GPU.
+"""Measure `generate()` of every engine on the bundled pair, and on a Llama-3-8B shape on GPUs.
 
-    python benchmarks/end_to_end.py                                  # a default that fits the machine
+    python benchmarks/end_to_end.py                                # a default for the machine
     python benchmarks/end_to_end.py --grid full --limit-s 7200
-    python benchmarks/end_to_end.py --subjects pair --batch-sizes 1 --modes greedy --num-assistant-tokens 5
+    python benchmarks/end_to_end.py --subjects pair --batch-sizes 1 --modes greedy
 
 Every text is checked against plain `generate()` before it counts, then all methods alternate in one
 process. transformers' assisted generation and prompt lookup take one row: a batch is compared with
@@ -49,9 +49,9 @@ from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 NAME = "end_to_end"
-# besides the mode's default
+# These are added to the mode's default verifier.
 VERIFIERS = {"greedy": ("typical",), "sampling": ("block", "coupled", "typical")}
-VERIFIERS_K = 5  # at which they are compared
+VERIFIERS_K = 5  # K for the comparison of verifiers
 COMPILED_NUMS = (None, 5, 8)  # K of the compiled methods; None: the default schedule
 COMPILED_BATCH_SIZES = (1, 8)
 GRIDS = {
@@ -64,23 +64,29 @@ Row = dict[str, Any]
 def methods_of(
     batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool
 ) -> list[Method]:
-    """All methods of a cell, plain decoding first."""
-    nums, slow_nums = args.num_assistant_tokens, args.num_assistant_tokens
+    """Return all methods of a cell, plain decoding first."""
+    draft_lens, slow_draft_lens = args.num_assistant_tokens, args.num_assistant_tokens
     if batch_size > 1 and args.grid == "small":
-        # the loop over rows takes many times as long
-        slow_nums = [min(nums, key=lambda num: abs(num - VERIFIERS_K))]
-    methods = [PLAIN_METHOD, DEFAULT, *(ours(num) for num in nums)]
+        # The loop over rows takes many times as long.
+        slow_draft_lens = [min(draft_lens, key=lambda draft_len: abs(draft_len - VERIFIERS_K))]
+    methods = [PLAIN_METHOD, DEFAULT, *(ours(draft_len) for draft_len in draft_lens)]
     methods += [ours(VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
     if args.compiled and mode == "greedy" and batch_size in COMPILED_BATCH_SIZES:
-        methods += [PLAIN_COMPILED, *(ours(num, is_compiled=True) for num in COMPILED_NUMS)]
+        methods += [
+            PLAIN_COMPILED,
+            *(ours(draft_len, is_compiled=True) for draft_len in COMPILED_NUMS),
+        ]
         if batch_size == 1 and ASSISTS_COMPILED:
-            methods += [assisted(num, is_compiled=True) for num in COMPILED_NUMS]
-    methods += [assisted(), *(assisted(num) for num in slow_nums)]
+            methods += [assisted(draft_len, is_compiled=True) for draft_len in COMPILED_NUMS]
+    methods += [assisted(), *(assisted(draft_len) for draft_len in slow_draft_lens)]
     return methods + ([LOOKUP] if has_lookup and batch_size == 1 else [])
 
 
 def checked(runner: Runner, methods: list[Method], batch: Batch) -> str:
-    """Result of the checks; random pairs are also checked without the oracle, so that their caches matter."""
+    """Return the result of the checks.
+
+    Random pairs are also checked without the oracle: only then do their caches matter.
+    """
     if runner.subject.oracle is None:
         return check(runner, methods, batch)
     with runner.subject.oracle.silent():
@@ -89,20 +95,20 @@ def checked(runner: Runner, methods: list[Method], batch: Batch) -> str:
 
 
 def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> list[Row]:
-    """One cell: a row for every method."""
+    """Measure one cell: a row for every method."""
     runner = Runner(subject, mode, args.max_new_tokens, args.cache)
     methods = methods_of(batch_size, mode, args, subject.oracle is None)
     num_prompts = max(args.prompts, batch_size)
     batches = subject.batches(num_prompts, batch_size)
     compile_s = compile_all(runner, methods, batches)
     warm_up(runner, [method for method in methods if not is_compiled(method)], batches[0])
-    same = checked(runner, methods, batches[0])
+    check_result = checked(runner, methods, batches[0])
     timings = Timings()
     for batch in batches:
         timings.add(runner, methods, batch, args.repeats)
     plain_s = timings.plain_step_s(args.max_new_tokens)
-    middle = sorted(batches, key=lambda batch: batch.input_ids.shape[1])[len(batches) // 2]
-    costs = measure_costs(subject, middle, args.max_new_tokens, plain_s, 9, range(MAX_K + 1))
+    middle_batch = sorted(batches, key=lambda batch: batch.input_ids.shape[1])[len(batches) // 2]
+    costs = measure_costs(subject, middle_batch, args.max_new_tokens, plain_s, 9, range(MAX_K + 1))
     counted = tokens_per_round(
         runner, subject.batches(num_prompts, min(num_prompts, 8)), args.max_k
     )
@@ -115,7 +121,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
             "dtype": subject.dtype,
             "batch_size": batch_size,
             "mode": mode,
-            "checked": same,
+            "checked": check_result,
             "schedule": DEFAULT_SCHEDULE
             if method.engine == OURS and method.num_assistant_tokens is None
             else "constant",
@@ -128,7 +134,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
         row["tokens_per_s"] = batch_size * args.max_new_tokens / row["seconds"]["median"]
         if method.engine == OURS:
             row |= costs.report(row["counts"], batch_size)
-        # the costs are those of eager forwards
+        # The costs are those of eager forwards.
         if method.engine == OURS and not is_compiled(method):
             row["efficiency"] = row["decode_over_plain"] / row["expected"]
             row["share_of_bound"] = (
@@ -138,18 +144,18 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     rows[0]["tokens_per_round_by_k"] = counted
     rows[0]["c"], rows[0]["v_by_k"] = (
         costs.c(batch_size),
-        [costs.v(batch_size, num) for num in range(MAX_K + 1)],
+        [costs.v(batch_size, draft_len) for draft_len in range(MAX_K + 1)],
     )
     return rows
 
 
 def has_bound(row: Row) -> bool:
-    """Whether the bound, which is of eager forwards, applies to a row."""
+    """Return whether the bound of eager forwards applies to a row."""
     return row["engine"] == OURS and not row.get("is_compiled")
 
 
 def compiled_note(row: Row) -> str | None:
-    """Seconds that compiling took; a method that fell back to eager is marked."""
+    """Return the seconds of compilation, or a note if the method fell back to eager."""
     if not row.get("is_compiled"):
         return None
     return "no: fell back to eager" if row["fell_back"] else f"in {row['compile_s']:.0f} s"
@@ -185,20 +191,22 @@ COLUMNS = {
     "checked": lambda row: row["checked"] if row["method"] == PLAIN_METHOD.name else None,
 }
 NOTES = """\
-K, the verified acceptance rate and the mean acceptance length are measured. c is the time of a draft step, and v
-the time of a target forward over K+1 tokens, timed directly with the library's own forwards, over the time per token of
-plain `generate()`. The expected speed-up is the mean acceptance length / (K c + v). Efficiency is the speed-up after
-the prompt over the expected one; the bound is the largest expected one over constant K, for a loop without any work of
-its own and the default verifier. "transformers" is its assisted generation,
-a batch row by row. "after the prompt" leaves the target's first forward out on both sides. Other verifiers are
-measured at one K. Compiled methods run over a static cache (`cache_implementation="static"`, `compile_config`), of
-transformers' assisted generation the target alone, for one row;
-"compiled" says how long compiling took, before anything was timed. c, v and the bound are of eager forwards.
+K, the verified acceptance rate and the mean acceptance length are measured. c is the time of a
+draft step, and v the time of a target forward over K+1 tokens. Both are timed directly with the
+library's forwards, and divided by the time per token of plain `generate()`. The expected speed-up
+is the mean acceptance length / (K c + v). Efficiency is the speed-up after the prompt over the
+expected one. The bound is the largest expected speed-up over constant K, for a loop without
+overhead and the default verifier. "transformers" is its assisted generation, a batch row by row.
+"after the prompt" leaves the target's first forward out on both sides. Other verifiers are measured
+at one K. Compiled methods run over a static cache (`cache_implementation="static"`,
+`compile_config`); transformers' assisted generation compiles the target alone, for one row.
+"compiled" gives the seconds of compilation, before anything was timed. c, v and the bound are those
+of eager forwards.
 """
 
 
 def table(content: dict[str, Any]) -> str:
-    """All rows, with the meaning of the columns."""
+    """Format all rows, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
@@ -248,9 +256,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--max-k", type=int, default=MAX_K, help="largest K that the pair's bound considers"
-    )
+    parser.add_argument("--max-k", type=int, default=MAX_K, help="largest K for the pair's bound")
     parser.add_argument(
         "--dtypes",
         nargs="+",
@@ -297,8 +303,8 @@ def main() -> None:
             return load_shape(name, dtype, args.device, acceptance, args.layers, args.draft_layers)
 
         if (name, batch_size) not in dtype_of:
-            pair = (None, None)  # frees its memory
-            # an oracle fixes the texts of random pairs; those of others are equal in float32
+            pair = (None, None)  # frees the former pair
+            # An oracle fixes the texts of random pairs; other pairs need float32 for equal texts.
             dtypes = args.dtypes or [
                 "bfloat16" if name in SHAPES and args.device.type == "cuda" else "float32"
             ]

@@ -1,12 +1,12 @@
-"""The bundled heads and the bundled draft model on the bundled target: mean acceptance length, and speed of one row.
+"""Measure the bundled heads and the bundled draft model on the bundled target.
 
-    python benchmarks/fitted_heads.py                      # all of it
-    python benchmarks/fitted_heads.py --timed-prompts 0    # counts alone, which other work on the machine cannot change
-    python benchmarks/fitted_heads.py --readme docs/heads.md  # the last results between the marks of that page
+    python benchmarks/fitted_heads.py                        # all of it
+    python benchmarks/fitted_heads.py --timed-prompts 0      # counts alone, free of timing noise
+    python benchmarks/fitted_heads.py --readme docs/heads.md # put the last results into the page
 
-K is constant. Greedy decoding, and sampling at temperature 1 with the verifier "rejection", where
-the draft's tokens are drawn ("sample") or point masses ("argmax"). Speed is greedy decoding of one
-row over plain decoding of it, in turn.
+It gives mean acceptance lengths, and the speed of one row. K is constant. Decoding is greedy, or it
+samples at temperature 1 with the verifier "rejection"; the draft's tokens are then drawn ("sample")
+or point masses ("argmax"). Speed is greedy decoding of one row over plain decoding of it, in turn.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 import hf_speculate
 
 NAME = "fitted_heads"
-# folders in examples/heads
+# Values are folders in examples/heads.
 HEADS = {"EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash 2": "dflash2"}
 DRAFT_MODEL = "draft model"
 METHODS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def options_of(draft: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of every call that drafts."""
+    """Return the arguments of every call with a draft."""
     schedule = {
         "num_assistant_tokens": args.num_assistant_tokens,
         "num_assistant_tokens_schedule": "constant",
@@ -54,7 +54,7 @@ def options_of(draft: Any, args: argparse.Namespace) -> dict[str, Any]:
 def mean_acceptance_length(
     target: PreTrainedModel, draft: Any, method: str, args: argparse.Namespace
 ) -> float:
-    """Emitted tokens per round of a row, over all prompts, and over all seeds when sampling."""
+    """Count emitted tokens per round of a row, over all prompts, and all seeds when sampling."""
     num_emitted = num_rounds = 0
     for batch in read_batches(args.prompts, args.batch_size, device=args.device):
         for seed in range(args.seeds if METHODS[method]["do_sample"] else 1):
@@ -73,7 +73,10 @@ def mean_acceptance_length(
 def speeds(
     target: PreTrainedModel, drafts: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """By draft: greedy decoding over plain decoding of the same row; empty if no prompt is timed."""
+    """Measure greedy over plain decoding of the same row, by draft.
+
+    Returns an empty dict if no prompt is timed.
+    """
     ratios: dict[str, list[float]] = {name: [] for name in drafts}
     for batch in (
         read_batches(args.timed_prompts, 1, device=args.device) if args.timed_prompts else []
@@ -90,7 +93,7 @@ def speeds(
                 plain / ours
                 for plain, ours in zip(seconds["plain"][1:], seconds[name][1:], strict=True)
             ]
-    return {name: spread(own) for name, own in ratios.items() if own}
+    return {name: spread(draft_ratios) for name, draft_ratios in ratios.items() if draft_ratios}
 
 
 COLUMNS = {
@@ -106,7 +109,7 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """Mean acceptance length by draft and method, and the speed if it was measured."""
+    """Format mean acceptance lengths by draft and method, and the measured speeds."""
     args = content["arguments"]
     note = (
         f"Tokens per round, K = {args['num_assistant_tokens']}, {args['prompts']} prompts, float32."
@@ -137,7 +140,8 @@ def main() -> None:
     target = load(PAIR / "target", "float32", args.device)
     folder = PAIR.parent / "heads"
     drafts: dict[str, Any] = {
-        name: hf_speculate.load_drafter(folder / own, target) for name, own in HEADS.items()
+        name: hf_speculate.load_drafter(folder / head_folder, target)
+        for name, head_folder in HEADS.items()
     }
     parts = {name: head.network for name, head in drafts.items()}
     drafts[DRAFT_MODEL] = parts[DRAFT_MODEL] = load(PAIR / "draft", "float32", args.device)

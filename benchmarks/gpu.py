@@ -1,17 +1,18 @@
-"""Measurements on a CUDA device: an 8B target with a 1B draft, attention, and the tests marked `gpu`.
+"""Measure an 8B target with a 1B draft and attention on a CUDA device, and run the `gpu` tests.
 
     python benchmarks/gpu.py --out FOLDER            # seven minutes at most
     python benchmarks/gpu.py --out FOLDER --dry-run  # tiny models on the CPU, no figures
 
 Parts run in the order of their worth: the tests; decoding with one and eight rows, eagerly and from
-graphs, with the rounds taken apart; attention alone; compiled decoding. Each part is a process,
-forked from this one, which imports torch and never touches the device: a part that crashes or is
-late ends alone. `FOLDER/<part>.json` is written after every cell, `FOLDER/tables.md` at the end.
+graphs, with a profile of the rounds; attention alone; compiled decoding. Each part is a process,
+forked from this one. This process imports torch and never touches the device, so a part that
+crashes or is late ends alone. `FOLDER/<part>.json` is written after every cell, `FOLDER/tables.md`
+at the end.
 
-An oracle fixes the texts and which drafted tokens are accepted (0.8 of them). Tokens per second
-count the whole call, and without the prompt: less the seconds of the forwards over it. The share of
-the bound is the time that the device's memory needs to read the weights of a call's forwards, at
-the rate of a copy, over the seconds after the prompt.
+An oracle fixes the texts and accepts 0.8 of the drafted tokens. Tokens per second count the whole
+call, and also the call without the forwards over the prompt. The share of the bound compares the
+time to read the weights of a call's forwards, at the rate of a copy, with the seconds after the
+prompt.
 
 The exit status is 1 if a check failed or a part did not finish. No network is needed, and the
 library need not be installed.
@@ -36,7 +37,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# Whether there is a device can then be asked without the driver, which no forked process may share.
+# With this setting torch looks for a device without the driver; no forked process may share a
+# driver.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -64,11 +66,11 @@ from tests.support.tiny import make_model, noisy_copy
 KNOWN_PACKAGES.update(("_subjects", "__main__"))  # the oracle's hooks treat each token by itself
 
 ACCEPTANCE, REPEATS, LIMIT_S = 0.8, 2, 420.0
-DRY_FACTOR = 4.0  # how much longer a dry run may take, on a machine of any speed
+DRY_FACTOR = 4.0  # factor of the time limit of dry runs
 COMPILED = {"cache_implementation": "static"}
-GRAPHS = {"speculation_graphs": "on"}  # by itself a call runs no model with hooks from graphs
+GRAPHS = {"speculation_graphs": "on"}  # models with hooks do not run from graphs by default
 PLAIN, PLAIN_COMPILED = "plain", "plain, compiled"
-LEARNING_CALLS = 2  # in which the default schedule learns, after the first one
+LEARNING_CALLS = 2  # calls of the default schedule before timing
 CONSTANT = {"num_assistant_tokens_schedule": "constant"}
 OURS: dict[str, dict[str, Any]] = {
     "ours, default": {},
@@ -80,7 +82,7 @@ COMPILED_METHODS = {PLAIN_COMPILED: COMPILED}
 COMPILED_METHODS |= {f"{name}, compiled": options | COMPILED for name, options in OURS.items()}
 COMPILE_NEEDS_S = 60.0
 NUM_HEADS, NUM_KV_HEADS, WIDTH = 32, 8, 128
-# Kernels of the profile by their names; all others are small ones.
+# These patterns sort kernels of the profile by name; all others are small ones.
 KINDS = {
     "attention": re.compile(r"flash|fmha|attention|attend|sdpa", re.I),
     "weights": re.compile(r"gemm|gemv|cutlass|cublas|nvjet|wgmma|splitk|triton_tem|_mm", re.I),
@@ -112,7 +114,7 @@ class Report:
         path: the file.
         sizes: those of the run.
         end_s: time on the monotonic clock after which no further cell begins.
-        commit: revision to name where git is not at hand.
+        commit: revision to name on a machine without git.
     """
 
     def __init__(self, path: Path, sizes: Sizes, end_s: float, commit: str):
@@ -127,7 +129,10 @@ class Report:
         return self.end_s - time.monotonic()
 
     def attempt(self, name: str, run: Callable[[], dict[str, Any]], needs_s: float = 3.0) -> None:
-        """Run a cell and keep its values, unless too little time is left; an error in it is a failed check."""
+        """Run a cell and keep its values, unless too little time is left.
+
+        An error in it is a failed check.
+        """
         if self.remaining_s < needs_s:
             self.content["left_out"].append(name)
         else:
@@ -152,7 +157,7 @@ class Report:
 
 
 def free(sizes: Sizes) -> None:
-    """Free what a failed cell held; raises if the device is lost."""
+    """Free the memory of a failed cell; raises if the device is lost."""
     gc.collect()
     if not sizes.is_dry:
         torch.cuda.synchronize()
@@ -160,7 +165,7 @@ def free(sizes: Sizes) -> None:
 
 
 def seconds_of(run: Callable[[], object], sizes: Sizes) -> float:
-    """Seconds until the device has done a run."""
+    """Return the seconds until the device has finished a run."""
     if not sizes.is_dry:
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -171,7 +176,10 @@ def seconds_of(run: Callable[[], object], sizes: Sizes) -> float:
 
 
 class Setting:
-    """A pair of models with an oracle, and the rate of the device's memory."""
+    """A pair of models with an oracle.
+
+    It also holds the rate of the device's memory.
+    """
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
@@ -191,7 +199,7 @@ class Setting:
     def decode(
         self, options: dict[str, Any], is_plain: bool, batch_size: int, stats: Any, **others: Any
     ) -> Tensor:
-        """Token ids [B, T + N]."""
+        """Return token ids [B, T + N]."""
         arguments = {
             **self.inputs(batch_size),
             **options,
@@ -205,7 +213,7 @@ class Setting:
         )
 
     def prompt_s(self, batch_size: int, is_plain: bool) -> float:
-        """Seconds of the forwards over the prompts."""
+        """Return the seconds of the forwards over the prompts."""
         inputs, models = (
             self.inputs(batch_size),
             [self.target] if is_plain else [self.target, self.draft],
@@ -221,12 +229,13 @@ class Setting:
         return min(seconds)
 
     def weights_s(self, stats: Any, is_plain: bool) -> float:
-        """Seconds in which the memory gives the weights that a call's forwards after the prompt read."""
+        """Return the seconds to read the weights of a call's forwards after the prompt."""
         num_forwards, num_steps = self.sizes.num_new - 1, 0
         if not is_plain:
             num_forwards = sum(stats.rounds_by_draft_len.values())
             num_steps = sum(
-                num_tokens * num for num_tokens, num in stats.rounds_by_draft_len.items()
+                num_tokens * num_rounds
+                for num_tokens, num_rounds in stats.rounds_by_draft_len.items()
             )
         num_bytes = num_forwards * read_bytes(self.target) + num_steps * read_bytes(self.draft)
         return num_bytes / self.bytes_per_s
@@ -237,7 +246,10 @@ def prompts(ids: Tensor) -> dict[str, Tensor]:
 
 
 def read_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a forward reads: all but the embedding table, unless the head shares it."""
+    """Return the bytes of the weights that a forward reads.
+
+    The embedding table does not count, unless the head shares it.
+    """
     tables = {id(model.get_input_embeddings().weight)} - {id(model.get_output_embeddings().weight)}
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in tables)
 
@@ -245,7 +257,7 @@ def read_bytes(model: PreTrainedModel) -> int:
 def measure(
     report: Report, setting: Setting, method: str, options: dict[str, Any], batch_size: int
 ) -> dict[str, Any]:
-    """Measure a method: a first call, whose text is checked, calls in which a schedule learns, then timed ones."""
+    """Measure a method: a first call with a check of its text, calls to adapt, then timed calls."""
     sizes, name = setting.sizes, f"{method}, B={batch_size}"
     is_plain, stats = method.startswith(PLAIN), hf_speculate.SpeculationStats()
     if not sizes.is_dry:
@@ -302,7 +314,7 @@ def measure(
 
 
 def take_apart(setting: Setting, options: dict[str, Any], batch_size: int) -> dict[str, Any]:
-    """Milliseconds of a round on the device, by kind of kernel, from the end of the prompt on."""
+    """Return milliseconds of a round on the device, by kind of kernel, after the prompt."""
     sizes, stats = setting.sizes, hf_speculate.SpeculationStats()
     if sizes.is_dry:
         setting.decode(options, False, batch_size, stats)
@@ -315,7 +327,7 @@ def take_apart(setting: Setting, options: dict[str, Any], batch_size: int) -> di
             profiler.start()
             begun.append(report)
 
-    setting.decode(options, False, batch_size, stats)  # captures
+    setting.decode(options, False, batch_size, stats)  # captures the graphs
     setting.decode(options, False, batch_size, stats, speculation_callback=begin)
     torch.cuda.synchronize()
     profiler.stop()
@@ -347,20 +359,21 @@ def take_apart(setting: Setting, options: dict[str, Any], batch_size: int) -> di
 
 
 def decode_all(report: Report) -> None:
-    """Time plain decoding and ours from graphs, and take the rounds of ours apart."""
+    """Time plain decoding and ours from graphs, and profile the rounds of ours."""
     setting = Setting(report.sizes)
     report.content["gb_per_s"] = setting.bytes_per_s / 1e9
     for batch_size in report.sizes.batch_sizes:
         for method, options in METHODS.items():
             cell = f"{method}, B={batch_size}"
-            report.attempt(cell, lambda: measure(report, setting, method, options, batch_size))  # noqa: B023
+            run = partial(measure, report, setting, method, options, batch_size)
+            report.attempt(cell, run)
     for batch_size in report.sizes.batch_sizes:
-        options = METHODS["ours, K = 5, graphs"]
-        report.attempt(f"a round, B={batch_size}", lambda: take_apart(setting, options, batch_size))  # noqa: B023
+        run = partial(take_apart, setting, METHODS["ours, K = 5, graphs"], batch_size)
+        report.attempt(f"a round, B={batch_size}", run)
 
 
 def decode_compiled(report: Report) -> None:
-    """Time compiled methods; what they compile for one row does not serve eight."""
+    """Time compiled methods; code compiled for one row does not serve eight."""
     setting = Setting(report.sizes)
     needs_s = 0.0 if report.sizes.is_dry else COMPILE_NEEDS_S
     for batch_size in report.sizes.batch_sizes:
@@ -371,7 +384,10 @@ def decode_compiled(report: Report) -> None:
 
 
 def attention(report: Report) -> None:
-    """Time attention of a few queries to many keys, from a graph: ours under a mask, and torch's backends."""
+    """Time attention of a few queries to many keys, from a graph.
+
+    It compares ours under a mask with torch's backends.
+    """
     sizes = report.sizes
     register_folded_attention()
     is_chosen([sizes.device])
@@ -380,13 +396,14 @@ def attention(report: Report) -> None:
         for batch_size in sizes.batch_sizes:
             for num_query in sizes.query_lens:
                 shape = batch_size, num_query, num_keys
-                report.attempt(f"attention {shape}", lambda: attend(sizes, *shape, bytes_per_s))  # noqa: B023
+                run = partial(attend, sizes, *shape, bytes_per_s)
+                report.attempt(f"attention {shape}", run)
 
 
 def attend(
     sizes: Sizes, batch_size: int, num_query: int, num_keys: int, bytes_per_s: float
 ) -> dict[str, Any]:
-    """Microseconds of one layer's attention."""
+    """Return the microseconds of one layer's attention."""
     dtype = torch.float32 if sizes.is_dry else torch.bfloat16
     query = torch.randn(batch_size, NUM_HEADS, num_query, WIDTH, device=sizes.device, dtype=dtype)
     states = [
@@ -401,7 +418,7 @@ def attend(
     mask = mask.expand(batch_size, 1, -1, -1)
     module, groups = nn.Module(), NUM_HEADS // NUM_KV_HEADS
     module.num_key_value_groups = groups
-    wide = [part.repeat_interleave(groups, 1) for part in states]
+    repeated_states = [state.repeat_interleave(groups, 1) for state in states]
 
     def ours() -> Tensor:
         with folding():
@@ -410,7 +427,7 @@ def attend(
     def torch_backend(backend: SDPBackend, mask: Tensor | None) -> Callable[[], Tensor]:
         def run() -> Tensor:
             with sdpa_kernel([SDPBackend.MATH if sizes.is_dry else backend]):
-                return scaled_dot_product_attention(query, *wide, attn_mask=mask)
+                return scaled_dot_product_attention(query, *repeated_states, attn_mask=mask)
 
         return run
 
@@ -435,7 +452,7 @@ def attend(
 
 
 def graphed_s(run: Callable[[], Tensor], sizes: Sizes, times: int = 20) -> float:
-    """Seconds of one run where a graph launches several in a row."""
+    """Return the seconds of one run, launched several times in a row by a graph."""
     if sizes.is_dry:
         return seconds_of(run, sizes)
     stream = torch.cuda.Stream()
@@ -451,12 +468,12 @@ def graphed_s(run: Callable[[], Tensor], sizes: Sizes, times: int = 20) -> float
 
 
 def tests(report: Report) -> None:
-    """Run the tests marked `gpu`, from their files alone: others import more than may be installed."""
+    """Run the tests marked `gpu` from their files alone: other files import more packages."""
     report.attempt("tests marked gpu", lambda: run_tests(report))
 
 
 def run_tests(report: Report) -> dict[str, Any]:
-    """Count the outcomes of tests; a run that is late is stopped, and what it has run counts."""
+    """Count the outcomes of tests; a late run is stopped, and its finished tests count."""
     is_dry = report.sizes.is_dry
     texts = {path: path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     files = [str(path.relative_to(ROOT)) for path, text in texts.items() if "mark.gpu" in text]
@@ -479,7 +496,7 @@ def run_tests(report: Report) -> dict[str, Any]:
         str(ROOT),
         os.environ.get("PYTHONPATH", ""),
     ]
-    command += ["-p", "no:hypothesispytest"] * is_dry  # hypothesis is hidden then
+    command += ["-p", "no:hypothesispytest"] * is_dry  # hypothesis is hidden in dry runs
     path = report.path.with_suffix(".log")
     with path.open("w", encoding="utf-8") as log, suppress(subprocess.TimeoutExpired):
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(folders)}
@@ -505,7 +522,7 @@ def run_tests(report: Report) -> dict[str, Any]:
 
 
 class Part(NamedTuple):
-    """A part, and the share of the time that it may take at most."""
+    """A part and its share of the time."""
 
     run: Callable[[Report], None]
     share: float
@@ -520,7 +537,7 @@ PARTS = {
 
 
 def run_part(name: str, args: argparse.Namespace, end_s: float) -> int:
-    """Run a part in this process, which is the part's own; 1 if a check failed."""
+    """Run a part in this process and return 1 if a check failed."""
     if not args.dry_run and not torch.cuda.is_available():
         raise SystemExit(
             "gpu.py needs a CUDA device, found none; pass --dry-run for tiny models on the CPU"
@@ -535,19 +552,22 @@ def run_part(name: str, args: argparse.Namespace, end_s: float) -> int:
 
 
 def fork_part(name: str, args: argparse.Namespace, end_s: float) -> bool:
-    """Run a part in a process of its own, which is killed a little after `end_s`; whether all was right."""
+    """Run a part in a forked process and return whether all was right.
+
+    The process is killed a little after `end_s`.
+    """
     print(f"== {name}: at most {end_s - time.monotonic():.0f} s", flush=True)
     process_id = os.fork()
     if not process_id:
         status = 1
         try:
-            os.setsid()  # so that all it starts can be ended with it
+            os.setsid()  # a session of its own, so all its children can be ended with it
             status = run_part(name, args, end_s)
         except BaseException:  # noqa: BLE001, printed
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # a device that failed, or what a compiler leaves running, may hold up an ordinary exit
+        # A device that failed, or a compiler's leftovers, may hold up an ordinary exit.
         os._exit(status)
     done, status = 0, 0
     while not done and time.monotonic() < end_s + 5.0:
@@ -567,7 +587,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts that get all the time"
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="parts to run, with all the time",
     )
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all parts together")
@@ -579,15 +603,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     limit_s = args.limit_s * (DRY_FACTOR if args.dry_run else 1.0)
     end_s = time.monotonic() + limit_s
-    are_right = []
+    passed = []
     for name in [name for name in PARTS if name in args.only]:
         share = PARTS[name].share if len(args.only) > 1 else 1.0
-        are_right.append(fork_part(name, args, min(end_s, time.monotonic() + share * limit_s)))
-    written = [path for name in PARTS if (path := args.out / f"{name}.json").exists()]
-    lines = tables({path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written})
+        passed.append(fork_part(name, args, min(end_s, time.monotonic() + share * limit_s)))
+    result_paths = [path for name in PARTS if (path := args.out / f"{name}.json").exists()]
+    lines = tables(
+        {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in result_paths}
+    )
     (args.out / "tables.md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     print("\n".join(lines), flush=True)
-    return int(not all(are_right))
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

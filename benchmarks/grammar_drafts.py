@@ -1,11 +1,11 @@
-"""Tokens per forward of SmolLM2 under grammars: drafts of forced text, of prompt lookup, both, neither.
+"""Count tokens per forward of SmolLM2 under grammars.
 
     python benchmarks/grammar_drafts.py
 
-Thirty JSON schemas are decoded greedily, one row in float32, each with the matcher of
-`examples/grammar.py`, which needs `pip install ".[grammar]"`. Every method drafts up to 10 tokens
-in each round, so that the counts do not depend on the machine. A schema counts where all texts are
-equal.
+Drafts are forced text, prompt lookup, both, or neither. Thirty JSON schemas are decoded greedily,
+one row in float32, each with the matcher of `examples/grammar.py` (`pip install ".[grammar]"`).
+Every method drafts up to 10 tokens in each round, so the counts do not depend on the machine. A
+schema counts if all texts are equal.
 """
 
 import argparse
@@ -34,19 +34,19 @@ Schema = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """What is asked for, and the schema of the answer."""
+    """A request and the schema of its answer."""
 
     kind: str
     asked: str
     schema: Schema
 
 
-LONG, TEXT, WORD = ({"type": "string", "maxLength": num} for num in (120, 40, 16))
+LONG, TEXT, WORD = ({"type": "string", "maxLength": max_chars} for max_chars in (120, 40, 16))
 YES_NO, COUNT = {"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 9999}
 
 
 def record(**fields: Schema) -> Schema:
-    """An object with these fields, in this order."""
+    """Return the schema of an object with these fields, in this order."""
     return {
         "type": "object",
         "properties": fields,
@@ -55,8 +55,8 @@ def record(**fields: Schema) -> Schema:
     }
 
 
-def some(entry: Schema, most: int = 3) -> Schema:
-    return {"type": "array", "items": entry, "minItems": 1, "maxItems": most}
+def some(entry: Schema, max_items: int = 3) -> Schema:
+    return {"type": "array", "items": entry, "minItems": 1, "maxItems": max_items}
 
 
 def one_of(*values: str) -> Schema:
@@ -64,7 +64,7 @@ def one_of(*values: str) -> Schema:
 
 
 def call(name: str, **arguments: Schema) -> Schema:
-    """A tool call as chat models write it."""
+    """Return the schema of a tool call in the form of chat models."""
     return record(name={"const": name}, arguments=record(**arguments))
 
 
@@ -72,7 +72,7 @@ WEATHER = call("get_current_weather", location=WORD, unit=one_of("celsius", "fah
 SEARCH = call("search_documents", query=TEXT, max_results=COUNT, include_archived=YES_NO)
 MAIL = call("send_email_message", recipient_address=WORD, subject_line=TEXT, has_attachment=YES_NO)
 TASKS = (
-    # few values are free
+    # Rigid: few values are free.
     Task(
         "rigid",
         "Is the sky blue?",
@@ -103,14 +103,14 @@ TASKS = (
         "Count the legs of a spider and of a horse.",
         record(legs_of_a_spider=COUNT, legs_of_a_horse=COUNT),
     ),
-    # most of the text is free
+    # Loose: most of the text is free.
     Task("loose", "Write two sentences about rivers.", record(text=LONG)),
     Task("loose", "Name three cities.", some(WORD)),
     Task("loose", "Give me tips for learning a language.", some(TEXT)),
     Task("loose", "Who was Ada Lovelace?", record(name=TEXT, biography=LONG)),
     Task("loose", "Translate 'good morning' to French and German.", record(fr=TEXT, de=TEXT)),
     Task("loose", "Summarise the story of Icarus.", record(title=TEXT, summary=LONG)),
-    # objects in objects and lists
+    # Nested: objects lie in objects and lists.
     Task(
         "nested",
         "Describe a customer called Maria.",
@@ -169,7 +169,7 @@ TASKS = (
             )
         ),
     ),
-    # choices of words
+    # Enums: values are choices of words.
     Task(
         "enums",
         "What is the mood of 'I love it'?",
@@ -217,7 +217,7 @@ TASKS = (
             risk_level=one_of("low", "medium", "high"),
         ),
     ),
-    # one of several tools, or one tool
+    # Tool calls: the answer calls one of several tools, or one tool.
     Task("tool calls", "What is the weather in Paris?", WEATHER),
     Task("tool calls", "Find papers about whales.", SEARCH),
     Task("tool calls", "Write to ann@example.com that I am late.", MAIL),
@@ -233,7 +233,8 @@ TASKS = (
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Decode every task with every method."""
-    example: Any = importlib.import_module("grammar")  # of examples/; it ends here without xgrammar
+    # a module of examples/; exits without xgrammar
+    example: Any = importlib.import_module("grammar")
     folder = model_folder(SMOLLM2)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
@@ -256,7 +257,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 speculation_stats=stats,
             )
             texts[name] = ids[0, inputs["input_ids"].shape[1] :].tolist()
-            # one more reads the prompt
+            # One more forward reads the prompt.
             forwards[name] = stats.num_rounds + 1 if options else len(texts[name])
         rows.append(
             {
@@ -279,7 +280,7 @@ def tokens_per_forward(rows: Iterable[dict[str, Any]], method: str) -> float:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Tokens per target forward by kind of schema, as Markdown."""
+    """Format tokens per target forward by kind of schema, as Markdown."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
         by_kind.setdefault(row["kind"], []).append(row)

@@ -1,12 +1,11 @@
-"""Drafting with an EAGLE-3 head of real shape, beside the matrix products of its layers alone.
+"""Time drafting with an EAGLE-3 head of real shape, beside the matrix products of its layers.
 
     python benchmarks/heads.py
 
-Target and head have the shapes of Llama-3-8B and of its EAGLE-3 heads, with random weights; the
-target is cut to four layers, which changes nothing of what drafting costs. An oracle fixes the text
-and how many drafted tokens are accepted. In each round of a call the time of drafting K tokens is
-taken, the projection of the target's states included, and right after it that of the same products
-with the same numbers of rows and nothing else.
+Target and head have the shapes of Llama-3-8B and of its EAGLE-3 heads, with random weights. The
+target has only four layers; this does not change the cost of drafting. An oracle fixes the text and
+the number of accepted tokens. Each round of a call times drafting K tokens, the projection of the
+target's states included, and right after it the same products with the same numbers of rows.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import NetworkPlan
 from hf_speculate.types import DraftOut
 
-# the hooks here count forwards, or treat each token by itself
+# The hooks of this file count forwards or treat each token by itself.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "heads"
@@ -62,7 +61,7 @@ GOAL = 1.1  # drafting over the products alone
 
 
 def make_target(shape: dict[str, int], dtype: str, device: torch.device) -> PreTrainedModel:
-    """A random target of four layers."""
+    """Make a random target of four layers."""
     fields = {name: value for name, value in shape.items() if name != "draft_vocab_size"}
     config = LlamaConfig(
         **fields, num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=8192
@@ -73,7 +72,7 @@ def make_target(shape: dict[str, int], dtype: str, device: torch.device) -> PreT
 
 
 def make_head(shape: dict[str, int], target: PreTrainedModel) -> DraftHead:
-    """A random EAGLE-3 head for a target."""
+    """Make a random EAGLE-3 head for a target."""
     width, vocab_size, num_ids = (
         shape["hidden_size"],
         shape["vocab_size"],
@@ -94,7 +93,7 @@ def make_head(shape: dict[str, int], target: PreTrainedModel) -> DraftHead:
 
 
 class Oracle:
-    """Makes a random cycle through the vocabulary the target's text, and knows it."""
+    """A random cycle of tokens as target text."""
 
     def __init__(self, target: PreTrainedModel, acceptance: float):
         generator = torch.Generator().manual_seed(0)
@@ -106,7 +105,10 @@ class Oracle:
         target.register_forward_hook(self._bump, with_kwargs=True)
 
     def drafts(self, newest_ids: Tensor, num_tokens: int) -> Tensor:
-        """[B, K] drafts after the newest tokens [B], each right with the acceptance as its probability."""
+        """Return drafts [B, K] after the newest tokens [B].
+
+        Each is right with the probability `acceptance`.
+        """
         ids, right = [], newest_ids
         for _ in range(num_tokens):
             right = self.following[right]
@@ -122,7 +124,10 @@ class Oracle:
 
 
 class Products:
-    """The matrix products of a round of an EAGLE-3 head, on inputs that are made beforehand."""
+    """Matrix products of an EAGLE-3 head's round.
+
+    Their inputs are made beforehand.
+    """
 
     def __init__(self, network: Eagle3Network):
         self.network = network
@@ -132,20 +137,22 @@ class Products:
         self.of_layer += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
     def run(self, batch_size: int, num_new: int, num_draft_tokens: int) -> float:
-        """Seconds of one round.
+        """Return the seconds of one round.
 
         Args:
             batch_size: B.
-            num_new: pairs of each row whose states come from the target.
+            num_new: pairs of each row with states from the target.
             num_draft_tokens: K.
         """
         head, fc = self.network.lm_head, self.network.fc
         columns = [num_new, *[1] * (num_draft_tokens - 1)]
-        products = [(fc, num_draft_tokens + 1)]  # the target scored so many tokens
-        products += [(layer, num) for num in columns for layer in [*self.of_layer, head]]
+        products = [(fc, num_draft_tokens + 1)]  # the target scored K + 1 tokens
+        products += [
+            (layer, num_tokens) for num_tokens in columns for layer in [*self.of_layer, head]
+        ]
         inputs = [
-            layer.weight.new_ones(batch_size, 1 if layer is head else num, layer.in_features)
-            for layer, num in products
+            layer.weight.new_ones(batch_size, 1 if layer is head else num_tokens, layer.in_features)
+            for layer, num_tokens in products
         ]
         wait()
         begin = time.perf_counter()
@@ -156,7 +163,9 @@ class Products:
 
 
 class TimedDrafter:
-    """A head's drafter whose drafts an oracle replaces, timed beside the products alone.
+    """A head's drafter, timed beside the products alone.
+
+    An oracle replaces its drafts.
 
     Args:
         setup: of the call.
@@ -189,13 +198,17 @@ class TimedDrafter:
         begin = time.perf_counter()
         out = self.drafter.draft(request)
         wait()
-        spent = time.perf_counter() - begin + self._projecting_s
-        batch_size, num = out.token_ids.shape
+        drafting_s = time.perf_counter() - begin + self._projecting_s
+        batch_size, num_draft_tokens = out.token_ids.shape
         if not self._is_first and request.kept is not None:
-            alone = self.products.run(batch_size, request.kept.token_ids.shape[1], num)
-            self.seconds.append((spent, alone))
+            products_s = self.products.run(
+                batch_size, request.kept.token_ids.shape[1], num_draft_tokens
+            )
+            self.seconds.append((drafting_s, products_s))
         self._is_first = False  # the first round reads the prompt
-        return out._replace(token_ids=self.oracle.drafts(request.query_token_ids[:, -1], num))
+        return out._replace(
+            token_ids=self.oracle.drafts(request.query_token_ids[:, -1], num_draft_tokens)
+        )
 
 
 def measure(
@@ -205,7 +218,7 @@ def measure(
     batch_size: int,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One cell."""
+    """Measure one cell."""
     seconds: list[tuple[float, float]] = []
     ids = torch.randint(
         target.config.vocab_size, (batch_size, args.prompt_len), device=target.device
@@ -223,14 +236,14 @@ def measure(
             num_assistant_tokens_schedule="constant",
             speculation_stats=stats,
         )
-    ratios = [drafting / alone for drafting, alone in seconds[1:]]
+    ratios = [drafting_s / products_s for drafting_s, products_s in seconds[1:]]
     return {
         "shape": args.shape,
         "dtype": args.dtype,
         "batch_size": batch_size,
         "mean_acceptance_length": stats.mean_acceptance_length,
-        "drafting_ms": 1e3 * median(drafting for drafting, _ in seconds[1:]),
-        "products_ms": 1e3 * median(alone for _, alone in seconds[1:]),
+        "drafting_ms": 1e3 * median(drafting_s for drafting_s, _ in seconds[1:]),
+        "products_ms": 1e3 * median(products_s for _, products_s in seconds[1:]),
         "ratio": median(ratios),
         "ratio_least": min(ratios),
         "ratio_greatest": max(ratios),
@@ -252,12 +265,12 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """Every cell."""
+    """Format every cell."""
     return markdown(COLUMNS, content["rows"])
 
 
 def ratios_of(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Drafting over the products alone, by cell."""
+    """Return drafting over the products alone, by cell."""
     return [row["ratio"] for row in rows]
 
 

@@ -1,10 +1,11 @@
-"""What verification and rollback of recurrent states cost on a Qwen3.5 of eight layers with random weights.
+"""Measure verification and rollback of recurrent states on a Qwen3.5 of eight random layers.
 
     python benchmarks/hybrids.py
 
-The verification forward of K + 1 tokens, in which mixers read one token at a time and keep their
-states, beside the model's own forward of as many tokens; the rollback after it; and whole calls
-beside plain decoding, where an oracle drafts so that each round keeps a fixed number of tokens.
+It times the verification forward of K + 1 tokens beside the model's unchanged forward of as many
+tokens. In the former, mixers read one token at a time and save their states. It also times the
+rollback after it, and whole calls beside plain decoding. In calls an oracle drafts a fixed number
+of right tokens per round.
 """
 
 import argparse
@@ -44,10 +45,10 @@ from hf_speculate.types import DraftOut
 
 NAME = "hybrids"
 Row = dict[str, Any]
-# By name, bytes that states after each token may take: any number, or none, so that they are
-# computed again.
+# Values are the bytes allowed for states after each token. With a negative number none are saved,
+# and rollback computes them again.
 MODES = {"kept states": 1 << 60, "replay": -1}
-# The sizes of the 2 B model of the family, but for its 24 layers and its vocabulary of 248,320.
+# Sizes are those of the family's 2 B model, except its 24 layers and its vocabulary of 248,320.
 SIZES = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -63,27 +64,33 @@ SIZES = {
 
 
 class Oracle:
-    """Drafts a known text, of which the first `num_right` tokens of every draft are right."""
+    """Drafter of a known text.
+
+    The first `num_right` tokens of every draft are right.
+    """
 
     def __init__(self, texts: Tensor, num_right: int, vocab_size: int):
         self.texts = torch.nn.functional.pad(texts, (0, 64))  # [B, N]
         self.num_right, self.vocab_size = num_right, vocab_size
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
-        # the token after the prompt is the target's
+        # The token after the prompt is the target's.
         self.positions = torch.ones(len(self.texts), dtype=torch.int64)
         return self
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        num = request.num_draft_tokens
+        num_tokens = request.num_draft_tokens
         if request.kept is not None:
             self.positions += request.kept.num_emitted.cpu()
-        columns = self.positions[:, None] + torch.arange(num)
+        columns = self.positions[:, None] + torch.arange(num_tokens)
         ids = self.texts.gather(1, columns.to(self.texts.device))  # [B, K]
-        is_wrong = torch.arange(num, device=ids.device) >= self.num_right
+        is_wrong = torch.arange(num_tokens, device=ids.device) >= self.num_right
         ids = torch.where(is_wrong, (ids + 1) % self.vocab_size, ids)
         return DraftOut(
-            ids, torch.full((len(ids),), num, dtype=torch.int32, device=ids.device), None, None
+            ids,
+            torch.full((len(ids),), num_tokens, dtype=torch.int32, device=ids.device),
+            None,
+            None,
         )
 
     def rows(self, indices: Sequence[int]) -> None:
@@ -91,7 +98,7 @@ class Oracle:
 
 
 def load(args: argparse.Namespace) -> PreTrainedModel:
-    """The model, on the device."""
+    """Make the model on the device."""
     sizes = SIZES | {"hidden_size": args.hidden_size, "intermediate_size": args.intermediate_size}
     config = Qwen3_5TextConfig(num_hidden_layers=args.layers, max_position_embeddings=8192, **sizes)
     torch.set_default_dtype(getattr(torch, args.dtype))
@@ -103,15 +110,15 @@ def load(args: argparse.Namespace) -> PreTrainedModel:
 
 
 def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Namespace) -> Row:
-    """Seconds of the forwards after a prompt, and of the rollbacks after them."""
+    """Time the forwards after a prompt, and the rollbacks after them."""
     num_query, device = args.num_assistant_tokens + 1, args.device
     ids = torch.randint(
         1, SIZES["vocab_size"], (batch_size, args.prompt_len + num_query), device=device
     )
     prompt, query = ids.split([args.prompt_len, num_query], dim=1)
-    own = DynamicCache(config=model.config)
+    model_cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(prompt, **{CACHE_NAME: own}, use_cache=True)
+        model(prompt, **{CACHE_NAME: model_cache}, use_cache=True)
     language_model = LanguageModel(model, keeps_states=False)
     caches = {
         name: make_hybrid_cache(model, None, batch_size, None, device, max_bytes)
@@ -120,32 +127,32 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
     for cache in caches.values():
         language_model.forward(prompt, cache, logits_to_keep=1)
         cache.begin_recording()
-    # Rows keep 1, 2, ... tokens, so that one of four keeps all; a single row keeps all but two.
-    kept = (
+    # Rows keep 1, 2, ... tokens, so one of four keeps all; a single row keeps all but two.
+    accepted_lens = (
         [num_query - 2] if batch_size == 1 else [1 + row % num_query for row in range(batch_size)]
     )
 
-    def of_its_own(length: int) -> None:
+    def plain_forward(length: int) -> None:
         with torch.inference_mode():
-            model(query[:, :length], **{CACHE_NAME: own}, use_cache=True)
+            model(query[:, :length], **{CACHE_NAME: model_cache}, use_cache=True)
 
     def prepare() -> None:
-        for layer in attention_layers(own.layers):
+        for layer in attention_layers(model_cache.layers):
             layer.crop(args.prompt_len - layer.get_seq_length())
         for cache in caches.values():
             cache.crop(cache.num_columns - args.prompt_len)
 
-    ways = {
-        "one token": lambda: of_its_own(1),
-        "own forward": lambda: of_its_own(num_query),
+    calls = {
+        "one token": lambda: plain_forward(1),
+        "own forward": lambda: plain_forward(num_query),
         **{
             name: lambda cache=cache: language_model.forward(query, cache)
             for name, cache in caches.items()
         },
     }
-    alternate(ways, 2, prepare=prepare)
+    alternate(calls, 2, prepare=prepare)
     seconds, num_held_up = alternate_patiently(
-        ways, args.repeats, f"{batch_size} rows", prepare, args.patience
+        calls, args.repeats, f"{batch_size} rows", prepare, args.patience
     )
     prepare()
     rollbacks = {}
@@ -154,7 +161,11 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
         def verify(cache: Any = cache) -> None:
             language_model.forward(query, cache)
 
-        crop = {name: lambda cache=cache: cache.crop([num_query - num for num in kept])}
+        crop = {
+            name: lambda cache=cache: cache.crop(
+                [num_query - accepted_len for accepted_len in accepted_lens]
+            )
+        }
         alternate(crop, 2, prepare=verify)
         rollbacks |= alternate_patiently(
             crop, args.repeats, f"{batch_size} rows, rollback", verify, args.patience
@@ -176,7 +187,7 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
 
 
 def measure_calls(model: PreTrainedModel, batch_size: int, args: argparse.Namespace) -> Row:
-    """Whole calls beside plain decoding."""
+    """Time whole calls beside plain decoding."""
     prompt = torch.randint(
         1, SIZES["vocab_size"], (batch_size, args.prompt_len), device=args.device
     )
@@ -193,12 +204,12 @@ def measure_calls(model: PreTrainedModel, batch_size: int, args: argparse.Namesp
         oracle = Oracle(plain[:, args.prompt_len :], args.num_right, SIZES["vocab_size"])
         return model.generate(prompt, **options, drafter=oracle, **drafts)
 
-    # In float32 forwards of one and of several tokens round differently, and random weights decide
-    # by little.
+    # In float32 forwards of one and of several tokens round differently, and random weights have
+    # near-ties.
     is_equal = torch.equal(plain, ours())
-    ways = {"plain": lambda: model.generate(prompt, **options), "ours": ours}
+    calls = {"plain": lambda: model.generate(prompt, **options), "ours": ours}
     seconds, num_held_up = alternate_patiently(
-        ways, args.repeats, f"{batch_size} rows, calls", patience=args.patience
+        calls, args.repeats, f"{batch_size} rows, calls", patience=args.patience
     )
     return {
         "calls_held_up": num_held_up,
@@ -226,12 +237,13 @@ COLUMNS = {
     "equal text": lambda row: row["is_equal"],
 }
 NOTES = """\
-Forwards and rollbacks are given over the model's own forward of K + 1 tokens, which keeps no states to roll back to.
+Forwards and rollbacks are given over the model's unchanged forward of K + 1 tokens. This forward
+saves no states for a rollback.
 """
 
 
 def table(content: dict[str, Any]) -> str:
-    """All cells, with what the columns mean."""
+    """Format all cells, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
@@ -251,11 +263,9 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=4)
+    parser.add_argument("--num-right", type=int, default=3, help="accepted tokens of each round")
     parser.add_argument(
-        "--num-right", type=int, default=3, help="drafted tokens that each round keeps"
-    )
-    parser.add_argument(
-        "--patience", type=int, default=10, help="repetitions of a run that other processes held up"
+        "--patience", type=int, default=10, help="repetitions of a run held up by other processes"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parse_common(parser)

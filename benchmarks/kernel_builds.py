@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and counts registers, spills and shared memory.
+"""Compile every Triton kernel for several GPUs and count registers, spills and shared memory.
 
-Fails on a spill for cuda 90, on any spill of attention, and on shared memory over a target's limit.
-A complete run also writes a table of all kernels into docs/kernels.md.
+No GPU is needed. It fails on a spill for cuda 90, on any spill of attention, and on shared memory
+over a target's limit. A complete run also writes a table of all kernels into docs/kernels.md.
 """
 
 import argparse
@@ -45,16 +45,16 @@ class Target(NamedTuple):
     """A GPU to compile for."""
 
     gpu: GPUTarget
-    shared_limit_bytes: int  # of one block
-    has_atomics: bool  # whether the variant that finishes in one launch is what runs there
+    shared_limit_bytes: int  # limit of one block
+    has_atomics: bool  # whether the variant of one launch runs there
     vocab_sizes: Sequence[int]
     has_attention: bool = True  # whether attention for few queries runs there
 
 
-# Rows that all start at a multiple of 16 bytes; and, for one target of each compiler, rows that
+# Rows that all start at a multiple of 16 bytes. One target of each compiler also has rows that
 # start anywhere.
 SHIFTED_VOCAB_SIZE = 50_257
-SHIFTED = f", V = {SHIFTED_VOCAB_SIZE:,}"  # ends the names of calls with such rows
+SHIFTED = f", V = {SHIFTED_VOCAB_SIZE:,}"  # suffix of the names of calls with such rows
 EVEN = (8192,)
 ALL = (8192, SHIFTED_VOCAB_SIZE)
 TARGETS = {
@@ -65,9 +65,9 @@ TARGETS = {
     "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False, ALL, False),
 }
 NO_SPILLS = ("cuda 90",)
-# Attention: no spills anywhere. Width of heads, and tokens of groups of 4 heads: each width, and
-# each tile of rows.
-ATTENTION = "attention"  # begins the names of its calls
+# Attention: no spills anywhere. Entries are widths of heads and tokens of groups of 4 heads: each
+# width, and each tile of rows.
+ATTENTION = "attention"  # prefix of the names of its calls
 ATTENTION_SHAPES = {
     torch.bfloat16: ((64, 16), (80, 16), (96, 16), (128, 1), (128, 6), (128, 16), (256, 6)),
     torch.float32: ((96, 6), (256, 6)),
@@ -85,18 +85,18 @@ TYPE_NAMES = {
 
 
 class Build(NamedTuple):
-    """One kernel with the types and constants of one launch."""
+    """One kernel with a launch's types and constants."""
 
-    case: str  # the call that launches it first
+    case: str  # the first call that launches it
     kernel: Any
     signature: dict[str, str]
     constants: dict[str, Any]
-    options: dict[str, int]  # of the compiler
-    aligned: tuple[str, ...]  # arguments that are multiples of 16
+    options: dict[str, int]  # options of the compiler
+    aligned: tuple[str, ...]  # arguments divisible by 16
 
     @property
     def name(self) -> str:
-        """The kernel and those of its constants that pick a variant."""
+        """The kernel and the constants that pick its variant."""
         flags = [
             f"{key}={value}"
             for key, value in self.constants.items()
@@ -111,7 +111,7 @@ class Build(NamedTuple):
 
 
 def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) -> Build:
-    """The build that a launch with `arguments`, some of which may be another kernel's, needs."""
+    """Return the build for a launch with `arguments`; arguments of other kernels are ignored."""
     signature, constants = {}, {}
     for name in kernel.arg_names:
         value = arguments[name]
@@ -121,7 +121,7 @@ def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) 
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-    # Triton asks this of the integers that a kernel does not exclude.
+    # Triton specialises on divisibility for all integers that the kernel does not exclude.
     strides = [
         name
         for name in signature
@@ -132,7 +132,7 @@ def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) 
 
 
 def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
-    """Every build that a launch needs, once."""
+    """Yield every build of the launches once."""
     recorded = [
         launches(dtype, target.has_atomics, vocab_size) for vocab_size in target.vocab_sizes
     ]
@@ -147,14 +147,14 @@ def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
 
 
 def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Build]:
-    """Every launch of every operation with all options in use, recorded in place of being run."""
+    """Record every launch of every operation, with all options in use, without running it."""
     recorded: list[Build] = []
     case = ""
     suffix = SHIFTED if vocab_size == SHIFTED_VOCAB_SIZE else ""
 
-    def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
+    def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         recorded.append(
-            build_of(case + suffix, kernel, self.shared | own, num_warps=launch.NUM_WARPS)
+            build_of(case + suffix, kernel, self.shared | arguments, num_warps=launch.NUM_WARPS)
         )
 
     batch_size, num_draft_tokens = 2, 3
@@ -226,7 +226,10 @@ def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Bui
 
 
 def attention_launches(dtype: torch.dtype) -> list[Build]:
-    """Launches of attention for few queries, recorded in place of being run; of its small kernels those in bfloat16."""
+    """Record launches of attention for few queries without running them.
+
+    Its small kernels are recorded in bfloat16 only.
+    """
     recorded: list[Build] = []
     case = ""
 
@@ -236,11 +239,11 @@ def attention_launches(dtype: torch.dtype) -> list[Build]:
         if kernel is attention_launch.attend_kernel or "widest" in case:
             recorded.append(build_of(case, kernel, arguments, **options))
 
-    def attend(width: int, num_query: int, **own: Any) -> None:
+    def attend(width: int, num_query: int, **arguments: Any) -> None:
         query = torch.zeros(1, 8, num_query, width, dtype=dtype)
         key = torch.zeros(1, 2, 64, width, dtype=dtype)
         spans = attention_launch.key_spans(query.new_zeros(1, 1, num_query, 64))
-        attention_launch.attend(Attention(query, key, key, spans, **own))
+        attention_launch.attend(Attention(query, key, key, spans, **arguments))
 
     run = attention_launch.launched
     try:
@@ -286,7 +289,7 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
 
 
 def cuda_usage(ptx: str, arch: int) -> dict[str, Any]:
-    """Registers a thread and spilled bytes, as the assembler that comes with Triton says."""
+    """Return registers per thread and spilled bytes, as reported by Triton's assembler."""
     assembler = get_ptxas(arch).path
     architecture = re.search(r"\.target (\S+?)[,\s]", ptx)
     if architecture is None:
@@ -312,7 +315,7 @@ def cuda_usage(ptx: str, arch: int) -> dict[str, Any]:
 
 
 def hip_usage(assembly: str) -> dict[str, Any]:
-    """Vector registers a thread and how many were spilled, as the assembly's metadata says."""
+    """Return vector registers per thread and spilled registers, from the assembly's metadata."""
     registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly)
     if spills is None or registers is None:
@@ -321,21 +324,22 @@ def hip_usage(assembly: str) -> dict[str, Any]:
 
 
 def problems(row: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with one build."""
+    """Yield the problems of one build."""
     where = f"{row['kernel']} ({row['dtype']}, {row['target']})"
     if row["spills"] and (row["target"] in NO_SPILLS or row["case"].startswith(ATTENTION)):
         yield f"{where}: {row['spills']} bytes of registers spilled"
     if row["shared_bytes"] > row["shared_limit_bytes"]:
-        yield f"{where}: {row['shared_bytes']} bytes of shared memory, the limit is {row['shared_limit_bytes']}"
+        limit = row["shared_limit_bytes"]
+        yield f"{where}: {row['shared_bytes']} bytes of shared memory, the limit is {limit}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each kernel: the most registers of its builds for each target, and what they spill."""
+    """Format one line per kernel: maximal registers of its builds for each target, and spills."""
 
     def name_of(row: dict[str, Any]) -> str:
         return str(row["kernel"].split()[0])
 
-    def most(target: str, builds: Sequence[dict[str, Any]]) -> str:
+    def max_registers(target: str, builds: Sequence[dict[str, Any]]) -> str:
         of_target = [row for row in builds if row["target"] == target]
         if not of_target:
             return "-"
@@ -351,15 +355,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     columns: dict[str, Callable[[dict[str, Any]], Any]] = {
         "kernel": lambda line: line["kernel"],
         "builds": lambda line: len(line["builds"]),
-        **{target: lambda line, target=target: most(target, line["builds"]) for target in TARGETS},
+        **{
+            target: lambda line, target=target: max_registers(target, line["builds"])
+            for target in TARGETS
+        },
         "shared bytes": lambda line: max(row["shared_bytes"] for row in line["builds"]),
     }
-    return f"""The most registers per thread of any build of a kernel, by target, and the most that one spills: bytes on
-cuda, registers on hip. The last column is the most shared memory of a program.
+    return f"""\
+Maximal registers per thread over the builds of a kernel, by target, and maximal spills: bytes on
+cuda, registers on hip. The last column is the maximal shared memory of a program.
 
 {markdown(columns, lines)}
 
-Made by `python benchmarks/kernel_builds.py`; every build is in `benchmarks/results/kernel_builds.json`."""
+Made by `python benchmarks/kernel_builds.py`; every build is in
+`benchmarks/results/kernel_builds.json`."""
 
 
 def main() -> int:
@@ -367,7 +376,7 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
+    parser.add_argument("--kernel", default="", help="only kernels with this in their name")
     args = parser.parse_args()
     jobs = [
         (target, dtype, number)
@@ -376,12 +385,14 @@ def main() -> int:
         for number, build in enumerate(builds(DTYPES[dtype], TARGETS[target]))
         if args.kernel in build.name
     ]
-    # Forked workers inherit locks that Triton's compiler holds.
+    # Forked workers would inherit locks of Triton's compiler.
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         rows = list(tqdm(pool.map(compile_one, jobs), total=len(jobs), desc="kernels"))
     for row in rows:
-        print(f"{row['target']:11} {row['dtype']:8} {row['registers']:4} registers {row['spills']:4} spilled "
-              f"{row['shared_bytes']:6} bytes shared  {row['kernel']}")  # fmt: skip
+        print(
+            f"{row['target']:11} {row['dtype']:8} {row['registers']:4} registers "
+            f"{row['spills']:4} spilled {row['shared_bytes']:6} bytes shared  {row['kernel']}"
+        )
     all_problems = [problem for row in rows for problem in problems(row)]
     if not args.kernel and args.targets == list(TARGETS) and args.dtypes == list(DTYPES):
         print(f"written to {write_results('kernel_builds', args, rows)}")

@@ -1,10 +1,10 @@
-"""Peak memory of a speculative `generate()` against plain's with the draft's weights and cache added.
+"""Compare peak memory of speculative `generate()` with plain's plus the draft's weights and cache.
 
     python benchmarks/memory.py
 
-A peak is the weights that a method needs and the most that its call held beside them at any time.
-On a CPU torch's profiler reports every block that the allocator gives and takes back, on a GPU the
-allocator keeps its own maximum.
+A peak is the weights of a method plus the maximum of its call's other memory. On a CPU torch's
+profiler reports every block that the allocator gives and takes back. On a GPU the allocator records
+its maximum.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of parameters and buffers; what is tied counts once."""
+    """Return the bytes of parameters and buffers; tied weights count once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in model.parameters()
@@ -40,7 +40,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, batch_size: int, num_tokens: int) -> int:
-    """Bytes of keys and values of so many tokens in every layer."""
+    """Return the bytes of keys and values of `num_tokens` tokens in every layer."""
     config = model.config
     head_width = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -50,7 +50,7 @@ def cache_bytes(model: PreTrainedModel, batch_size: int, num_tokens: int) -> int
 
 
 def peak_bytes(call: Any, device: torch.device) -> int:
-    """The most that `call` held beside what was there before."""
+    """Return the peak memory of `call` beyond the memory in use before it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -68,14 +68,14 @@ def peak_bytes(call: Any, device: torch.device) -> int:
 
 
 def _allocations(profiler: Any) -> list[Any]:
-    """One event for every block given (positive bytes) or taken back (negative)."""
+    """Return one event per block given (positive bytes) or taken back (negative)."""
     return [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
 
 
 def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list[Row]:
-    """One cell: a row for every method of ours."""
+    """Measure one cell: a row for every method of ours."""
     runner = Runner(subject, "greedy", args.max_new_tokens, args.cache)
     our_methods = [DEFAULT, ours(args.num_assistant_tokens)]
     batch = subject.batches(batch_size, batch_size, args.prompt_len)[0]
@@ -139,7 +139,7 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """All rows."""
+    """Format all rows."""
     return markdown(COLUMNS, content["rows"])
 
 

@@ -1,20 +1,22 @@
-"""The default schedule against plain `generate()` where drafting helps, where it cannot, and where it costs too much.
+r"""Compare the default schedule with plain `generate()` for useful, useless and dear drafts.
 
     python benchmarks/never_slower.py
-    python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 256 --repeats 6 --add
-    python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 64 --repeats 16 --add
-    python benchmarks/never_slower.py --targets smollm2 gemma3 --max-new-tokens 128 --repeats 1 --add
+    python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --repeats 6 --add
+    python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --repeats 16 --add \
+        --max-new-tokens 64
+    python benchmarks/never_slower.py --targets smollm2 gemma3 --repeats 1 --add \
+        --max-new-tokens 128
 
 The second and the third take ten minutes each. The last one fetches SmolLM2-135M-Instruct and Gemma
-3 270M, see `real_models.py`, which have no bundled draft.
+3 270M, see `real_models.py`; they have no bundled draft.
 
 A cell is a target, a number of new tokens, a draft, a number of rows, a category of prompts and a
-mode. Sampled cells take the prompts of all categories: how many drafts are accepted is chance, by 5
-% in a few calls, and the categories do not differ. Drafts: the bundled one; a random one of its
-shape, of which nothing is accepted; and a copy of the target, all accepted at a target's price.
-With the last two, constant K that lose against plain decoding in a short probe are not timed
-further. The default is held to the best constant K, by the seconds of all batches: in each batch to
-the one that was fastest in the other batches, or luck would choose it.
+mode. Sampled cells take the prompts of all categories: these do not differ, and in a few calls the
+acceptance rate varies by 5 % by chance. Drafts: the bundled one; a random one of its shape, never
+accepted; and a copy of the target, always accepted, at a target's price. With the last two,
+constant K that lose against plain decoding in a short probe are not timed further. The default is
+compared with the best constant K, by the seconds of all batches. For each batch this K is the
+fastest of the other batches, because a choice by the same batch would favour luck.
 """
 
 import argparse
@@ -46,19 +48,18 @@ from hf_speculate.tools.bench.methods import Method
 from models import model_folder
 
 NAME = "never_slower"
-BUNDLED = "pair"  # the target that has a bundled draft
+BUNDLED = "pair"  # the target with a bundled draft
 TARGETS = (BUNDLED, *WHEELS)
 DRAFTS = ("bundled", "random", "large")
 MODES = ("greedy", "sampling")
 ALL = "all"  # prompts of every category, in turn
-# A constant K must reach this much of plain decoding's speed in the probe, which is noisy, to be
-# timed.
+# A constant K is timed if it reaches this much of plain decoding's speed in the noisy probe.
 MIN_PROBE = 0.95
 Row = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """What is measured together."""
+    """One combination of choices, measured together."""
 
     max_new_tokens: int
     draft: str
@@ -69,7 +70,7 @@ class Cell(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Whether the target has such a draft, and the mode takes the prompts of that category."""
+        """Whether the target has such a draft, and the mode takes prompts of the category."""
         return (self.draft != "bundled" or self.target == BUNDLED) and (self.category == ALL) == (
             self.mode != "greedy"
         )
@@ -81,7 +82,10 @@ def cell_of(row: Row) -> Cell:
 
 
 def load_subject(target: str, draft: str, dtype: str, device: torch.device) -> Subject:
-    """A target with the draft of that name; a random one has half the layers of a target that has no bundled draft."""
+    """Load a target with the draft of this name.
+
+    A random draft has half the layers of a target without a bundled draft.
+    """
     if target == BUNDLED:
         return load_pair(dtype, device, draft)
     model = load_real(target, dtype).model.to(device)
@@ -104,9 +108,9 @@ def prompts_of(category: str) -> list[str]:
 def constants_of(
     cell: Cell, runner: Runner, batch: Batch, args: argparse.Namespace
 ) -> list[Method]:
-    """The constant K worth timing."""
-    methods = [ours(num) for num in args.num_assistant_tokens]
-    # the texts' beginnings, which a probe decodes, are accepted less than the rest
+    """Return the constant K worth timing."""
+    methods = [ours(draft_len) for draft_len in args.num_assistant_tokens]
+    # A probe decodes the beginnings of the texts, and their acceptance rate is lower than later.
     if cell.draft == "bundled":
         return methods
     probe = Runner(runner.subject, runner.mode, args.probe_tokens, args.cache)
@@ -119,7 +123,7 @@ def constants_of(
 
 
 def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]:
-    """One cell: a row for the default and one for each constant K that was timed."""
+    """Measure one cell: a row for the default and one for each timed constant K."""
     num_new, _, batch_size, category, mode, target = cell
     runner = Runner(subject, mode, num_new, args.cache)
     num_batches = args.repeats * (len(args.categories) if category == ALL else 1)
@@ -156,20 +160,24 @@ def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]
 
 
 def fastest_elsewhere(constants: list[list[float]]) -> list[float]:
-    """By batch, the seconds of the constant K that was fastest in the other batches; `constants` is by K and batch."""
-    settings = range(len(constants[0]))
+    """Return, by batch, the seconds of the constant K with the best time in the other batches.
 
-    def seconds_elsewhere(seconds: list[float], setting: int) -> float:
-        return median(seconds[:setting] + seconds[setting + 1 :] or seconds)
+    Args:
+        constants: seconds by K and batch.
+    """
+    batch_indices = range(len(constants[0]))
+
+    def seconds_elsewhere(seconds: list[float], batch_index: int) -> float:
+        return median(seconds[:batch_index] + seconds[batch_index + 1 :] or seconds)
 
     return [
-        min(constants, key=lambda seconds: seconds_elsewhere(seconds, setting))[setting]
-        for setting in settings
+        min(constants, key=lambda seconds: seconds_elsewhere(seconds, batch_index))[batch_index]
+        for batch_index in batch_indices
     ]
 
 
 def share_of_best(row: Row) -> float | None:
-    """The default's speed over that of the best constant K; None if none was timed."""
+    """Return the default's speed over that of the best constant K, or None if none was timed."""
     share: float | None = (
         row["over_best_constant"]["total"] if row.get("over_best_constant") else None
     )
@@ -188,7 +196,7 @@ COLUMNS = {
         **row["over_plain"]
     ),
     "best constant": lambda row: row["best_constant"],
-    "which over plain": lambda row: row["best_constant_over_plain"],
+    "it over plain": lambda row: row["best_constant_over_plain"],
     "default over it": share_of_best,
     "verified acceptance rate": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
@@ -200,24 +208,24 @@ COLUMNS = {
 
 
 def defaults_of(content: dict[str, Any]) -> list[Row]:
-    """The default schedule's row of every cell."""
+    """Return the default schedule's row of every cell."""
     return [row for row in content["rows"] if row["num_assistant_tokens"] is None]
 
 
 def table(content: dict[str, Any]) -> str:
-    """The cells of the default schedule, and the worst of them."""
+    """Format the cells of the default schedule and its worst cell."""
     rows = defaults_of(content)
     worst = min(rows, key=lambda row: row["over_plain"]["median"], default=None)
     if worst is None:
         return "no cell was measured"
-    target, rows_of_it = cell_of(worst).target, worst["batch_size"]
+    target, num_rows = cell_of(worst).target, worst["batch_size"]
     where = (
-        f"{target}, {rows_of_it} rows, {worst['draft']} draft, {worst['category']}, {worst['mode']}"
+        f"{target}, {num_rows} rows, {worst['draft']} draft, {worst['category']}, {worst['mode']}"
     )
     line = f"Worst cell: {worst['over_plain']['median']:.2f} times plain ({where})."
-    least = min(filter(None, map(share_of_best, rows)), default=None)
-    if least is not None:
-        line += f" Least share of the best constant K: {least:.2f}."
+    min_share = min(filter(None, map(share_of_best, rows)), default=None)
+    if min_share is not None:
+        line += f" Least share of the best constant K: {min_share:.2f}."
     return f"{line} A dash: no constant K kept up with plain decoding.\n\n{markdown(COLUMNS, rows)}"
 
 

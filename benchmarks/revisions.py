@@ -1,6 +1,6 @@
-"""`generate()` of two revisions of this library, greedy with the bundled pair.
+"""Compare `generate()` of two revisions of this library, greedy with the bundled pair.
 
-    python benchmarks/revisions.py ef758cd                          # a revision and the working tree
+    python benchmarks/revisions.py ef758cd                          # against the working tree
     python benchmarks/revisions.py ef758cd 92535c9 --batch-sizes 8  # two revisions
     python benchmarks/revisions.py ef758cd --num-assistant-tokens adaptive
 
@@ -47,7 +47,10 @@ def git(*arguments: str) -> bytes:
 
 
 def folder_of(revision: str, parent: Path) -> Path:
-    """Where the library of a revision lies; written below `parent` unless it is the working tree."""
+    """Return the folder of a revision's library.
+
+    It is written below `parent`, except the working tree.
+    """
     if revision == WORKING_TREE:
         return ROOT
     folder = parent / revision
@@ -58,7 +61,7 @@ def folder_of(revision: str, parent: Path) -> Path:
 
 
 class Process:
-    """A process that decodes with the library of one folder."""
+    """A process that decodes with one folder's library."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         options = [str(folder), args.dtype, args.num_assistant_tokens, str(args.max_new_tokens)]
@@ -68,7 +71,7 @@ class Process:
         )
 
     def decode(self, inputs: dict[str, list[list[int]]]) -> Row:
-        """Seconds of one call, and token ids [B, T + N]."""
+        """Decode and return the seconds of the call and token ids [B, T + N]."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(inputs) + "\n")
         self._process.stdin.flush()
@@ -81,7 +84,7 @@ class Process:
 
 @contextmanager
 def processes(folders: dict[str, Path], args: argparse.Namespace) -> Iterator[dict[str, Process]]:
-    """One process for each folder."""
+    """Run one process for each folder."""
     running = {name: Process(folder, args) for name, folder in folders.items()}
     try:
         yield running
@@ -91,7 +94,7 @@ def processes(folders: dict[str, Path], args: argparse.Namespace) -> Iterator[di
 
 
 def measure(folders: dict[str, Path], batch_size: int, args: argparse.Namespace) -> Row:
-    """Seconds of both sides on the same batches."""
+    """Measure the seconds of both sides on the same batches."""
     batches = read_batches(args.prompts, batch_size)
     jobs = [{name: values.tolist() for name, values in batch.inputs.items()} for batch in batches]
     seconds: dict[str, list[float]] = {name: [] for name in folders}
@@ -137,12 +140,13 @@ COLUMNS = {
     "checked": lambda row: row["checked"],
 }
 NOTES = """\
-Greedy decoding with the bundled pair. Each revision runs in its own process, and the two take turns call by call.
+Greedy decoding with the bundled pair. Each revision runs in its own process, and the two take turns
+call by call.
 """
 
 
 def table(content: dict[str, Any]) -> str:
-    """All cells, with the meaning of the columns."""
+    """Format all cells, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

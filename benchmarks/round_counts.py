@@ -1,10 +1,10 @@
-"""Operators, waits and cuDNN plans of a round besides the models' forwards, counted on a simulated CUDA device.
+"""Count operators, waits and cuDNN plans of a round on a simulated CUDA device.
 
     python benchmarks/round_counts.py
 
-Ours and transformers' own loops on a tiny bfloat16 pair with K = 5. Nothing is timed. A round
-begins with the target's forward; the first one, which reads the prompt, is left out. Operators of a
-nested `generate()` of the draft count.
+The models' forwards are left out. Ours and transformers' loops run on a tiny bfloat16 pair with K =
+5. Nothing is timed. A round begins with the target's forward. The first round reads the prompt and
+is left out. Operators of a nested `generate()` of the draft count.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.support.fake_cuda import FakeCuda
 from tests.support.tiny import make_model, noisy_copy
 
-# the hooks here count forwards, or treat each token by itself
+# The hooks of this file count forwards or treat each token by itself.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "round_counts"
@@ -39,8 +39,9 @@ MODES: dict[str, dict[str, Any]] = {
 LOOKUP = {"prompt_lookup_num_tokens": K}
 CONSTANT = {"num_assistant_tokens": K, "num_assistant_tokens_schedule": "constant"}
 NOTES = f"""\
-Operators that are no views, waits of the host for the device, and plans that cuDNN attention builds, a round at B = 1
-and K = {K}: the median, and the most in brackets. The models' forwards are left out, but for their plans.
+Operators other than views, waits of the host for the device, and plans built by cuDNN attention, a
+round at B = 1 and K = {K}: the median, and the maximum in brackets. The models' forwards are left
+out, except their plans.
 """
 COLUMNS = {
     "method": lambda row: row["method"],
@@ -53,14 +54,14 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """All rows, with what the columns mean."""
+    """Format all rows, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
 def count(
     gpu: FakeCuda, target: PreTrainedModel, run: Callable[[], object]
 ) -> dict[str, dict[str, float]]:
-    """What happens between the beginnings of two forwards of the target."""
+    """Count events between the beginnings of two forwards of the target."""
     log, marks = gpu.log, []
     log.clear()
     log.plans.clear()
@@ -73,14 +74,16 @@ def count(
         run()
     finally:
         hook.remove()
-    # the first difference holds the prompt, the last forward no next one
-    rounds = [[now - then for then, now in zip(*pair, strict=True)] for pair in pairwise(marks[1:])]
+    # The first difference holds the prompt, and the last forward has no next one.
+    rounds = [
+        [end - begin for begin, end in zip(*pair, strict=True)] for pair in pairwise(marks[1:])
+    ]
     columns = zip(("operators", "waits", "plans"), zip(*rounds, strict=True), strict=True)
     return {name: {"median": median(values), "max": max(values)} for name, values in columns}
 
 
 def measure() -> list[dict[str, Any]]:
-    """Every method in every mode."""
+    """Count every method in every mode."""
     target = make_model("llama", dtype=torch.bfloat16)
     draft = noisy_copy(target, 0.1)
     draft.generation_config.update(**CONSTANT, assistant_confidence_threshold=0.0)
@@ -105,15 +108,15 @@ def measure() -> list[dict[str, Any]]:
 def methods(
     target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any]
 ) -> dict[str, Callable[[], object]]:
-    """The ways to decode a call."""
-    own = {**options, "seed": 1} if options["do_sample"] else options
+    """Return the methods of decoding, by name."""
+    seeded_options = {**options, "seed": 1} if options["do_sample"] else options
     return {
         "plain": lambda: target.generate(**options),
         "ours, draft model": lambda: hf_speculate.generate(
-            target, **own, **CONSTANT, assistant_model=draft
+            target, **seeded_options, **CONSTANT, assistant_model=draft
         ),
         "transformers, draft model": lambda: target.generate(**options, assistant_model=draft),
-        "ours, prompt lookup": lambda: hf_speculate.generate(target, **own, **LOOKUP),
+        "ours, prompt lookup": lambda: hf_speculate.generate(target, **seeded_options, **LOOKUP),
         "transformers, prompt lookup": lambda: target.generate(**options, **LOOKUP),
     }
 
@@ -124,7 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args()
-    if "TRITON_INTERPRET" not in os.environ:  # Triton reads it when it is imported
+    if "TRITON_INTERPRET" not in os.environ:  # Triton reads the variable at import
         os.execve(
             sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"}
         )

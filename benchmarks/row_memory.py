@@ -1,11 +1,11 @@
-"""Memory of a running batch over many short rows: whether rows that have left it leave anything behind.
+"""Measure memory of a running batch over many short rows: finished rows must leave nothing.
 
     python benchmarks/row_memory.py
 
 10,000 rows of at most 8 tokens pass through eight places of a random model of two layers, with a
-draft model or with recurrent states, which takes a few minutes each; the bundled target with its
-head decodes a fifth of them. After every tenth of the rows, objects that Python's collector tracks
-and the memory of the process are counted.
+draft model or with recurrent states, in a few minutes each. The bundled target with its head
+decodes a fifth of them. After every tenth of the rows it counts the objects that Python's collector
+tracks and the memory of the process.
 """
 
 import argparse
@@ -25,13 +25,13 @@ NUM_COUNTS = 10
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Return the memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 def small_models(models: str) -> tuple[Any, dict[str, Any]]:
-    """As `load_models`, of two layers."""
+    """Return models of two layers, in the form of `load_models`."""
     if models == "hybrid":
         sizes = HYBRID | {
             "num_hidden_layers": 2,
@@ -51,7 +51,7 @@ def small_models(models: str) -> tuple[Any, dict[str, Any]]:
 
 
 def measure(models: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Objects and bytes after every part of the rows."""
+    """Count objects and bytes after every tenth of the rows."""
     is_head = models == "head"
     target, draft_arguments = load_models(models, args.device) if is_head else small_models(models)
     num_rows = args.prompts // 5 if is_head else args.prompts
@@ -77,19 +77,19 @@ def measure(models: str, args: argparse.Namespace) -> dict[str, Any]:
             gc.collect()
             objects.append(len(gc.get_objects()))
             num_bytes.append(resident_bytes())
-    half = len(objects) // 2
+    middle = len(objects) // 2
     return {
         "models": models,
         "rows": num_finished,
         "objects": objects,
         "bytes": num_bytes,
-        "objects_gained": max(objects[half:]) - max(objects[:half]),
-        "bytes_gained": max(num_bytes[half:]) - max(num_bytes[:half]),
+        "objects_gained": max(objects[middle:]) - max(objects[:middle]),
+        "bytes_gained": max(num_bytes[middle:]) - max(num_bytes[:middle]),
     }
 
 
 def table(results: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Format the figures as a table."""
     columns = {
         "models": lambda row: row["models"],
         "rows": lambda row: row["rows"],
@@ -108,7 +108,7 @@ def main() -> None:
     )
     add_common_arguments(parser, repeats=1, limit_s=1800)
     parser.add_argument("--prompts", type=int, default=10_000)
-    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--rows", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     args = parse_common(parser)
     results = Results(NAME, args)

@@ -1,14 +1,14 @@
-"""How speed goes with context, new tokens and rows, on a random pair of Qwen2-0.5B's shape.
+"""Measure speed by context, new tokens and rows, on a random pair of Qwen2-0.5B's shape.
 
     python benchmarks/scaling.py                     # a CPU: four target layers in the sweep
     python benchmarks/scaling.py --layers 24
 
 The sweep's target is cut down on a CPU; at `--whole-contexts` it has all its layers.
 
-An oracle fixes acceptance while all work is done, see `_subjects.Oracle`. The verify factor is
-measured by itself, with all layers, over caches of random states: ours in the library's own
-forward, transformers' in its forward with a `DynamicCache`, both over transformers' forward of a
-single row.
+An oracle fixes the acceptance rate while all work is done, see `_subjects.Oracle`. The verify
+factor is measured by itself, with all layers, over caches of random states. Ours runs the library's
+forward, transformers its forward with a `DynamicCache`. Both are divided by transformers' forward
+of a single row.
 """
 
 import argparse
@@ -53,16 +53,16 @@ Row = dict[str, Any]
 
 
 def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
-    """What varies, and context, new tokens and rows of each cell."""
+    """Return the varied name, context, new tokens and rows of each cell."""
     cells = [("context", length, args.max_new_tokens, 1) for length in args.contexts]
-    cells += [("new tokens", args.contexts[0], num, 1) for num in args.new_tokens]
+    cells += [("new tokens", args.contexts[0], num_new, 1) for num_new in args.new_tokens]
     return cells + [
         ("rows", args.batch_context, args.max_new_tokens, rows) for rows in args.batch_sizes
     ]
 
 
 def whole_cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
-    """As `cells_of`, for the target with all its layers; none where the sweep's has them."""
+    """Return the cells for the target with all its layers; none if the sweep's target has them."""
     is_whole = args.layers == SHAPES[args.shape][1]["num_hidden_layers"]
     return (
         []
@@ -74,7 +74,7 @@ def whole_cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
 def measure(
     subject: Subject, cell: tuple[str, int, int, int], args: argparse.Namespace
 ) -> list[Row]:
-    """One cell: a row for every method."""
+    """Measure one cell: a row for every method."""
     varies, context, max_new_tokens, batch_size = cell
     runner, constant = (
         Runner(subject, "greedy", max_new_tokens, args.cache),
@@ -90,14 +90,14 @@ def measure(
     profiled.add(runner, [constant], batch, 1)
     subject.clock.is_profiling = False
     num_rounds = profiled.counts[constant.name]["num_batch_rounds"]
-    rest_s = (profiled.rounds_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(
+    overhead_s = (profiled.rounds_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(
         num_rounds, 1
     )
-    plain_s, nums = (
+    plain_s, draft_lens = (
         plain.plain_step_s(max_new_tokens),
         sorted({0, args.num_assistant_tokens, MAX_K}),
     )
-    costs = measure_costs(subject, batch, max_new_tokens, plain_s, repeats=3, nums=nums)
+    costs = measure_costs(subject, batch, max_new_tokens, plain_s, repeats=3, nums=draft_lens)
     rows = []
     for method in methods:
         row = {
@@ -115,16 +115,16 @@ def measure(
             row |= costs.report(row["counts"], batch_size)
             row["efficiency"] = row["decode_over_plain"] / row["expected"]
         if method == constant:
-            row["rest_of_round_s"] = rest_s
+            row["rest_of_round_s"] = overhead_s
         rows.append(row)
     return rows
 
 
 def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
-    """Verify factor of `--verify-queries` rows at one batch size and context: ours and transformers'."""
-    target, batch_size, num = subject.target, args.verify_batch, args.verify_queries
+    """Measure the verify factors of `--verify-queries` rows: ours and transformers'."""
+    target, batch_size, num_queries = subject.target, args.verify_batch, args.verify_queries
     length, config = args.verify_context, target.config
-    own_calls, undo_ours = forward_calls(target, batch_size, length, None, [num], "ours")
+    our_calls, undo_ours = forward_calls(target, batch_size, length, None, [num_queries], "ours")
     cache = DynamicCache(config=config)
     heads = (
         batch_size,
@@ -135,14 +135,17 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
     for layer in range(config.num_hidden_layers):
         states = torch.randn(heads, dtype=target.dtype, device=target.device)
         cache.update(states, states.clone(), layer)
-    mask = torch.ones(batch_size, length + num, dtype=torch.int64, device=target.device)
-    ids = torch.zeros(batch_size, num, dtype=torch.int64, device=target.device)
+    mask = torch.ones(batch_size, length + num_queries, dtype=torch.int64, device=target.device)
+    ids = torch.zeros(batch_size, num_queries, dtype=torch.int64, device=target.device)
 
     @torch.no_grad()
     def theirs(num_query: int) -> None:
-        some = mask[:, : length + num_query]
+        step_mask = mask[:, : length + num_query]
         target(
-            input_ids=ids[:, :num_query], attention_mask=some, **{CACHE_NAME: cache}, use_cache=True
+            input_ids=ids[:, :num_query],
+            attention_mask=step_mask,
+            **{CACHE_NAME: cache},
+            use_cache=True,
         )
 
     def undo() -> None:
@@ -152,9 +155,13 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
 
     def mine() -> None:
         with as_in_a_call(target):
-            own_calls[f"ours {num}"]()
+            our_calls[f"ours {num_queries}"]()
 
-    calls = {"ours": mine, "transformers": lambda: theirs(num), "one row": lambda: theirs(1)}
+    calls = {
+        "ours": mine,
+        "transformers": lambda: theirs(num_queries),
+        "one row": lambda: theirs(1),
+    }
     alternate(calls, 1, prepare=undo)
     seconds = alternate(calls, args.verify_repeats, f"forwards at {length} tokens", undo)
     one_row_s = median(seconds["one row"])
@@ -162,7 +169,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
         "varies": VERIFY,
         "context": length,
         "batch_size": batch_size,
-        "num_queries": num,
+        "num_queries": num_queries,
         "layers": config.num_hidden_layers,
         "dtype": subject.dtype,
         "seconds": {name: spread(values) for name, values in seconds.items()},
@@ -192,14 +199,15 @@ COLUMNS = {
     ),
 }
 NOTES = """\
-A random pair of Qwen2-0.5B's shape ({draft_layers} layers in the draft); an oracle fixes what both say, so acceptance
-is about {acceptance} while all forwards are really done. All times leave the target's first forward out, and
-count what a draft takes to read the prompt. The last column must not grow with context.
+A random pair of Qwen2-0.5B's shape ({draft_layers} layers in the draft). An oracle fixes both
+models' tokens, so the acceptance rate is about {acceptance} while all forwards really run. All
+times leave the target's first forward out, and include the draft's forward over the prompt. The
+last column must not grow with context.
 """
 
 
 def table(content: dict[str, Any]) -> str:
-    """The sweep, and the verify factor."""
+    """Format the sweep and the verify factor."""
     rows, arguments = content["rows"], content["arguments"]
     parts = [
         NOTES.format(**arguments),
@@ -207,10 +215,11 @@ def table(content: dict[str, Any]) -> str:
     ]
     for row in rows:
         if row["varies"] == VERIFY:
-            at = f"{row['batch_size']} rows, {row['context']} tokens, {row['layers']} layers, {row['dtype']}"
+            place = f"{row['batch_size']} rows, {row['context']} tokens, {row['layers']} layers, "
+            place += row["dtype"]
             ours, theirs = row["v"]["ours"], row["v"]["transformers"]
             parts.append(
-                f"\nv({row['num_queries']}) at {at}: {ours:.2f}, in transformers' forward "
+                f"\nv({row['num_queries']}) at {place}: {ours:.2f}, in transformers' forward "
                 f"{theirs:.2f}."
             )
     return "\n".join(parts)
@@ -257,7 +266,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--verify-layers",
         type=int,
-        help="of the target whose verify factor is measured; unset: all",
+        help="of the target of the verify factor; unset: all",
     )
     parser.add_argument("--verify-batch", type=int, default=8)
     parser.add_argument("--verify-context", type=int, default=2048)

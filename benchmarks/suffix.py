@@ -1,13 +1,13 @@
-"""Cost of drafting without a model per row and round, by the length of the text, and of transformers' prompt lookup.
+"""Measure drafting without a model per row and round, and transformers' prompt lookup.
 
     python benchmarks/suffix.py
 
-A round is one call of the drafter: it reads the tokens emitted since the last call and drafts K
-tokens for every row. Of that, updating and searching the index is timed once more by itself. The
-text is that of Python's standard library in the bundled tokenizer, different for each row. Rounds
-are timed twice over: back to back, by blocks of one length in turn, and after other work, for which
-more memory is written than the processor's caches hold, as a large model's forward does.
-transformers takes one row, and is shown the same texts, back to back.
+Times are given by the length of the text. A round is one call of the drafter: it reads the tokens
+emitted since the last call and drafts K tokens for every row. Updating and searching the index is
+also timed separately. The text is Python's standard library in the bundled tokenizer, different for
+each row. Rounds are timed twice: back to back, by blocks of one length in turn, and after other
+work. The other work writes more memory than the processor's caches hold, like a large model's
+forward. transformers takes one row of the same texts, back to back.
 """
 
 import argparse
@@ -30,23 +30,23 @@ from hf_speculate.draft.suffix_index import MAX_MATCH_LEN
 NAME = "suffix"
 TARGET_LEN, MAX_US = 32_768, 20.0  # per row and round
 MAX_GROWTH = 2.0  # from the shortest to the longest text
-BLOCK_ROUNDS = 25  # of one length, before it is the next one's turn
-OTHER_BYTES = 64 << 20  # written between rounds, where they are timed after other work
+BLOCK_ROUNDS = 25  # rounds of one length in a block
+OTHER_BYTES = 64 << 20  # written before each round that is timed after other work
 
 
-def library_tokens(num: int) -> list[int]:
-    """Token ids of Python's standard library, repeated where it is too short."""
+def library_tokens(num_tokens: int) -> list[int]:
+    """Return token ids of Python's standard library, repeated if it is too short."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     ids: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         ids += tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
-        if len(ids) >= num:
+        if len(ids) >= num_tokens:
             break
-    return (ids * (num // len(ids) + 1))[:num]
+    return (ids * (num_tokens // len(ids) + 1))[:num_tokens]
 
 
 class Text:
-    """Rows of one length, and the drafter that follows them."""
+    """Rows of equal length and their drafter."""
 
     def __init__(self, ids: Tensor, length: int, args: argparse.Namespace):
         self.ids, self.length, self.num_each = ids, length, args.emitted
@@ -64,7 +64,7 @@ class Text:
         self.their_us: list[float] = []
 
     def round(self, us: list[float]) -> None:
-        """One round, after the next tokens of each row; its microseconds a row are appended to `us`."""
+        """Run one round after the next tokens of each row; append its microseconds to `us`."""
         new_ids = self._next().tolist()
         begin = time.perf_counter()
         self.drafter.look_up(new_ids)
@@ -72,7 +72,7 @@ class Text:
         us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def index_round(self) -> None:
-        """A round of the rows' indices alone."""
+        """Run a round of the rows' indices alone."""
         new_ids = self._next().tolist()
         begin = time.perf_counter()
         for row, ids in zip(self.drafter.texts, new_ids, strict=True):
@@ -81,20 +81,20 @@ class Text:
         self.index_us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def their_round(self) -> None:
-        """One round of transformers, on the first row as it is now."""
-        shown = self.ids[:1, : self.length]
+        """Run one round of transformers on the first row."""
+        row_ids = self.ids[:1, : self.length]
         begin = time.perf_counter()
-        self.theirs.get_candidates(shown)
+        self.theirs.get_candidates(row_ids)
         self.their_us.append((time.perf_counter() - begin) * 1e6)
 
     def _next(self) -> Tensor:
-        """[B, N] the next tokens of each row."""
+        """Return the next tokens [B, N] of each row."""
         self.length += self.num_each
         return self.ids[:, self.length - self.num_each : self.length]
 
 
 def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row of results per length."""
+    """Measure one row of results per length."""
     num_blocks = args.rounds // BLOCK_ROUNDS
     num_new = 3 * num_blocks * BLOCK_ROUNDS * args.emitted
     texts = []
@@ -133,7 +133,7 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
 
 
 def shown(us: dict[str, float]) -> str:
-    """A median, with the fastest and the slowest round."""
+    """Format a median with the fastest and the slowest round."""
     return "{median:.1f} ({min:.1f} to {max:.0f})".format(**us)
 
 
@@ -150,12 +150,12 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """Medians, with the fastest and the slowest round."""
+    """Format medians with the fastest and the slowest round."""
     return markdown(COLUMNS, content["rows"])
 
 
 def growths(rows: list[dict[str, Any]]) -> list[float]:
-    """By number of rows and way of timing, the longest text's median over the shortest's."""
+    """Return the longest text's median over the shortest's, by batch size and kind of timing."""
     samples = []
     for batch_size in sorted({row["batch_size"] for row in rows}):
         for name in ("us_per_row_and_round", "us_after_other_work"):
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8192, 32_768, 131_072])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=500, help="of either way of timing")
-    parser.add_argument("--emitted", type=int, default=3, help="tokens that each row gains a round")
+    parser.add_argument("--emitted", type=int, default=3, help="new tokens per row and round")
     parser.add_argument("--num-draft-tokens", type=int, default=10)
     args = parse_common(parser)
     num_tokens = max(args.lengths) + 1000 * max(args.batch_sizes) + 3 * args.rounds * args.emitted

@@ -1,12 +1,12 @@
-"""Speed of the default schedule on ten tasks of SmolLM2, beside transformers' prompt lookup, in one process.
+"""Compare the default schedule with transformers' prompt lookup on ten tasks of SmolLM2.
 
     python benchmarks/ten_tasks.py [--max-new-tokens 64 128] [--repeats 5]
 
-Every repeat is a process of its own, which decodes the tasks of `examples/tasks.jsonl` in a
-shuffled order, one row in float32, greedily: plainly, with transformers' prompt lookup of 5 and of
-10 tokens, and with ours, with the default schedule and with a constant length. The order of the
-methods turns with the tasks. A task counts where all texts are equal. Ratios are geometric means
-over tasks of the medians over processes.
+Every repeat is a new process. It decodes the tasks of `examples/tasks.jsonl` in a shuffled order,
+one row in float32, greedily: plainly, with transformers' prompt lookup of 5 and of 10 tokens, and
+with ours, with the default schedule and with a constant length. The order of the methods turns with
+the tasks. A task counts if all texts are equal. Ratios are geometric means over tasks of the
+medians over processes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def measure(max_new_tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Decode every task with every method in this process; seconds and whether the texts are equal."""
+    """Decode every task with every method in this process, and compare the texts."""
     torch.set_num_threads(1)
     loaded = load("smollm2", "float32")
     model, tokenizer = loaded
@@ -81,7 +81,7 @@ def measure(max_new_tokens: int, seed: int) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Speed over plain decoding of each task, and geometric means, as Markdown."""
+    """Format the speed over plain decoding of each task, and geometric means, as Markdown."""
     columns = {"tokens": lambda row: row["max_new_tokens"], "task": lambda row: row["task"]}
     for name in METHODS:
         if name != PLAIN:
@@ -130,12 +130,12 @@ def means_of(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return geometric means over the tasks, and ours over the better single peer."""
+    """Return geometric means over the tasks with equal texts, and ours over the better peer."""
     lines = []
     for num_tokens, means in means_of(rows):
         best = max(means[name] for name in PEERS)
         shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items() if name != PLAIN)
-        least = min(
+        min_ratio = min(
             row["speed"]["ours, lookup"]["median"]
             / max(row["speed"][name]["median"] for name in PEERS)
             for row in rows
@@ -144,7 +144,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"{num_tokens} tokens: {shown}")
         lines.append(
             f"  ours, lookup over the better single peer {means['ours, lookup'] / best:.3f}; "
-            f"least task over the better peer of that task {least:.3f}; "
+            f"least task over the better peer of that task {min_ratio:.3f}; "
             "head with lookup over lookup "
             f"{means['ours, head with lookup'] / means['ours, lookup']:.3f}"
         )

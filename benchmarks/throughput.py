@@ -1,19 +1,19 @@
-"""Tokens per second over a set of prompts whose outputs have long-tailed lengths: refilled rows against static batches.
+"""Compare refilled rows with static batches over prompts with long-tailed output lengths.
 
     python benchmarks/throughput.py
     python benchmarks/throughput.py --models head      # the bundled target with its EAGLE-3 head
-    python benchmarks/throughput.py --models hybrid    # a random Qwen3.5 of four layers, drafted for by prompt lookup
+    python benchmarks/throughput.py --models hybrid    # a random Qwen3.5 with prompt lookup
 
-Prompts are pieces of Python's standard library in the bundled tokenizer; outputs are greedy and end
-at a length drawn for each prompt from a log-normal distribution, as a stopping criterion in static
-batches and as the row's limit in refilled ones. Refilled rows and static batches decode with and
-without the bundled draft model; transformers' continuous batching (`generate_batch`) decodes
+Prompts are pieces of Python's standard library in the bundled tokenizer. Outputs are greedy and end
+at a length drawn for each prompt from a log-normal distribution. In static batches a stopping
+criterion ends them, in refilled ones the row's limit. Refilled rows and static batches decode with
+and without the bundled draft model; transformers' continuous batching (`generate_batch`) decodes
 without. All methods run in turn in one process, and the results are written after each run.
 
-The last column says what bounds a method. A static batch runs as many rounds as its slowest row
+The last column says how a method is bounded. A static batch runs as many rounds as its slowest row
 needs, with fewer and fewer live rows; `--rows` times the mean acceptance length is the most that a
 round can emit. Refilled rows stay live until the prompts run out, and each prompt is read while the
-other rows wait: that is the share of the prefill.
+other rows wait. This wait is the share of the prefill.
 """
 
 import argparse
@@ -46,7 +46,7 @@ REFILL, STATIC, REFILL_PLAIN, STATIC_PLAIN, PEER = (
     "static, plain",
     "transformers, continuous",
 )
-# times faster that refilled speculative rows should be at least
+# Refilled speculative rows should be at least this many times faster.
 TARGETS = {STATIC: 1.3, STATIC_PLAIN: 1.5}
 MODELS = ("pair", "head", "hybrid")
 HYBRID = {
@@ -66,29 +66,29 @@ HYBRID = {
 
 @hf_speculate.register_row_wise
 class EndsAtItsLength(StoppingCriteria):
-    """Ends each row of a static batch at the length of its prompt.
+    """Criterion that ends rows at individual lengths.
 
     Args:
-        lens: new tokens by the first token of the prompt, which no other prompt begins with.
+        lens: new tokens by the first token of the prompt; first tokens must differ.
         prompt_len: of all prompts.
     """
 
     def __init__(self, lens: dict[int, int], prompt_len: int):
         self.ends = torch.zeros(max(lens) + 1, dtype=torch.int64)
-        for token_id, num in lens.items():
-            self.ends[token_id] = prompt_len + num
+        for token_id, max_new in lens.items():
+            self.ends[token_id] = prompt_len + max_new
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         return input_ids.shape[1] >= self.ends.to(input_ids.device)[input_ids[:, 0]]
 
 
 def load_models(models: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """The target of one of `MODELS`, and the arguments of `generate()` that choose what drafts for it."""
+    """Return the target of one of `MODELS`, and the arguments of `generate()` for its drafts."""
     if models == "hybrid":
         torch.manual_seed(0)
         hybrid = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID)).to(device).eval()
         return hybrid, {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-    # in which all methods write one text
+    # All methods write the same text in float32.
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
     target = load(PAIR / "target").to(device).eval()
     if models == "head":
@@ -99,18 +99,18 @@ def load_models(models: str, device: torch.device) -> tuple[Any, dict[str, Any]]
 
 
 def result_of(models: str) -> str:
-    """The name of the results of one of `MODELS`."""
+    """Return the name of the results of one of `MODELS`."""
     return NAME if models == "pair" else f"{NAME}_{models}"
 
 
 class Methods:
-    """The methods over one set of prompts."""
+    """All methods over one set of prompts."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.target, self.draft_arguments = load_models(args.models, args.device)
         random = torch.Generator().manual_seed(0)
-        self.peer_target = copy.deepcopy(self.target)  # its attention changes
+        self.peer_target = copy.deepcopy(self.target)  # continuous batching changes its attention
         spans = (
             args.median_len * torch.exp(args.sigma * torch.randn(args.prompts, generator=random))
         ).tolist()
@@ -121,10 +121,10 @@ class Methods:
         self.prompts = [[first, *piece] for first, piece in zip(first_ids, pieces, strict=True)]
         self.stats: dict[str, hf_speculate.SpeculationStats] = {}
         self.num_tokens: dict[str, int] = {}
-        self.failures: dict[str, str] = {}  # why a method could not run
+        self.failures: dict[str, str] = {}  # reasons of methods that could not run
 
     def arguments(self, is_speculative: bool) -> dict[str, Any]:
-        """Arguments of `generate()`."""
+        """Return the arguments of `generate()`."""
         common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         if not is_speculative:
             return common
@@ -135,10 +135,10 @@ class Methods:
         }
 
     def refill(self, name: str, is_speculative: bool) -> None:
-        """Decode with places that are refilled."""
+        """Decode with refilled rows."""
         rows = [
-            RowPrompt(ids, arguments={"max_new_tokens": num})
-            for ids, num in zip(self.prompts, self.lens, strict=True)
+            RowPrompt(ids, arguments={"max_new_tokens": max_new})
+            for ids, max_new in zip(self.prompts, self.lens, strict=True)
         ]
         decoder = ContinuousDecoder(self.target, self.args.rows, self.arguments(is_speculative))
         finished = [
@@ -155,7 +155,8 @@ class Methods:
         for begin in range(0, len(self.prompts), size):
             prompts, lens = self.prompts[begin : begin + size], self.lens[begin : begin + size]
             ends = EndsAtItsLength(
-                {ids[0]: num for ids, num in zip(prompts, lens, strict=True)}, self.args.prompt_len
+                {ids[0]: max_new for ids, max_new in zip(prompts, lens, strict=True)},
+                self.args.prompt_len,
             )
             stats = hf_speculate.SpeculationStats()
             options = self.arguments(is_speculative) | (
@@ -172,31 +173,33 @@ class Methods:
                 stopping_criteria=StoppingCriteriaList([ends]),
                 **options,
             )
-            num_tokens += sum(min(num, output.shape[1] - self.args.prompt_len) for num in lens)
+            num_tokens += sum(
+                min(max_new, output.shape[1] - self.args.prompt_len) for max_new in lens
+            )
             total += stats
         self.num_tokens[name], self.stats[name] = num_tokens, total
 
     def peer(self) -> None:
-        """Transformers' continuous batching, without speculation."""
+        """Run transformers' continuous batching, without speculation."""
         blocks = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
         with self.peer_target.continuous_batching_context_manager(
             continuous_batching_config=blocks
         ) as manager:
-            for ids, num in zip(self.prompts, self.lens, strict=True):
-                manager.add_request(ids, max_new_tokens=num, eos_token_id=-1)
-            left, num_tokens = len(self.prompts), 0
-            while left:
+            for ids, max_new in zip(self.prompts, self.lens, strict=True):
+                manager.add_request(ids, max_new_tokens=max_new, eos_token_id=-1)
+            num_left, num_tokens = len(self.prompts), 0
+            while num_left:
                 result = manager.get_result(timeout=60)
                 if result is None:
                     raise RuntimeError(
                         "continuous batching must give a result within a minute, got none"
                     )
                 if result.is_finished():
-                    left, num_tokens = left - 1, num_tokens + len(result.generated_tokens)
+                    num_left, num_tokens = num_left - 1, num_tokens + len(result.generated_tokens)
         self.num_tokens[PEER] = num_tokens
 
     def calls(self) -> dict[str, Any]:
-        """The methods by name."""
+        """Return the methods by name."""
         calls = {
             REFILL: partial(self.refill, REFILL, True),
             STATIC: partial(self.static, STATIC, True),
@@ -206,7 +209,7 @@ class Methods:
         return calls if self.args.no_peer else {**calls, PEER: self.peer}
 
     def run(self, name: str) -> float | None:
-        """Seconds of a run; None if the method cannot run here."""
+        """Return the seconds of a run, or None if the method cannot run here."""
         try:
             return timed_run(self.calls()[name], None, patience=0)[0]
         except Exception as error:
@@ -216,7 +219,7 @@ class Methods:
             return None
 
     def row(self, name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-        """The figures of a method."""
+        """Return the figures of a method."""
         if name in self.failures:
             return {"method": name, "failure": self.failures[name]}
         stats = self.stats.get(name)
@@ -227,7 +230,7 @@ class Methods:
         ]
         if name == STATIC_PLAIN:
             num_rounds = sum(longest)
-        # the last pass may not be complete
+        # The last pass may be incomplete.
         paired = zip(seconds[REFILL], seconds[name], strict=False)
         return {
             "method": name,
@@ -246,7 +249,7 @@ class Methods:
         }
 
     def _bounds(self, stats: hf_speculate.SpeculationStats) -> dict[str, Any]:
-        """Rows that a round decodes, and the share of each stage in the seconds of all."""
+        """Return the rows per round, and each stage's share of all seconds."""
         shares = {
             stage: seconds / stats.total_s for stage, seconds in stats.seconds_by_stage.items()
         }
@@ -257,7 +260,7 @@ class Methods:
 
 
 def bounds_of(row: dict[str, Any]) -> str:
-    """What bounds a method, in words."""
+    """Describe the bounds of a method."""
     if "share_by_stage" not in row:
         return row.get("failure", "-")
     shares = sorted(row["share_by_stage"].items(), key=lambda item: -item[1])
@@ -266,7 +269,7 @@ def bounds_of(row: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Format the figures as a table."""
     columns = {
         "method": lambda row: row["method"],
         "tokens/s": lambda row: (
@@ -291,7 +294,7 @@ def main() -> None:
     )
     add_common_arguments(parser, repeats=3, limit_s=3600)
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--rows", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--prompt-len", type=int, default=48)
     parser.add_argument("--median-len", type=float, default=32, help="of the outputs")
     parser.add_argument("--max-len", type=int, default=384, help="of the outputs")
@@ -304,7 +307,8 @@ def main() -> None:
     )
     parser.add_argument("--models", choices=MODELS, default="pair")
     args = parse_common(parser)
-    args.no_peer |= args.models == "hybrid"  # its continuous batching has no recurrent states
+    # transformers' continuous batching has no recurrent states
+    args.no_peer |= args.models == "hybrid"
     methods = Methods(args)
     seconds: dict[str, list[float]] = {name: [] for name in methods.calls()}
     results = Results(result_of(args.models), args)

@@ -1,14 +1,13 @@
-"""Every verifier against transformers' path, the textbook in eager torch and FlashInfer, alternating in one process.
+"""Compare every verifier with transformers' code, the textbook in eager torch and FlashInfer.
 
-    python benchmarks/verifiers.py                           # a default that fits the machine
-    python benchmarks/verifiers.py --batch-sizes 1 8 --num-draft-tokens 5 --vocab-sizes 151936 --dtypes float32
-    python benchmarks/verifiers.py --table                   # the last results as a table, nothing is measured
-    python benchmarks/verifiers.py --readme docs/kernels.md  # the same, written between the file's markers
+    python benchmarks/verifiers.py                           # a default for the machine
+    python benchmarks/verifiers.py --batch-sizes 1 8 --num-draft-tokens 5 --dtypes float32
+    python benchmarks/verifiers.py --table                   # print the last results as a table
+    python benchmarks/verifiers.py --readme docs/kernels.md  # write this table into the file
 
-Before a method is timed, its output is checked, see `_exactness`; a method that fails stops the
-run. Times begin at raw
-logits: temperature and top-k (ours: finding the cutoffs) count. transformers verifies one row, so a
-batch is a loop.
+All methods alternate in one process. The output of each is checked before it is timed, see
+`_exactness`; a method that fails stops the run. Times begin at raw logits and include temperature
+and top-k (ours: finding the cutoffs). transformers verifies one row, so a batch is a loop.
 """
 
 import argparse
@@ -45,15 +44,15 @@ BATCH_SIZES, NUM_DRAFT_TOKENS, VOCAB_SIZES = (
     (3, 5, 8),
     (151_936, 128_256, 32_000),
 )
-# On a CPU: what a laptop does, in under ten minutes on two cores.
+# On a CPU: sizes of a laptop, under ten minutes on two cores.
 CPU_BATCH_SIZES, CPU_NUM_DRAFT_TOKENS, CPU_VOCAB_SIZES = (1, 8), (5,), (151_936, 32_000)
 MIN_REPEATS = 5
-# On a GPU a round is timed on logits that lie in memory, not in its cache.
+# On a GPU a round's logits are read from memory, not from its cache.
 GPU_WORKING_SET_BYTES, MAX_ROUNDS = 1 << 28, 64
-# Copies of a round's logits in float32 that the widest method (the textbook's block) holds at once.
+# Copies of a round's logits in float32 held at once by the widest method, the textbook's block.
 NUM_FLOAT_COPIES = 6
-# Ways that build or compile something foreign at their first call, and what they raise where that
-# is impossible.
+# These methods build or compile foreign code at their first call. Values are the errors of failed
+# builds.
 MAY_FAIL = {"ours, compiled": RuntimeError, "flashinfer": (ImportError, RuntimeError)}
 
 Shape = tuple[str, int, int, int]  # dtype, B, K, V
@@ -66,7 +65,7 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
 
 
 def left_out_of(shapes: list[Shape]) -> str | None:
-    """What the full grid has and `shapes` has not, in words."""
+    """Describe the part of the full grid that is not in `shapes`."""
     axes = zip(
         ("dtypes", "batch sizes", "drafted tokens", "vocabularies"),
         (tuple(DTYPES), BATCH_SIZES, NUM_DRAFT_TOKENS, VOCAB_SIZES),
@@ -99,7 +98,7 @@ def needed_bytes(shape: Shape) -> int:
 
 
 def make_rounds(shape: Shape, warp: Warp, how: str, device: torch.device) -> list[Round]:
-    """One round on a CPU; on a GPU as many as do not fit its cache together."""
+    """Make one round on a CPU; on a GPU so many that they exceed its cache."""
     dtype, *sizes = shape
     round_bytes = sizes[0] * (2 * sizes[1] + 1) * sizes[2] * DTYPES[dtype].itemsize
     count = (
@@ -115,7 +114,7 @@ def make_rounds(shape: Shape, warp: Warp, how: str, device: torch.device) -> lis
 
 
 def check_cutoffs(round_: Round) -> None:
-    """Stop unless the cutoffs keep exactly what transformers' top-k keeps."""
+    """Stop unless the cutoffs keep exactly the entries of transformers' top-k."""
     if round_.warp.top_k is None:
         return
     logits = round_.target_logits
@@ -127,17 +126,17 @@ def check_cutoffs(round_: Round) -> None:
 
 
 def accepted_of(run: Run, rounds: list[Round]) -> float:
-    """Mean number of accepted tokens a row."""
+    """Return the mean number of accepted tokens per row."""
     return torch.cat([(run(round_) >= 0).sum(-1) - 1 for round_ in rounds]).float().mean().item()
 
 
 def timed(
     methods: dict[str, Run], rounds: list[Round], args: argparse.Namespace, name: str
 ) -> tuple[dict[str, list[float]], int]:
-    """Seconds a round of every method, and how many of these runs other processes held up."""
+    """Return the seconds of a round by method, and the number of runs held up by others."""
     fresh = [round_.target_logits.clone() for round_ in rounds]
 
-    def restore() -> None:  # as a forward would: transformers processes float32 logits in place
+    def restore() -> None:  # like a forward: transformers processes float32 logits in place
         for round_, logits in zip(rounds, fresh, strict=True):
             round_.target_logits.copy_(logits)
 
@@ -152,7 +151,7 @@ def timed(
             tqdm.write(
                 f"left out: ours, triton, graph for {name}: {str(error).strip().splitlines()[0]}"
             )
-    alternate(calls, 1, name, restore)  # compiles, allocates
+    alternate(calls, 1, name, restore)  # compiles and allocates
     once = sum(values[0] for values in alternate(calls, 1, name, restore).values())
     repeats = max(MIN_REPEATS, min(args.repeats, int(args.cell_seconds / once)))
     seconds, num_held_up = alternate_patiently(calls, repeats, name, restore, args.patience)
@@ -164,7 +163,7 @@ def timed(
 def measure(
     name: str, warp: Warp, shape: Shape, methods: dict[str, Run], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One cell of the results."""
+    """Measure one cell of the results."""
     dtype, batch_size, num_draft_tokens, vocab_size = shape
     verifier = VERIFIERS[name]
     rounds = make_rounds(shape, warp, verifier.drafts, args.device)
@@ -206,9 +205,9 @@ def measure(
 
 
 def checked_methods(
-    name: str, verifier: Verifier, args: argparse.Namespace, said: set[str]
+    name: str, verifier: Verifier, args: argparse.Namespace, reported: set[str]
 ) -> dict[str, Run]:
-    """The methods to time, each checked; those that cannot run are reported once."""
+    """Return the checked methods to time; report each method that cannot run once."""
     methods, left_out = methods_of(verifier, args.device, args.compile)
     for method in list(methods):
         try:
@@ -220,8 +219,8 @@ def checked_methods(
     if verifier.rule == "rejection":
         control(verifier, args.device)
     for method, reason in left_out.items():
-        if (line := f"left out: {method} {reason}") not in said:
-            said.add(line)
+        if (line := f"left out: {method} {reason}") not in reported:
+            reported.add(line)
             print(line, flush=True)
     return methods
 
@@ -231,12 +230,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     shapes = shapes_of(args)
     if left_out := left_out_of(shapes):
         print(f"left out of the grid: {left_out}")
-    said: set[str] = set()
+    reported: set[str] = set()
     threads = args.threads or torch.get_num_threads()
-    # small operations gain nothing from threads, and on a busy machine wait for one another
+    # Small operations gain nothing from threads, and on a busy machine they wait for one another.
     torch.set_num_threads(1)
     names = tqdm(args.verifiers, desc="checking outputs", leave=False, disable=None)
-    methods = {name: checked_methods(name, VERIFIERS[name], args, said) for name in names}
+    methods = {name: checked_methods(name, VERIFIERS[name], args, reported) for name in names}
     print(f"checks passed: {', '.join(methods)} ({time.perf_counter() - begin:.0f} s)")
     torch.set_num_threads(threads)
     settle_allocator()
@@ -259,9 +258,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
             break
         if needed_bytes(shape) > free_bytes(args.device):
-            line = f"left out: {shape}, which needs {needed_bytes(shape) / 1e9:.0f} GB"
-            if line not in said:
-                said.add(line)
+            line = f"left out: {shape}, needs {needed_bytes(shape) / 1e9:.0f} GB"
+            if line not in reported:
+                reported.add(line)
                 tqdm.write(line)
             continue
         with torch.no_grad():
@@ -299,18 +298,18 @@ def parse() -> argparse.Namespace:
         "--cell-seconds", type=float, default=2.5, help="fewer runs where a cell would take longer"
     )
     parser.add_argument(
-        "--patience", type=int, default=10, help="new tries for a run that other processes held up"
+        "--patience", type=int, default=10, help="new tries for a run held up by other processes"
     )
     parser.add_argument("--limit-s", type=float, help="begin no cell after this; 540 unless given")
     parser.add_argument("--full", action="store_true", help="the full grid on a CPU too")
     parser.add_argument(
-        "--compile", action="store_true", help="time torch.compile of the twin as well"
+        "--compile", action="store_true", help="time torch.compile of the torch backend as well"
     )
     parser.add_argument(
         "--table", action="store_true", help="print the last results as a table, measure nothing"
     )
     parser.add_argument(
-        "--readme", type=Path, help="write that table into this file, measure nothing"
+        "--readme", type=Path, help="write the table into this file, measure nothing"
     )
     args = parser.parse_args()
     args.device = torch.device(args.device)

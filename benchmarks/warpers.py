@@ -1,4 +1,4 @@
-"""Top-k and top-p on the rows of one round on a CPU, with transformers' classes and with ours.
+"""Time top-k and top-p on the rows of one round on a CPU, with transformers' classes and ours.
 
 python benchmarks/warpers.py
 """
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def measure(batch_size: int, vocab_size: int, name: str, repeats: int) -> Row:
-    """One cell: B rows of K + 1 positions."""
+    """Measure one cell: B rows of K + 1 positions."""
     num_positions = NUM_DRAFT_TOKENS + 1
     scores = torch.randn(batch_size, num_positions, vocab_size) * SPREAD
     prefixes = torch.zeros(batch_size, 1, dtype=torch.int64)
@@ -76,7 +76,7 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """All cells."""
+    """Format all cells."""
     return markdown(COLUMNS, content["rows"])
 
 

@@ -1,8 +1,9 @@
-"""Decodes a list of prompts in batches into a file; the first run is interrupted, the second one resumes it.
+"""Decode a list of prompts in batches into a file, and resume after an interruption.
 
     python examples/batch.py
 
-`hf-speculate batch TARGET prompts.jsonl --output out.jsonl --draft DRAFT` does the same for files.
+The first run is interrupted, the second one resumes it. `hf-speculate batch TARGET prompts.jsonl
+--output out.jsonl --draft DRAFT` does the same for files.
 """
 
 import tempfile

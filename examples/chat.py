@@ -1,11 +1,11 @@
-"""A chat that reads every turn once: the target's cache and the draft's states are kept from turn to turn.
+"""Chat with a model that reads every turn once: all caches are kept from turn to turn.
 
     python examples/chat.py
     python examples/chat.py --target <model> --draft <smaller model> --sample
     python examples/chat.py --tiny
 
-Lines of the standard input are what the user says; /clear starts over, and an empty line, or the
-end of the input, ends the chat. An error ends its turn only. With --tiny it runs the bundled pair,
+Lines of the standard input are the user's turns. /clear starts over, and an empty line, or the end
+of the input, ends the chat. An error ends its turn only. With --tiny it runs the bundled pair,
 which only continues Python code.
 """
 
@@ -28,12 +28,12 @@ from models import TEMPLATE, load_models
 
 
 class Chat:
-    """What was said, and what the models have read of it.
+    """Conversation with the caches of both models.
 
     Args:
-        target: an enabled model whose layers attend to everything, for its cache is cut back where
-            texts part.
-        draft: the draft model; None if `options` name what drafts.
+        target: an enabled model with full attention in all layers, because its cache is cropped.
+        draft: the draft model.
+            None if `options` name another draft source.
         tokenizer: the target's.
         **options: of `generate()`, `max_new_tokens` among them.
     """
@@ -58,15 +58,15 @@ class Chat:
             tokenizer.chat_template = TEMPLATE
 
     def forget_states(self) -> None:
-        """Begin with empty caches, as after an error, when they may hold any part of a turn."""
-        self.read_ids: list[int] = []  # that the cache holds the states of, and the one after them
+        """Begin with empty caches; after an error they may hold any part of a turn."""
+        self.read_ids: list[int] = []  # tokens of the cached states, and the one after them
         self.cache = DynamicCache(config=self.target.config)
-        # its cache is kept too, and cut back with the target's
+        # The draft model's cache is kept too, and cropped with the target's.
         if "assistant_model" in self.options:
             self.options["draft_state"] = hf_speculate.DraftState()
 
     def say(self, text: str, streamer: TextStreamer | None = None) -> str:
-        """The answer to what the user says; after an error the conversation is without this turn."""
+        """Answer the user; after an error the conversation is without this turn."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
@@ -97,12 +97,15 @@ class Chat:
         return answer
 
     def _forget_past(self, ids: list[int]) -> None:
-        """Cut the cache back to what the new prompt begins with: a template may write an answer in other tokens."""
+        """Crop the cache to the common prefix with the new prompt.
+
+        A template may write an answer in other tokens.
+        """
         num_held = self.cache.get_seq_length()
-        # one token at least is read now
+        # At least one token must be read now.
         pairs = zip(ids[:-1], self.read_ids[:num_held], strict=False)
         num_same = next(
-            (place for place, (new, old) in enumerate(pairs) if new != old),
+            (index for index, (new, old) in enumerate(pairs) if new != old),
             min(num_held, len(ids) - 1),
         )
         if num_held > num_same:

@@ -1,10 +1,10 @@
-"""A drafter of one's own: learns from each row's text which token followed which, and proposes what it has learnt.
+"""Register a custom drafter: it learns token pairs from each row's text and proposes them.
 
     python examples/custom_drafter.py --max-new-tokens 48
 
-No model drafts. A table of pairs is a poor drafter, but text repeats itself; and as the target
-verifies every proposal, the texts are those of plain decoding. The script prints the mean
-acceptance length, and that the texts are the same.
+No model drafts. A table of pairs is a poor drafter, but text repeats itself. The target verifies
+every proposal, so the texts are those of plain decoding. The script prints the mean acceptance
+length, and whether the texts are equal.
 """
 
 import argparse
@@ -26,11 +26,11 @@ PROMPTS = (
 
 
 class BigramDrafter:
-    """Proposes, token by token, what followed that token when it was last seen in the row.
+    """Drafter over a table of token pairs.
 
+    It proposes, token by token, the last successor of each token in the row.
     `generate(drafter=BigramDrafter)` makes one for every call. A row stops proposing at a token
-    that it has not seen before its end; so rows propose different numbers of tokens, and perhaps
-    none.
+    without a successor, so rows propose different numbers of tokens, and perhaps none.
 
     Args:
         request: of the call.
@@ -40,10 +40,10 @@ class BigramDrafter:
         self.num_pads = list(request.num_pads)  # [B]
         self.device = request.device
         self.newest: list[int] = []  # [B]
-        self.next_ids: list[dict[int, int]] = []  # [B] by token id, the id that followed it last
+        self.next_ids: list[dict[int, int]] = []  # [B] token id -> its last successor
 
     def draft(self, request: hf_speculate.DraftRequest) -> DraftOut:
-        """See `hf_speculate.Drafter.draft`: [B, K] ids, each a point mass, as nothing is drawn."""
+        """Return ids [B, K], each a point mass; see `hf_speculate.Drafter.draft`."""
         query_token_ids, num_draft_tokens, kept = (
             request.query_token_ids,
             request.num_draft_tokens,
@@ -58,34 +58,37 @@ class BigramDrafter:
             new_ids = [text[1:] for text in texts]
         else:
             counts = kept.num_emitted.tolist()
-            new_ids = [row[:num] for row, num in zip(kept.token_ids.tolist(), counts, strict=True)]
+            new_ids = [
+                row[:num_emitted]
+                for row, num_emitted in zip(kept.token_ids.tolist(), counts, strict=True)
+            ]
         for row, ids in enumerate(new_ids):
             self.learn(row, ids)
         drafts = [self.propose(row, num_draft_tokens) for row in range(len(self.newest))]
-        most = max(map(len, drafts))
-        padded = [ids + [0] * (most - len(ids)) for ids in drafts]
+        max_len = max(map(len, drafts))
+        padded = [ids + [0] * (max_len - len(ids)) for ids in drafts]
         # [B, K]
         token_ids = torch.tensor(padded, dtype=torch.int64, device=self.device).reshape(
-            len(drafts), most
+            len(drafts), max_len
         )
         # [B]
         lens = torch.tensor([len(ids) for ids in drafts], dtype=torch.int32, device=self.device)
         return DraftOut(token_ids, lens, None, None)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `hf_speculate.Drafter.rows`; rows may leave before the first call."""
+        """Select rows, as in `hf_speculate.Drafter.rows`; rows may leave before the first call."""
         for name in ("num_pads", "newest", "next_ids"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in indices] if values else [])
 
     def learn(self, row: int, new_ids: Sequence[int]) -> None:
-        """Take in the tokens that a row gained."""
+        """Add the new tokens of a row to its table."""
         for token_id in new_ids:
             self.next_ids[row][self.newest[row]] = token_id
             self.newest[row] = token_id
 
     def propose(self, row: int, num_draft_tokens: int) -> list[int]:
-        """What the row's pairs lead to from its newest token, up to `num_draft_tokens` ids."""
+        """Follow the row's pairs from its newest token and return up to `num_draft_tokens` ids."""
         ids: list[int] = []
         token_id = self.next_ids[row].get(self.newest[row])
         while token_id is not None and len(ids) < num_draft_tokens:

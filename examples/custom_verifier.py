@@ -1,4 +1,4 @@
-"""Custom verifier: registers a top-k verifier and compares it with greedy verification on the bundled pair.
+"""Register a custom top-k verifier and compare it with greedy verification on the bundled pair.
 
     python examples/custom_verifier.py --num-likeliest 4
 
@@ -26,14 +26,17 @@ NUM_LIKELIEST = 4
 
 @dataclass(frozen=True)
 class TopKVerifier:
-    """Accepts drafted tokens that are among the target's `num_likeliest` most likely ones; ties are accepted."""
+    """Verifier that accepts the likeliest tokens.
+
+    It accepts drafted tokens among the target's `num_likeliest` most likely ones, ties included.
+    """
 
     num_likeliest: int
     samples: bool  # whether the token after the accepted ones is sampled
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         vocab_size = target_logits.shape[-1]
-        # [B, K], for gather: a drafted id may be invalid
+        # [B, K]; gather needs valid ids, and a drafted id may be invalid
         ids = draft.token_ids.clamp(0, vocab_size - 1)
         chosen = target_logits[:, :-1].gather(-1, ids[..., None])[..., 0]  # [B, K]
         # [B, K]
@@ -44,21 +47,24 @@ class TopKVerifier:
 
 
 def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
-    """Sample one token at each position of [B, K+1, V], giving [B, K+1] int64; drafts use another stream."""
+    """Sample one token at each position of [B, K+1, V] and return [B, K+1] int64.
+
+    Drafts use another stream.
+    """
     positions = range(target_logits.shape[1])
     draws = [
         sample(
-            target_logits[:, at],
-            keys=keys._replace(positions=keys.positions + at),
+            target_logits[:, position],
+            keys=keys._replace(positions=keys.positions + position),
             stream=Stream.CORRECTION,
         )
-        for at in positions
+        for position in positions
     ]
-    return torch.stack([one.token_ids for one in draws], dim=1)
+    return torch.stack([result.token_ids for result in draws], dim=1)
 
 
 def register(num_likeliest: int = NUM_LIKELIEST) -> None:
-    """Register the verifier as `verifier="top_k"`, for `generate()` and for saved generation configs."""
+    """Register the verifier as "top_k", for `generate()` and for saved generation configs."""
     hf_speculate.register_verifier(
         "top_k",
         lambda config: TopKVerifier(num_likeliest, samples=config.typical_correction == "sample"),

@@ -1,11 +1,11 @@
-"""Decodes questions with plain, assisted and speculative generation, then prints what was measured.
+"""Decode questions with plain, assisted and speculative generation, and print the measurements.
 
     python examples/demo.py
     python examples/demo.py --tiny --prompts 16 --max-new-tokens 64 --num-assistant-tokens 5
 
-The model is SmolLM2-135M-Instruct with its draft head; transformers' assisted generation, which
-takes no such head, drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft
-with its smaller model; one more line drafts with the EAGLE-3 head in `examples/heads`.
+The model is SmolLM2-135M-Instruct with its draft head. transformers' assisted generation takes no
+such head and drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with
+its smaller model; one more line drafts with the EAGLE-3 head in `examples/heads`.
 
 SmolLM2 gets the ten tasks of `tasks.jsonl`. Seven of them copy text with changes, as editing does:
 there prompt lookup drafts well. Three are plain questions. Both are reported apart.
@@ -14,8 +14,8 @@ A pass decodes a prompt alone, or several of one kind together, with every metho
 order. Passes go on until they or the time are used up; a slow machine decodes fewer prompts
 together. The table holds medians over passes. The speed-up is over plain `generate()` of the same
 kind (greedy or sampled) on the same prompts in the same pass. A greedy pass counts if all methods
-wrote one text: at a near-tie one may follow another text, which has other drafts. In float32 nearly
-all do. transformers decodes a batch row by row. Ctrl-C prints what was measured so far; the exit
+wrote the same text: at a near-tie one may follow another text with other drafts. In float32 nearly
+all count. transformers decodes a batch row by row. Ctrl-C prints the measurements so far; the exit
 status is then 130.
 
 Greedy texts are compared with plain decoding's, at least one of each dtype, however little time
@@ -55,13 +55,13 @@ from hf_speculate.tools.bench.decoding import Batch
 from models import PAIR, Question, load_models, read_by_category
 
 EXAMPLES = Path(__file__).resolve().parent
-BATCH_SIZES = (8, 4, 2)  # rows decoded together: the most that the time allows
-MAX_ROWS_OF_MODEL = 4  # that SmolLM2 decodes together
+BATCH_SIZES = (8, 4, 2)  # rows decoded together: the largest number that the time allows
+MAX_ROWS_OF_MODEL = 4  # limit of rows for SmolLM2
 MIN_PASSES = 3
-WARM_UP_SHARE = 0.1  # of the time: at most
-MEASURING_SHARE = 0.8  # of the time; the other dtype gets the rest
-NUM_WARM_UP_TOKENS = 16  # of each prompt
-# passes between two short plain runs that say how busy the machine is
+WARM_UP_SHARE = 0.1  # limit, as a share of the time
+MEASURING_SHARE = 0.8  # share of the time; the other dtype gets the remaining time
+NUM_WARM_UP_TOKENS = 16  # number of tokens of each prompt
+# Short plain runs between these passes show how busy the machine is.
 PROBE_EVERY, PROBE_TOKENS = 3, 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAILED, INTERRUPTED = 1, 130
@@ -69,19 +69,19 @@ BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt} of at most {total_fmt} s{pos
 
 
 class Loaded(NamedTuple):
-    """What is decoded, and by what."""
+    """Models, tokenizer and prompts of a run."""
 
-    title: str  # which models decode
+    title: str  # description of the models
     pairs: dict[str, Pair]  # by dtype
     tokenizer: PreTrainedTokenizerBase
     questions: list[Question]
-    prompts: list[str]  # the questions as the model reads them
-    max_rows: int  # that are decoded together
+    prompts: list[str]  # the questions in the model's format
+    max_rows: int  # limit of rows decoded together
     is_sampled_too: bool  # whether sampling is measured as well
 
 
 class Pass(NamedTuple):
-    """What every method decodes in turn."""
+    """A batch for every method in turn."""
 
     kind: str
     batch_size: int
@@ -112,7 +112,10 @@ def time_plain(pair: Pair, batch: Batch) -> Timing:
 
 
 def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int) -> list[Pass]:
-    """Each prompt alone, and between them batches of `num_rows` prompts of one kind, some of them again to fill one."""
+    """Return each prompt alone, with batches of `num_rows` prompts of one kind in between.
+
+    Prompts repeat to fill the last batch of a kind.
+    """
     singles = [
         Pass(question.kind, 1, batch)
         for question, batch in zip(
@@ -140,7 +143,10 @@ def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int)
 def choose_methods(
     timing: Timing, loaded: Loaded, num_tokens: int, budget_s: float, has_head: bool
 ) -> list[Line]:
-    """The methods with the most rows of which `MIN_PASSES` passes of each number of rows fit into the time."""
+    """Return the methods with the most rows that fit into the time.
+
+    `MIN_PASSES` passes of each number of rows must fit.
+    """
     sizes = [min(size, len(loaded.prompts)) for size in BATCH_SIZES if size <= loaded.max_rows]
     choices = [methods(size, has_head, loaded.is_sampled_too) for size in sizes]
     fitting = [
@@ -159,9 +165,11 @@ def measure(
     args: argparse.Namespace,
     begin: float,
 ) -> None:
-    """The passes, over and over, until `args.passes` of them or the time since `begin` are used up."""
+    """Run the passes in a cycle until `args.passes` or the time since `begin` is used up."""
     for line in tqdm(tallies, desc="warming up", leave=False):
-        batch = next(one.batch for one in passes if one.batch_size == line.batch_size)
+        batch = next(
+            candidate.batch for candidate in passes if candidate.batch_size == line.batch_size
+        )
         ids, mask = (
             tensor[:, -NUM_WARM_UP_TOKENS:] for tensor in (batch.input_ids, batch.attention_mask)
         )
@@ -191,15 +199,17 @@ def time_probe(pair: Pair, batch: Batch) -> float:
 def print_texts(
     tallies: Tallies, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
 ) -> None:
-    """The first texts of each kind, two in all."""
+    """Print the first texts of each kind, two in all."""
     kinds = list(dict.fromkeys(question.kind for question in questions))
     for kind in kinds:
         tally = tallies[replace(OURS_GREEDY, kind=kind)]
         if tally.rounds and kind == kinds[0]:
             print("\nGenerated text, with the drafted tokens that were accepted in green:")
-        same = [question for question in questions if question.kind == kind]
-        shown = list(zip(same, tally.runs, tally.rounds, strict=False))[: 2 // len(kinds)]
-        for question, run, rounds in shown:
+        questions_of_kind = [question for question in questions if question.kind == kind]
+        printed = list(zip(questions_of_kind, tally.runs, tally.rounds, strict=False))[
+            : 2 // len(kinds)
+        ]
+        for question, run, rounds in printed:
             print(f"\n[{question.category}]" * bool(kind))
             print_text(tokenizer, question.text, run.texts[0], rounds)
 
@@ -215,7 +225,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts-file",
         type=Path,
-        help="default: prompts.jsonl for a pair, else tasks.jsonl; questions.jsonl has plain questions",
+        help="default: prompts.jsonl for a pair, else tasks.jsonl; plain ones: questions.jsonl",
     )
     parser.add_argument("--prompts", type=int, default=10, help="how many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=48)
@@ -227,24 +237,25 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num-assistant-tokens",
         type=int,
-        help=f"K, fixed for every engine; default: the default schedule, and {ASSISTED_K} for transformers",
+        help="K, fixed for every engine; default: the default schedule, and "
+        f"{ASSISTED_K} for transformers",
     )
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="float32", help="texts are equal in float32"
     )
     parser.add_argument("--passes", type=int, default=60)
-    parser.add_argument("--budget-s", type=float, default=150.0, help="for all that is decoded")
+    parser.add_argument("--budget-s", type=float, default=150.0, help="time for all decoding")
     return parser.parse_args(arguments)
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """The models, the tokenizer, and the prompts."""
-    num, folder = args.num_assistant_tokens, args.pair or PAIR
+    """Load the models, the tokenizer, and the prompts."""
+    draft_len, folder = args.num_assistant_tokens, args.pair or PAIR
     if args.pair is None and not args.tiny:
         models = load_models(dtype=torch.float32)
         if not models.is_tiny:
             halved = load_models(dtype=torch.bfloat16)
-            pairs = {"float32": as_pair(models, num), "bfloat16": as_pair(halved, num)}
+            pairs = {"float32": as_pair(models, draft_len), "bfloat16": as_pair(halved, draft_len)}
             questions = read_by_category(
                 args.prompts_file or EXAMPLES / "tasks.jsonl", args.prompts
             )
@@ -265,7 +276,7 @@ def load(args: argparse.Namespace) -> Loaded:
             f"{folder / 'target'} is missing; make it with examples/training/train_pair.py, or "
             "name another --pair"
         )
-    pairs = {name: load_pair(folder, dtype, num) for name, dtype in DTYPES.items()}
+    pairs = {name: load_pair(folder, dtype, draft_len) for name, dtype in DTYPES.items()}
     questions = read_by_category(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
     title = "the bundled 7 M pair" if folder == PAIR else f"the pair in {folder}"
     tokenizer, prompts = (

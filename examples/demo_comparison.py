@@ -1,4 +1,4 @@
-"""Compares the demo's greedy texts with plain decoding's, and says whether rounding explains a difference."""
+"""Compare the demo's greedy texts with plain decoding's, and tell rounding from errors."""
 
 import time
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from hf_speculate.tools.checks.near_ties import ParityRow
 
 
 class Comparison:
-    """What became of the greedy texts of a pair.
+    """Verdicts on the greedy texts of a pair.
 
     Args:
-        pair: what decodes.
+        pair: decodes.
     """
 
     def __init__(self, pair: Pair):
-        # Drafts of constant length: the schedule could find that none pays, and then none would be
-        # compared.
+        # Drafts have constant length: the schedule could choose plain decoding, and then nothing
+        # would be compared.
         self.pair = replace(pair, num_assistant_tokens=pair.num_assistant_tokens or ASSISTED_K)
         self.check = TextCheck(pair.decoder)
         self.num_texts = self.num_equal = self.num_wrong = 0
@@ -30,21 +30,24 @@ class Comparison:
 
     @property
     def is_failed(self) -> bool:
-        """Whether a text is wrong, or none was compared that drafts could have changed."""
+        """Whether a text is wrong, or none was compared with verified drafts."""
         return self.num_wrong > 0 or self.num_verified == 0
 
     def add_measured(self, tallies: Tallies) -> None:
-        """Compare the texts that were measured with plain decoding's of the same prompts."""
+        """Compare the measured texts with plain decoding's of the same prompts."""
         for line, tally in tallies.items():
             if line.engine == OURS and not line.is_sampled:
                 plain = tallies[replace(PLAIN_GREEDY, batch_size=line.batch_size, kind=line.kind)]
                 expected = {run.key: run for run in plain.runs}
                 for run in tally.runs:
-                    if run.key in expected:  # one may lack the last pass
+                    if run.key in expected:  # the last pass may be incomplete
                         self.add(line, run, expected[run.key])
 
     def add_until(self, end: float, batches: Sequence[Batch], max_new_tokens: int) -> None:
-        """Decode prompts plainly and with drafts until the time is over and a drafted token was verified."""
+        """Decode prompts plainly and with drafts until the time is over.
+
+        At least one drafted token must have been verified.
+        """
         longest_s = 0.0
         for batch in batches:
             begin = time.perf_counter()
@@ -77,8 +80,9 @@ class Comparison:
 
 
 def _note(row: ParityRow) -> str:
-    """Return the difference of a row in words."""
+    """Describe the difference of a row."""
     if row.position is None:
         return f"WRONG: {row.reason}"
     kind = "near-tie" if row.verdict == "tie" else "WRONG"
-    return f"{kind} at token {row.position}: logits {row.gap:.2g} apart, of which rounding explains {row.bound:.2g}"
+    gap = f"logits {row.gap:.2g} apart, rounding explains {row.bound:.2g}"
+    return f"{kind} at token {row.position}: {gap}"

@@ -1,4 +1,4 @@
-"""Decodes a batch with plain, assisted or speculative generation, as the demo compares them."""
+"""Decode a batch with plain, assisted or speculative generation for the demo."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +13,22 @@ from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from models import EAGLE3, PAIR, Models
 
-ROW_COST = 0.2  # of one more row in a step of decoding: measured with SmolLM2-135M on two cores
+# cost of one more row in a step of decoding: measured with SmolLM2-135M on two cores
+ROW_COST = 0.2
 MAX_PROMPT_TOKENS = 512
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-ASSISTED_K = 5  # of transformers' assisted generation
+ASSISTED_K = 5  # K of transformers' assisted generation
 PLAIN_GREEDY, OURS_GREEDY = (Line(engine, "greedy", 1, False) for engine in (PLAIN, OURS))
 
 
 @dataclass
 class Pair:
-    """Decoder of a target in one dtype, and the fields of each engine."""
+    """Decoder of a target with each engine's fields."""
 
     decoder: Decoder
     assisted: dict[str, Any]  # fields of transformers' assisted generation
-    num_assistant_tokens: int | None  # of ours; None for the default schedule
-    head: hf_speculate.DraftHead | None = None  # drafts for lines of its own
+    num_assistant_tokens: int | None  # K of ours; None for the default schedule
+    head: hf_speculate.DraftHead | None = None  # drafts for additional lines
 
     @property
     def target(self) -> PreTrainedModel:
@@ -47,9 +48,9 @@ class Pair:
         return Method(line.name, line.engine, fields, line.is_sampled)
 
 
-def constant(num: int) -> dict[str, Any]:
+def constant(draft_len: int) -> dict[str, Any]:
     """Return the fields of a constant draft length."""
-    return {"num_assistant_tokens": num, "num_assistant_tokens_schedule": "constant"}
+    return {"num_assistant_tokens": draft_len, "num_assistant_tokens_schedule": "constant"}
 
 
 class Timing(NamedTuple):
@@ -68,7 +69,7 @@ class Timing(NamedTuple):
 
 
 def methods(num_rows: int, has_head: bool, is_sampled_too: bool) -> list[Line]:
-    """Return every line of the table; transformers' assisted generation decodes a batch row by row."""
+    """Return every line of the table; transformers decodes a batch row by row."""
     lines = []
     modes = (
         {"greedy": ["greedy"], "sampled": ["rejection", "typical"]}
@@ -97,15 +98,15 @@ def load_pair(folder: Path, dtype: torch.dtype, num_assistant_tokens: int | None
 
 
 def as_pair(models: Models, num_assistant_tokens: int | None) -> Pair:
-    """Return the examples' model with its draft head, which transformers does not take."""
-    # plain decoding and transformers' own drafts are measured too
+    """Return the examples' model with its draft head; transformers takes no such head."""
+    # Plain decoding and transformers' drafts are measured too.
     target = hf_speculate.disable(models.target)
     assisted = {"prompt_lookup_num_tokens": num_assistant_tokens or ASSISTED_K}
     return Pair(Decoder(target, models.options, SAMPLING), assisted, num_assistant_tokens)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: int) -> list[Batch]:
-    """Return left-padded batches; of a long prompt the last `MAX_PROMPT_TOKENS` tokens are kept."""
+    """Return left-padded batches; long prompts keep their last `MAX_PROMPT_TOKENS` tokens."""
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     options = {
         "return_tensors": "pt",
@@ -123,5 +124,5 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: i
 def decode(
     line: Line, pair: Pair, batch: Batch, max_new_tokens: int, seed: int, callback: Any = None
 ) -> Run:
-    """Decode a batch as a line of the table says."""
+    """Decode a batch with the method of a line."""
     return pair.decoder(pair.method(line, callback), batch, seed, max_new_tokens)

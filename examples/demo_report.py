@@ -1,4 +1,4 @@
-"""What the demo prints: a table, a bar chart, coloured text and one sentence, in 80 columns."""
+"""Print the demo's table, bar chart, coloured text and summary, in 80 columns."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate.tools.bench.decoding import Run, Runs, of_equal_texts, ratios
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 
-MAX_SPREAD = 1.5  # of the same short plain run, again and again; beyond it the machine was busy
-MIN_GAIN = 1.05  # times plain decoding, from which a gain is called one
+# limit of max over min of the same short plain run; beyond it the machine was busy
+MAX_SPREAD = 1.5
+MIN_GAIN = 1.05  # smallest speed-up over plain decoding to be called a gain
 KIND_NAMES = {"copying": "tasks that copy text", "plain": "plain questions"}
 COLOURS = {PLAIN: "white", TRANSFORMERS: "dark_orange3", OURS: "blue"}
 ENGINE_NAMES = {PLAIN: "plain", TRANSFORMERS: "transformers", OURS: "hf_speculate"}
@@ -20,14 +21,17 @@ ENGINE_NAMES = {PLAIN: "plain", TRANSFORMERS: "transformers", OURS: "hf_speculat
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: who decodes, with which verifier, how many rows at a time."""
+    """One line of the table.
+
+    It names the engine, its verifier, and the number of rows at a time.
+    """
 
     engine: str  # one of `ENGINE_NAMES`
     mode: str  # our verifier
     batch_size: int
     is_sampled: bool
     has_head: bool = False  # whether an EAGLE-3 head drafts in place of the draft model
-    kind: str = ""  # of the prompts: "copying", "plain", or empty where they are of one kind
+    kind: str = ""  # kind of the prompts: "copying", "plain", or empty if they are of one kind
 
     @property
     def name(self) -> str:
@@ -39,22 +43,22 @@ class Line:
 
     @property
     def setting(self) -> tuple[str, int, bool]:
-        """What it shares with the plain decoding that it is compared with."""
+        """Setting shared with the plain decoding that the line is compared with."""
         return self.kind, self.batch_size, self.is_sampled
 
     @property
     def prompts(self) -> str:
-        """What it decodes, in words."""
+        """Description of the prompts."""
         rows = f"{self.batch_size} prompts at once" if self.batch_size > 1 else "1 prompt"
         return f"{KIND_NAMES.get(self.kind, self.kind)}, {rows}" if self.kind else rows
 
 
 @dataclass
 class Tally:
-    """The timed calls of one line."""
+    """Timed calls of one line."""
 
     runs: list[Run] = field(default_factory=list)
-    # accepted and emitted, where they are shown
+    # These pairs of accepted and emitted tokens colour the printed texts.
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def sum_of(self, name: str) -> int:
@@ -67,7 +71,7 @@ Tallies = dict[Line, Tally]
 
 
 def speedups(tallies: Tallies, line: Line) -> list[float]:
-    """Return the speed over plain decoding of the same setting, for each pass that counts and measured both."""
+    """Return the speed over plain decoding, for each counted pass that measured both."""
     counted = counted_runs(tallies, line.setting)
     plain = next(
         other for other in tallies if other.engine == PLAIN and other.setting == line.setting
@@ -76,7 +80,7 @@ def speedups(tallies: Tallies, line: Line) -> list[float]:
 
 
 def compared_runs(tallies: Tallies, setting: Setting) -> Runs:
-    """Return the calls on passes of a setting that plain decoding and another method decoded, by name of the line."""
+    """Return the calls of passes that plain decoding and another method decoded, by line."""
     members = {line: tally.runs for line, tally in tallies.items() if line.setting == setting}
     plain = {run.key for line, runs in members.items() for run in runs if line.engine == PLAIN}
     others = {run.key for line, runs in members.items() for run in runs if line.engine != PLAIN}
@@ -87,7 +91,10 @@ def compared_runs(tallies: Tallies, setting: Setting) -> Runs:
 
 
 def counted_runs(tallies: Tallies, setting: Setting) -> Runs:
-    """Return the compared calls on passes in which all methods wrote one text; all compared ones if they sample."""
+    """Return the compared calls of passes with equal texts in all methods.
+
+    Sampled calls all count.
+    """
     methods = [
         Method(line.name, line.engine, do_sample=setting[-1])
         for line in tallies
@@ -101,17 +108,17 @@ def num_passes(runs: Runs) -> int:
 
 
 def compared_speeds(tallies: Tallies) -> dict[Line, list[float]]:
-    """Return speeds over plain decoding, of each setting of which more than plain decoding was measured."""
+    """Return speeds over plain decoding, for settings with more than plain decoding."""
     by_line = {line: speeds for line in tallies if (speeds := speedups(tallies, line))}
     settings = {line.setting for line in by_line if line.engine != PLAIN}
     return {line: speeds for line, speeds in by_line.items() if line.setting in settings}
 
 
 def print_table(tallies: Tallies, probes_s: Sequence[float]) -> bool:
-    """Print a line for each method whose speed was compared; return whether the speeds are reliable.
+    """Print a line for each compared method and return whether the speeds are reliable.
 
     Args:
-        tallies: what was measured.
+        tallies: the measurements.
         probes_s: seconds of the same short plain run at several times.
     """
     measured = compared_speeds(tallies)
@@ -137,19 +144,19 @@ def print_table(tallies: Tallies, probes_s: Sequence[float]) -> bool:
             if line.kind == kind:
                 print_line(line, tallies, speeds)
     counts = list(map(len, measured.values()))
-    least, most = min(counts), max(counts)
-    passes = f"{least}" if least == most else f"{least} to {most}"
+    min_count, max_count = min(counts), max(counts)
+    passes = f"{min_count}" if min_count == max_count else f"{min_count} to {max_count}"
     print(f"medians of alternating passes ({passes}); length: mean acceptance length")
     print(f"counted: {counted}\n")
     factor = max(probes_s) / min(probes_s)
-    most_of_kind = min(
-        max(len(measured[one]) for one in measured if one.kind == kind) for kind in kinds
+    num_passes_of_kind = min(
+        max(len(measured[line]) for line in measured if line.kind == kind) for kind in kinds
     )
-    is_reliable = most_of_kind >= 3 and factor <= MAX_SPREAD
+    is_reliable = num_passes_of_kind >= 3 and factor <= MAX_SPREAD
     if not is_reliable:
         reason = (
             "fewer than 3 passes"
-            if most_of_kind < 3
+            if num_passes_of_kind < 3
             else f"the same plain run varied by a factor of {factor:.1f}"
         )
         print(f"NOT RELIABLE: {reason}; run it again on a quiet machine\n")
@@ -170,7 +177,7 @@ def print_line(line: Line, tallies: Tallies, speeds: list[float]) -> None:
 
 
 def print_summary(tallies: Tallies, is_reliable: bool) -> None:
-    """Print bars of the greedy methods, a sentence for each setting and, if reliable, what was gained."""
+    """Print bars of the greedy methods, a sentence for each setting and, if reliable, the gains."""
     greedy = {
         line: median(speeds)
         for line, speeds in compared_speeds(tallies).items()
@@ -193,7 +200,9 @@ def print_summary(tallies: Tallies, is_reliable: bool) -> None:
     gains: dict[bool, list[str]] = {True: [], False: []}
     for setting in dict.fromkeys(line.setting for line in greedy):
         medians = {
-            one.engine: (one, greedy[one]) for one in reversed(greedy) if one.setting == setting
+            line.engine: (line, greedy[line])
+            for line in reversed(greedy)
+            if line.setting == setting
         }
         if {OURS, TRANSFORMERS} <= medians.keys():
             (line, ours), (_, theirs) = (medians[engine] for engine in (OURS, TRANSFORMERS))

@@ -1,12 +1,12 @@
-"""Decodes JSON of a schema under a grammar of xgrammar, in lock step and as a processor that can take calls back.
+"""Decode JSON of a schema under a grammar of xgrammar, in lock step and with rollback.
 
     pip install ".[grammar]"
     python examples/grammar.py
 
-`GrammarProcessor` is the adapter: one `GrammarMatcher` a row, with the methods of
+`GrammarProcessor` is the adapter: one `GrammarMatcher` per row, with the methods of
 `hf_speculate.RollbackProcessor`. So drafts obey the grammar, rows advance by their own counts, and
-tokens that are not accepted are taken back. `forced_text` tells what the grammar leaves no choice
-about. With `tokenizer=` this is drafted first.
+rejected tokens are rolled back. `forced_text` returns the text that the grammar forces. With
+`tokenizer=` this text is drafted first.
 """
 
 import argparse
@@ -41,12 +41,15 @@ SCHEMA = {
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Allows in every row what a compiled grammar allows next; make a new one for each call of `generate()`."""
+    """Processor that allows a grammar's tokens.
+
+    Make a new one for each call of `generate()`.
+    """
 
     def __init__(self, grammar: xgrammar.CompiledGrammar):
         self.grammar = grammar
         self.matchers: list[Any] = []  # [B]
-        self.num_lost: list[int] = []  # [B] last calls whose token the matcher did not take
+        self.num_lost: list[int] = []  # [B] last calls with a token that the matcher rejected
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self.matchers:
@@ -57,22 +60,23 @@ class GrammarProcessor(LogitsProcessor):
                 if not self._takes(row, token_id):
                     self.num_lost[row] += 1
         num_known = self.grammar.tokenizer_info.vocab_size
-        bitmask = xgrammar.allocate_token_bitmask(len(self.matchers), num_known)  # all are allowed
+        # all tokens are allowed at first
+        bitmask = xgrammar.allocate_token_bitmask(len(self.matchers), num_known)
         for row, matcher in enumerate(self.matchers):
             if not self.num_lost[row] and not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(bitmask, row)
-        num_masked = min(num_known, scores.shape[1])  # a draft model may have fewer
+        num_masked = min(num_known, scores.shape[1])  # a draft model may have fewer logits
         xgrammar.apply_token_bitmask_inplace(
             scores, bitmask.to(scores.device), vocab_size=num_masked
         )
         return scores
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        for row, num in enumerate(num_calls):
-            num_lost = min(num, self.num_lost[row])
+        for row, num_undone in enumerate(num_calls):
+            num_lost = min(num_undone, self.num_lost[row])
             self.num_lost[row] -= num_lost
-            if num > num_lost:
-                self.matchers[row].rollback(num - num_lost)
+            if num_undone > num_lost:
+                self.matchers[row].rollback(num_undone - num_lost)
 
     def rows(self, indices: Sequence[int]) -> None:
         self.matchers = [self.matchers[row] for row in indices]
@@ -85,20 +89,23 @@ class GrammarProcessor(LogitsProcessor):
         return copy
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
-        """Return the text that must follow `input_ids` [n]; the last token is new to the matcher."""
+        """Return the forced text after `input_ids` [n]; the last token is new to the matcher."""
         matcher, text = self.matchers[row], ""
         if self._takes(row, int(input_ids[-1])):
             if not matcher.is_terminated():
                 try:
                     text = matcher.find_jump_forward_string()
-                # a choice of characters that begin with the same bytes
+                # Some characters in the choice begin with the same bytes.
                 except UnicodeDecodeError as error:
                     text = error.object[: error.start].decode()
             matcher.rollback(1)
         return text
 
     def _takes(self, row: int, token_id: int) -> bool:
-        """Whether the matcher follows a token; after one that it does not, it follows none until that is taken back."""
+        """Advance the matcher and return whether it accepts a token.
+
+        After a rejected token it accepts none until a rollback.
+        """
         matcher = self.matchers[row]
         return (
             not self.num_lost[row]
@@ -110,7 +117,14 @@ class GrammarProcessor(LogitsProcessor):
 def compile_json(
     tokenizer: Any, vocab_size: int, schema: dict[str, Any] | None = None
 ) -> xgrammar.CompiledGrammar:
-    """The grammar of a JSON schema, or of all JSON, for a tokenizer whose model has `vocab_size` logits."""
+    """Compile the grammar of a JSON schema, or of all JSON.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: number of the model's logits.
+        schema: the JSON schema.
+            None for all JSON.
+    """
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     compiler = xgrammar.GrammarCompiler(info)
     if schema is None:

@@ -1,4 +1,4 @@
-"""Settings that travel with a model: saved into its folder, and as a repository that any model can decode with.
+"""Save settings with a model, and decode any model with a repository's settings.
 
     python examples/hub_config.py
 
@@ -26,19 +26,17 @@ def main() -> None:
     stats = hf_speculate.SpeculationStats()
 
     with tempfile.TemporaryDirectory() as folder:
-        # 1. Whoever owns the weights saves the fields beside them ...
+        # 1. The owner of the weights saves the settings beside them.
         model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pair" / "target")
         model.save_pretrained(folder)
         hf_speculate.save_config(
             model, folder, verifier="typical", num_assistant_tokens=4, posterior_threshold=0.2
         )
         fields = json.loads((Path(folder) / "generation_config.json").read_text(encoding="utf-8"))
-        print(
-            "saved: "
-            f"{', '.join(f'{name}={fields[name]}' for name in ('verifier', 'num_assistant_tokens'))}"
-        )
+        names = ("verifier", "num_assistant_tokens")
+        print(f"saved: {', '.join(f'{name}={fields[name]}' for name in names)}")
 
-        # 2. ... and whoever loads the folder needs not know them.
+        # 2. Users load the folder and need not know the settings.
         loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder))
     loaded.generate(
         **inputs, assistant_model=draft, max_new_tokens=NUM_NEW, speculation_stats=stats
@@ -48,8 +46,8 @@ def main() -> None:
         f"{stats.mean_acceptance_length:.2f}"
     )
 
-    # 3. A repository without weights says how to decode, for a model that is not enabled and knows
-    # nothing of it. transformers runs its custom_generate/generate.py, hence trust_remote_code.
+    # 3. A repository without weights holds settings for any model, enabled or not. transformers
+    # runs its custom_generate/generate.py, hence trust_remote_code.
     output = model.generate(
         **inputs,
         custom_generate=str(EXAMPLES / "hub" / "typical"),

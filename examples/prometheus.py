@@ -1,9 +1,9 @@
-"""Metrics for Prometheus of your own calls of `generate()`: tokens, and how long each stage took.
+"""Export Prometheus metrics of `generate()` calls: tokens, and the seconds of each stage.
 
     python examples/prometheus.py
 
-Decodes prompts on the bundled pair, serves the metrics on 127.0.0.1, and prints what a scrape of
-them gives. Needs `pip install ".[metrics]"`. `hf-speculate serve` has metrics of its own at
+It decodes prompts on the bundled pair, serves the metrics on 127.0.0.1, and prints a scrape of
+them. It needs `pip install ".[metrics]"`. `hf-speculate serve` has metrics of its own at
 `/metrics`.
 """
 
@@ -28,11 +28,11 @@ HOST = "127.0.0.1"
 
 
 class CallMetrics:
-    """Metrics of calls: pass `on_round` as `speculation_callback`, and each call's statistics to `add`.
+    """Metrics of calls of `generate()`.
 
-    Tokens are counted while a call runs, under the names that the server gives them. Seconds are
-    counted when it is
-    over: they are the statistics' own, by stage.
+    Pass `on_round` as `speculation_callback`, and each call's statistics to `add`. Tokens are
+    counted while a call runs, under the server's names. Seconds by stage come from the statistics
+    when it is over.
     """
 
     def __init__(self, registry: CollectorRegistry, source: str):
@@ -54,7 +54,7 @@ class CallMetrics:
 
 
 def decode(folder: Path, num_prompts: int, max_new_tokens: int, metrics: CallMetrics) -> None:
-    """Decode bundled prompts one after the other, as a server would."""
+    """Decode bundled prompts one after the other, like a server."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     target = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder / "target"))
     draft = AutoModelForCausalLM.from_pretrained(folder / "draft")
@@ -82,10 +82,10 @@ def main() -> None:
     )
     parser.add_argument("--num-prompts", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
     args = parser.parse_args()
-    # only what is counted here; the default one has counters of the process too
+    # The default registry also holds counters of the process.
     registry = CollectorRegistry()
     metrics = CallMetrics(registry, "draft model")
     server, thread = start_http_server(args.port, addr=HOST, registry=registry)

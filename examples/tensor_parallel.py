@@ -1,9 +1,9 @@
-"""A target that is split over processes by tensor parallelism, and a draft that each of them holds whole.
+"""Decode with a target split by tensor parallelism and a whole draft on each process.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-Every process runs this script and gets the same text: the first one's drafts, seeds and clocks
-count for all. On GPUs each process takes the one of its local rank.
+Every process runs this script and gets the same text: drafts, seeds and clocks are broadcast from
+the first one. On GPUs each process takes the one of its local rank.
 """
 
 import importlib.util
@@ -29,9 +29,9 @@ def main() -> None:
         )
     if importlib.util.find_spec("accelerate") is None:
         raise SystemExit('accelerate is not installed; run: pip install ".[ranks]"')
-    split = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
+    distributed_config = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
     target = AutoModelForCausalLM.from_pretrained(
-        PAIR / "target", dtype=torch.float32, distributed_config=split
+        PAIR / "target", dtype=torch.float32, distributed_config=distributed_config
     )
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).to(
         target.device
@@ -51,7 +51,8 @@ def main() -> None:
         print("\n\n".join(texts[0]))
         print(f"\n{stats}\n")
         print(
-            f"processes: {len(texts)}, all with one text: {all(one == texts[0] for one in texts)}"
+            f"processes: {len(texts)}, all with one text: "
+            f"{all(rank_texts == texts[0] for rank_texts in texts)}"
         )
         print(
             f"rows as plain generate() has them: {int((plain == output).all(1).sum())} of "

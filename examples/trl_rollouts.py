@@ -1,4 +1,4 @@
-"""Rollouts that draft from their own history, inside a trainer of TRL and without vLLM.
+"""Draw rollouts that draft from their own history, inside a trainer of TRL and without vLLM.
 
     pip install trl
     python examples/trl_rollouts.py
@@ -6,9 +6,9 @@
 
 Eight samples of each prompt are drawn in each of three epochs. A `SuffixStore` with the prompt as
 its key keeps them, and prompt lookup copies from those of the same prompt. A draft never changes
-the distribution of the rollouts, so that training is what it was. The target's weights change
-between the calls, and nothing is kept of them. `--without-trainer` draws rollouts from a target
-that does not learn, and needs no trl.
+the distribution of the rollouts, so training is unchanged. The target's weights change between the
+calls, and none of its states are kept. `--without-trainer` draws rollouts from a fixed target and
+needs no trl.
 """
 
 import argparse
@@ -35,12 +35,12 @@ TEMPERATURE = 0.3
 
 
 def num_words(completions: list[str], **_: Any) -> list[float]:
-    """A reward: how many different words a text has."""
+    """Return rewards: the number of different words of each text."""
     return [float(len(set(text.split()))) for text in completions]
 
 
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Train with TRL, whose trainer calls `model.generate()` for each prompt of an epoch."""
+    """Train with TRL; its trainer calls `model.generate()` for each prompt of an epoch."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -65,7 +65,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def draw(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Draw the same rollouts from a target that does not learn."""
+    """Draw the same rollouts from a fixed target."""
     torch.manual_seed(0)
     options = {"max_new_tokens": NUM_NEW, "do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
     for _ in range(NUM_EPOCHS):
@@ -75,7 +75,7 @@ def draw(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def tokens_per_forward(calls: list[hf_speculate.SpeculationStats]) -> list[float]:
-    """Tokens of each row per target forward, for each epoch."""
+    """Return tokens of each row per target forward, for each epoch."""
     size = len(calls) // NUM_EPOCHS
     epochs = [
         sum(calls[begin + 1 : begin + size], calls[begin])

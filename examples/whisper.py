@@ -1,17 +1,16 @@
-"""Transcribes speech with a draft: a decoder that reads the target's encoder, as distilled Whisper models are.
+"""Transcribe speech with a draft decoder over the target's encoder, as in distilled Whisper.
 
     python examples/whisper.py
 
-Weights of Whisper cannot be bundled, so the pair is a tiny random one that is built here, and the
-sounds are made too: what it "hears" is noise, but every step is the one that a real pair takes.
-With real ones, `make_pair` is
+Weights of Whisper cannot be bundled, so the script builds a tiny random pair and synthetic sounds:
+the text is noise, but every step is that of a real pair. With real models, `make_pair` is
 
     target = AutoModelForSpeechSeq2Seq.from_pretrained("openai/whisper-large-v3")
     draft = AutoModelForCausalLM.from_pretrained("distil-whisper/distil-large-v3")
     extractor = AutoFeatureExtractor.from_pretrained("openai/whisper-large-v3")
 
-and `AutoTokenizer.from_pretrained("openai/whisper-large-v3").batch_decode(ids)` makes text of the
-ids.
+and `AutoTokenizer.from_pretrained("openai/whisper-large-v3").batch_decode(ids)` turns the ids into
+text.
 """
 
 import copy
@@ -31,13 +30,16 @@ import hf_speculate
 
 SAMPLING_RATE = 16_000
 NUM_NEW = 32
-NOISE = 0.02  # how far the draft's weights are from the target's, as a share of their spread
+NOISE = 0.02  # distance of the draft's weights from the target's, as a share of their spread
 
 
 def make_pair() -> tuple[
     WhisperForConditionalGeneration, WhisperForCausalLM, WhisperFeatureExtractor
 ]:
-    """A random target, a draft near it without an encoder, and what makes features of a second of sound."""
+    """Make a random target, a similar draft without an encoder, and a feature extractor.
+
+    The extractor takes up to a second of sound.
+    """
     extractor = WhisperFeatureExtractor(
         feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1
     )
@@ -53,7 +55,7 @@ def make_pair() -> tuple[
         num_mel_bins=16,
         max_source_positions=extractor.nb_max_frames // 2,
         max_target_positions=64,
-        init_std=0.3,  # large, so that the text depends on what was read
+        init_std=0.3,  # large, so the text depends on the sound
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,
@@ -83,7 +85,7 @@ def make_pair() -> tuple[
 
 
 def make_sounds() -> list[Tensor]:
-    """Two tones that rise, a second and half a second long, [N] float32 each."""
+    """Make a rising tone of a second and a falling tone of half a second, [N] float32 each."""
     sounds = []
     for seconds, low, high in ((1.0, 200.0, 800.0), (0.5, 500.0, 300.0)):
         times = torch.arange(int(seconds * SAMPLING_RATE)) / SAMPLING_RATE

@@ -1,20 +1,40 @@
-"""Hides packages that a GPU machine's Python may lack: with this folder on PYTHONPATH they cannot be imported."""
+"""Hide packages that a GPU machine's Python may lack.
+
+With this folder on PYTHONPATH they cannot be imported.
+"""
 
 from importlib.machinery import PathFinder
 
-# Whatever neither the library nor transformers requires, and tests marked gpu must not need.
+# Neither the library nor transformers requires these packages, so tests marked gpu must run
+# without.
 HIDDEN = {
-    "PIL", "accelerate", "fastapi", "gguf", "hypothesis", "kernels", "matplotlib", "openai", "pandas", "peft",
-    "playwright", "prometheus_client", "pyarrow", "ray", "sphinx", "torchao", "uvicorn", "xgrammar",
-}  # fmt: skip
+    "PIL",
+    "accelerate",
+    "fastapi",
+    "gguf",
+    "hypothesis",
+    "kernels",
+    "matplotlib",
+    "openai",
+    "pandas",
+    "peft",
+    "playwright",
+    "prometheus_client",
+    "pyarrow",
+    "ray",
+    "sphinx",
+    "torchao",
+    "uvicorn",
+    "xgrammar",
+}
 
 find_all = PathFinder.find_spec
 
 
 def find_visible(cls, fullname, path=None, target=None):
-    """The spec of a module; None for those of hidden packages."""
+    """Find the spec of a module; None for modules of hidden packages."""
     return None if fullname.partition(".")[0] in HIDDEN else find_all(fullname, path, target)
 
 
-# itself, because pytest calls it without looking at sys.meta_path
+# The class itself is patched, because pytest calls it without looking at sys.meta_path.
 PathFinder.find_spec = classmethod(find_visible)

@@ -1,1 +1,1 @@
-"""A draft head for SmolLM2-135M-Instruct: its weights, and the drafter that runs them."""
+"""Draft head for SmolLM2-135M-Instruct: its weights and its drafter."""

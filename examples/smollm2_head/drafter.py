@@ -1,4 +1,4 @@
-"""Drafts with an EAGLE head, one token at a time, for rows that advance by different counts."""
+"""Draft with an EAGLE head, one token at a time, for rows that advance by different counts."""
 
 from collections.abc import Sequence
 
@@ -12,28 +12,27 @@ from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads
 
-GROWTH = 256  # columns that the buffers grow by at least
-# accepted tokens of a draft of the head before any was measured in a row: the mean over questions
+GROWTH = 256  # minimal growth of the buffers, in columns
+# Accepted tokens of a head's draft before any was measured in a row: the mean over questions.
 USUAL_GAIN = 0.4
 GAIN_RATE = 0.2  # weight of a row's newest draft in the mean of its drafts
 
 
 class HeadDrafter:
-    """A `Drafter` over a `DraftHead`, with a cache of its own.
+    """`Drafter` over a `DraftHead`, with a KV cache.
 
-    `generate(drafter=functools.partial(HeadDrafter, head))` makes one for every call. Pairs that
-    the target has read stay in the cache; what the head wrote for its own drafts is overwritten in
-    the next call.
+    `generate(drafter=functools.partial(HeadDrafter, head))` makes one for every call. The cache
+    keeps the pairs that the target has read; the next call overwrites the states of the head's own
+    drafts.
 
     Args:
         head: trained for the target.
         setup: of the call.
-        confidence: a row's draft ends before the token whose most likely choice brings the product
-            of probabilities below this, in 0..1, also before the first. It depends on distributions
-            only, not on what was drawn, so sampling stays exact.
-        copies: whether a row copies what followed its last tokens earlier in its text, as prompt
-            lookup does, where that is expected to gain as much as the head has gained in the row so
-            far.
+        confidence: lower limit in 0..1 of a draft's product of top probabilities. A row's draft
+            ends before the token that brings the product below it, possibly before the first one.
+            The rule uses distributions only, not the drawn tokens, so sampling stays exact.
+        copies: whether a row copies the continuation of its last tokens' earlier occurrence, like
+            prompt lookup, if this should gain as much as the head has gained in the row so far.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class HeadDrafter:
         self.num_groups = config.num_attention_heads // config.num_key_value_heads
         shape = (2, setup.batch_size, config.num_key_value_heads, 0, config.head_dim)
         self.states = head.fc.weight.new_empty(shape)  # [2, B, Hkv, C, D] keys and values
-        self.text: TokenBuffer | None = None  # what the processors read
+        self.text: TokenBuffer | None = None  # input of the processors
         settings = SuffixSettings(
             max_draft_tokens=setup.max_draft_tokens,
             eos_token_ids=setup.eos_token_ids,
@@ -63,11 +62,11 @@ class HeadDrafter:
         self.has_drafted = [False] * setup.batch_size  # whether the head made a row's last draft
 
     def begin(self, token_ids: Tensor) -> None:
-        """See `Drafter.begin`."""
+        """Start a call, see `Drafter.begin`."""
         self.lookup.begin(token_ids)
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `Drafter.look_up`."""
+        """Look up proposals, see `Drafter.look_up`."""
         for row, (ids, has_drafted) in enumerate(zip(new_ids, self.has_drafted, strict=True)):
             if has_drafted and ids:
                 self.gains[row] += GAIN_RATE * (len(ids) - 1 - self.gains[row])
@@ -75,12 +74,12 @@ class HeadDrafter:
         return self.lookup.look_up(new_ids)
 
     def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
-        """See `Drafter.cut_proposal`."""
+        """Cut the proposals, see `Drafter.cut_proposal`."""
         return self.lookup.cut_proposal(num_draft_tokens)
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`."""
+        """Draft one block, see `Drafter.draft`."""
         query_token_ids, kept, num_draft_tokens = (
             request.query_token_ids,
             request.kept,
@@ -109,9 +108,12 @@ class HeadDrafter:
         return _mixed(drafted, copies) if any(copies) else drafted
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
-        kept = torch.tensor(list(indices))
-        self.lens, self.states = self.lens[kept], self.states[:, kept.to(self.states.device)]
+        """Select rows, see `Drafter.rows`."""
+        row_indices = torch.tensor(list(indices))
+        self.lens, self.states = (
+            self.lens[row_indices],
+            self.states[:, row_indices.to(self.states.device)],
+        )
         self.processors = self.processors.rows(indices)
         self.lookup.rows(indices)
         self.gains, self.has_drafted = (
@@ -121,7 +123,7 @@ class HeadDrafter:
             self.text.rows(indices)
 
     def _copies(self, num_draft_tokens: int) -> list[list[int]]:
-        """[B] what each row copies; empty for those that the head drafts for."""
+        """Return the copies [B] of the rows; rows that use the head have an empty list."""
         copies = []
         for text, gain in zip(self.lookup.texts, self.gains, strict=True):
             pays = sum(text.probabilities()[:num_draft_tokens]) >= gain
@@ -146,36 +148,36 @@ class HeadDrafter:
         return chooser.result(ids, lens)
 
     def _run(self, token_ids: Tensor, states: Tensor, starts: Tensor) -> Tensor:
-        """Outputs [B, N, D] of pairs [B, N] whose first one stands in column `starts` of its row."""
+        """Return outputs [B, N, D] of pairs [B, N] from the columns `starts` [B] on."""
         num_pairs = token_ids.shape[1]
-        places = (starts[:, None] + torch.arange(num_pairs)).to(token_ids.device)  # [B, N]
-        heads, residual = self.head.attend_from(token_ids, states, self.head.turns(places))
-        rows = torch.arange(len(places), device=places.device)[:, None]
+        columns = (starts[:, None] + torch.arange(num_pairs)).to(token_ids.device)  # [B, N]
+        heads, residual = self.head.attend_from(token_ids, states, self.head.turns(columns))
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
         keys, values = self.states
-        keys[rows, :, places] = heads.key.transpose(1, 2)
-        values[rows, :, places] = heads.value.transpose(1, 2)
+        keys[rows, :, columns] = heads.key.transpose(1, 2)
+        values[rows, :, columns] = heads.value.transpose(1, 2)
         return self.head.finish(
-            residual, self._attend(heads, places, int(starts.max()) + num_pairs)
+            residual, self._attend(heads, columns, int(starts.max()) + num_pairs)
         )
 
-    def _attend(self, heads: Heads, places: Tensor, num_columns: int) -> Tensor:
-        """[B, H, N, D]; a pair sees its row's columns up to its own."""
+    def _attend(self, heads: Heads, columns: Tensor, num_columns: int) -> Tensor:
+        """Attend each pair to its row's columns up to its own; returns [B, H, N, D]."""
         keys, values = self.states[:, :, :, :num_columns]
         mask = None
-        # else every row's one pair stands in the last column
-        if bool((places[:, :1] != num_columns - 1).any()):
+        # Without a mask every row has one pair, in the last column.
+        if bool((columns[:, :1] != num_columns - 1).any()):
             # [B, 1, N, C]
-            mask = torch.arange(num_columns, device=places.device) <= places[:, None, :, None]
+            mask = torch.arange(num_columns, device=columns.device) <= columns[:, None, :, None]
             mask = mask.repeat(1, 1, self.num_groups, 1)  # [B, 1, G * N, C]
         query = heads.query.unflatten(1, (-1, self.num_groups)).flatten(2, 3)  # [B, Hkv, G * N, D]
         mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return mixed.unflatten(2, (self.num_groups, -1)).flatten(1, 2)
 
     def _grow(self, num_columns: int) -> None:
-        held = self.states.shape[3]
-        if num_columns > held:
-            more = max(num_columns - held, GROWTH)
-            self.states = nn.functional.pad(self.states, (0, 0, 0, more))
+        num_held = self.states.shape[3]
+        if num_columns > num_held:
+            num_new = max(num_columns - num_held, GROWTH)
+            self.states = nn.functional.pad(self.states, (0, 0, 0, num_new))
 
     def _follow(self, query: Tensor, kept: Kept) -> None:
         if self.text is None:
@@ -185,7 +187,7 @@ class HeadDrafter:
 
 
 def _mixed(drafted: DraftOut, copies: list[list[int]]) -> DraftOut:
-    """The draft with some rows replaced by copies, each of probability 1."""
+    """Replace some rows of the draft by copies, each of probability 1."""
     width = max(drafted.token_ids.shape[1], *map(len, copies))
     missing = width - drafted.token_ids.shape[1]
     token_ids, lens = nn.functional.pad(drafted.token_ids, (0, missing)), drafted.lens.clone()
@@ -209,17 +211,17 @@ def _mixed(drafted: DraftOut, copies: list[list[int]]) -> DraftOut:
 
 
 class _Chooser:
-    """Takes the likeliest token."""
+    """Choice of the likeliest token."""
 
     def __init__(self, target_ids: Tensor):
         self.target_ids = target_ids
 
     def choose(self, logits: Tensor) -> Tensor:
-        """[B] int64, in the target's ids, from logits [B, Vd]."""
+        """Return ids [B] int64, in the target's ids, from logits [B, Vd]."""
         return self.target_ids[logits.argmax(-1)]
 
     def result(self, ids: list[Tensor], lens: Tensor) -> DraftOut:
-        """The draft of the tokens chosen, of which there may be none."""
+        """Return the draft of the chosen tokens; there may be none."""
         return DraftOut(
             torch.stack(ids, 1) if ids else lens.new_empty(len(lens), 0, dtype=torch.int64),
             lens,
@@ -229,7 +231,11 @@ class _Chooser:
 
 
 class _Drawer(_Chooser):
-    """Draws from the processed distribution over the target's vocabulary; other tokens have probability 0."""
+    """Draws from the processed distribution.
+
+    It is a distribution over the target's vocabulary; tokens outside the draft's have probability
+    0.
+    """
 
     def __init__(self, drafter: HeadDrafter, draws: Draws, text: TokenBuffer):
         super().__init__(drafter.head.target_ids)

@@ -1,11 +1,11 @@
-"""An EAGLE head: one transformer layer that reads the target's hidden states and drafts token by token.
+"""EAGLE head: one transformer layer that reads the target's hidden states and drafts tokens.
 
 A pair is a token with the state of the token before it. `fc` joins the token's embedding and the
-state; the layer's output predicts the target's next last state, and through the target's output
-matrix the token after the pair's. At a true pair the state is the target's last one, corrected by a
-projection of two earlier layers, as EAGLE-3 reads several; at a drafted pair it is the head's own
-output. The output matrix is cut to the most frequent tokens, as FR-Spec does; it and the embeddings
-are the target's and are not stored.
+state. The layer's output predicts the target's next last state and, through the target's output
+matrix, the token after the pair's. At a true pair the state is the target's last one, corrected by
+a projection of two earlier layers, as in EAGLE-3. At a drafted pair it is the head's own output.
+The output matrix is cut to the most frequent tokens, as in FR-Spec; it and the embeddings are the
+target's and are not stored.
 
 Source: Li et al., "EAGLE" (arXiv:2401.15077), section 4; "EAGLE-3" (arXiv:2503.01840), section 3;
 Zhao et al., "FR-Spec" (arXiv:2502.14856), section 3.
@@ -36,7 +36,7 @@ LAYER_FIELDS = (
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of pairs, turned by their positions."""
+    """Queries, keys and values of pairs, after RoPE."""
 
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, Hkv, N, D]
@@ -44,7 +44,10 @@ class Heads(NamedTuple):
 
 
 class Attention(nn.Module):
-    """The projections of the layer's attention; what they attend to is up to the caller."""
+    """Projections of the layer's attention.
+
+    The caller chooses the keys and values.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -86,15 +89,15 @@ class Layer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The head's weights, and the parts of its forward.
+    """Weights of the head and parts of its forward.
 
-    States are divided by the weight of the target's last norm, and its output matrix is multiplied
-    by it instead, so that the head works on values of about one size.
+    States are divided by the weight of the target's last norm, and the output matrix is multiplied
+    by it, so the head works on values of about equal size.
 
     Args:
         config: of its layer.
-        aux_layers: A layers of the target whose inputs correct its last state.
-        target_ids: [Vd] int64, the tokens that it can propose.
+        aux_layers: A layers of the target; their inputs correct its last state.
+        target_ids: [Vd] int64, the tokens of the draft vocabulary.
         target: shares its embeddings and its output matrix.
     """
 
@@ -109,7 +112,8 @@ class DraftHead(nn.Module):
         self.config, self.aux_layers = config, aux_layers
         self.hidden_layers = [*aux_layers, -1]
         self.embeddings = target.get_input_embeddings().weight.detach()  # [V, D]
-        self.scale = target.get_decoder().norm.weight.detach()  # [D], of the target's last norm
+        # [D], weight of the target's last norm
+        self.scale = target.get_decoder().norm.weight.detach()
         width = config.hidden_size
         self.aux_norm = nn.ModuleList(nn.RMSNorm(width, config.rms_norm_eps) for _ in aux_layers)
         self.aux_proj = nn.Linear(len(aux_layers) * width, width, bias=False)
@@ -124,7 +128,7 @@ class DraftHead(nn.Module):
         self.to(self.embeddings.device)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """States of true pairs [B, N, D] from the target's `hidden_layers` [B, N, (A + 1) * D]."""
+        """Return states [B, N, D] of true pairs from the target's layers [B, N, (A + 1) * D]."""
         *aux, last = hidden.chunk(len(self.hidden_layers), dim=-1)
         last = last / self.scale
         return last + self.aux_proj(
@@ -132,13 +136,13 @@ class DraftHead(nn.Module):
         )
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, N, D] of positions [B, N] int64."""
+        """Return cosines and sines [B, N, D] of positions [B, N] int64."""
         return self.rotary(self.embeddings, positions)
 
     def attend_from(
         self, token_ids: Tensor, states: Tensor, turns: tuple[Tensor, Tensor]
     ) -> tuple[Heads, Tensor]:
-        """What pairs attend with, and their residual [B, N, D].
+        """Return the pairs' queries, keys and values, and their residual [B, N, D].
 
         Args:
             token_ids: [B, N] int64, in the target's ids.
@@ -150,12 +154,12 @@ class DraftHead(nn.Module):
         return self.layer.self_attn(self.layer.input_layernorm(residual), turns), residual
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """The head's output [B, N, D], from what attention mixed [B, H, N, D]."""
+        """Return the head's output [B, N, D] from the attention output [B, H, N, D]."""
         x = residual + self.layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., Vd] over the draft vocabulary."""
+        """Return logits [..., Vd] over the draft vocabulary."""
         return nn.functional.linear(states, self.output)
 
     def save(self, folder: Path, target_name: str) -> None:
@@ -172,7 +176,7 @@ class DraftHead(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel) -> "DraftHead":
-        """The head in `folder`, in the target's dtype and on its device."""
+        """Load the head from `folder`, in the target's dtype and on its device."""
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         weights = load_file(folder / WEIGHTS)
         weights["target_ids"] = weights["target_ids"].long()

@@ -1,1 +1,1 @@
-"""How the bundled pair and the bundled draft heads were trained."""
+"""Training of the bundled pair and the bundled draft heads."""

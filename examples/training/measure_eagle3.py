@@ -1,9 +1,9 @@
-"""Measures the bundled EAGLE-3 head beside the bundled draft model, on held-out prompts.
+"""Measure the bundled EAGLE-3 head beside the bundled draft model, on held-out prompts.
 
     cd examples && python -m training.measure_eagle3    # writes heads/measurements.json
 
-Greedy decoding with K constant. Acceptance counts every prompt once. Times are those of passes in
-which plain decoding, the draft model and the head take turns, prompt by prompt, on one row.
+Decoding is greedy with constant K. Acceptance counts every prompt once. In each timed pass plain
+decoding, the draft model and the head take turns, prompt by prompt, on one row.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PROMPTS = PAIR.parent / "prompts.jsonl"
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> dict[str, Tensor]:
-    """A left-padded batch."""
+    """Return a left-padded batch."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
@@ -40,13 +40,13 @@ def measure_acceptance(
     batch: dict[str, Tensor],
     args: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
-    """By draft: acceptance, mean acceptance length, and how many texts equal plain decoding's."""
+    """Measure acceptance, mean acceptance length, and texts equal to plain decoding's, by draft."""
     plain = target.generate(**batch, max_new_tokens=args.max_new_tokens, do_sample=False)
-    found = {}
+    records = {}
     for name, draft in drafts.items():
         stats = hf_speculate.SpeculationStats()
         texts = _decoded(target, draft, batch, args, speculation_stats=stats)
-        found[name] = {
+        records[name] = {
             "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
             "acceptance_rate_per_position": _rounded(stats.acceptance_rate_per_position),
             "verified_acceptance_rate_per_position": _rounded(
@@ -54,7 +54,7 @@ def measure_acceptance(
             ),
             "texts_equal_to_plain": int((texts == plain).all(dim=1).sum()),
         }
-    return found
+    return records
 
 
 def measure_times(
@@ -63,11 +63,15 @@ def measure_times(
     rows: list[dict[str, Tensor]],
     args: argparse.Namespace,
 ) -> dict[str, dict[str, float]]:
-    """By draft: the speed over plain decoding in each pass over the prompts; median, least and greatest."""
+    """Measure the speed over plain decoding in each pass over the prompts, by draft.
+
+    Returns:
+        Median, minimum and maximum over passes.
+    """
     methods: dict[str, Any] = {"plain": None, **drafts}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for number in tqdm(range(args.passes + 1), desc="passes"):
-        spent = dict.fromkeys(methods, 0.0)
+        pass_s = dict.fromkeys(methods, 0.0)
         for row in rows:
             for name, draft in methods.items():
                 begin = time.perf_counter()
@@ -75,16 +79,17 @@ def measure_times(
                     target.generate(**row, max_new_tokens=args.max_new_tokens, do_sample=False)
                 else:
                     _decoded(target, draft, row, args)
-                spent[name] += time.perf_counter() - begin
+                pass_s[name] += time.perf_counter() - begin
         if number:  # the first pass warms up
-            for name, one in spent.items():
-                seconds[name].append(one)
-    found = {}
+            for name, spent_s in pass_s.items():
+                seconds[name].append(spent_s)
+    ratios_by_draft = {}
     for name in drafts:
         ratios = [plain / ours for plain, ours in zip(seconds["plain"], seconds[name], strict=True)]
-        found[name] = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
+        ratios_by_draft[name] = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
     return {
-        name: {key: round(value, 3) for key, value in one.items()} for name, one in found.items()
+        name: {key: round(value, 3) for key, value in ratios.items()}
+        for name, ratios in ratios_by_draft.items()
     }
 
 
@@ -97,12 +102,12 @@ def _decoded(
     draft: Any,
     row: dict[str, Tensor],
     args: argparse.Namespace,
-    **more: Any,
+    **more_options: Any,
 ) -> Tensor:
     options = {
         "num_assistant_tokens": args.num_assistant_tokens,
         "num_assistant_tokens_schedule": "constant",
-        **more,
+        **more_options,
     }
     return hf_speculate.generate(
         target,

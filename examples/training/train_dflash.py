@@ -1,11 +1,11 @@
-"""Fits a DFlash or DFlash 2 head to the bundled target, and saves it in z-lab's format.
+"""Fit a DFlash or DFlash 2 head to the bundled target, and save it in z-lab's format.
 
-    cd examples && python -m training.train_dflash dflash2    # ten minutes on one core, and ten to write the text
+    cd examples && python -m training.train_dflash dflash2    # ten minutes on one core
 
-The text is that of the EAGLE-3 head, `training/train_eagle3.py`. In every step the head fills
-blocks at random columns of a few rows, and learns the target's distribution in each of their slots.
-A DFlash 2 head learns it twice: without the token before a slot, which chooses the candidates, and
-with it. The target stays as it is.
+Writing the text takes ten minutes more. The text is that of the EAGLE-3 head,
+`training/train_eagle3.py`. In every step the head fills blocks at random columns of a few rows, and
+learns the target's distribution in each of their slots. A DFlash 2 head learns it twice: without
+the token before a slot, to choose the candidates, and with it. The target does not change.
 """
 
 import argparse
@@ -45,21 +45,21 @@ SELECTION = {
 
 
 class Settings(NamedTuple):
-    """How a head is trained."""
+    """Settings of a head's training."""
 
     block_size: int = 8
     num_layers: int = 2
     intermediate_size: int = 512
     rows_per_step: int = 4
     blocks_per_row: int = 16
-    greedy_share: float = 0.75  # of the rows
+    greedy_share: float = 0.75  # share of rows written greedily
     matrix_lr: float = 0.015
     vector_lr: float = 0.002
-    decay: float = 0.85  # of a slot's weight in the loss over that of the slot before
+    decay: float = 0.85  # a slot's weight in the loss over that of the slot before
 
 
 def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]:
-    """The config of the head's layers: those of the target, with an MLP of their own width."""
+    """Return the config of the head's layers: the target's, with another MLP width."""
     names = (
         "hidden_size",
         "num_attention_heads",
@@ -71,15 +71,15 @@ def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]
     fields = {
         name: getattr(target.config, name) for name in (*names, "vocab_size", "rope_parameters")
     }
-    own = {
+    head_fields = {
         "num_hidden_layers": settings.num_layers,
         "intermediate_size": settings.intermediate_size,
     }
-    return {"model_type": "qwen3", "max_position_embeddings": 2048, **own, **fields}
+    return {"model_type": "qwen3", "max_position_embeddings": 2048, **head_fields, **fields}
 
 
 def new_head(kind: str, target: LlamaForCausalLM, settings: Settings, seed: int) -> DFlashNetwork:
-    """A head with random layers, whose convolutions and selection change nothing yet."""
+    """Make a head with random layers; its convolutions and selection change nothing yet."""
     torch.manual_seed(seed)
     layers, num_ids = read_layer_config(layer_fields(target, settings)), target.config.vocab_size
     fields = {"layers": layers, "block_size": settings.block_size, "mask_token_id": MASK_ID}
@@ -112,7 +112,7 @@ def new_head(kind: str, target: LlamaForCausalLM, settings: Settings, seed: int)
 
 
 class DFlashTraining:
-    """A run of training.
+    """Run of training.
 
     Args:
         network: trained.
@@ -160,7 +160,7 @@ class DFlashTraining:
         return self.network.eval().requires_grad_(False)
 
     def _measured(self, rows: Rows, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Loss in nats and accuracy of each slot [b-1], over blocks at random columns."""
+        """Return loss in nats and accuracy of each slot [b-1], over blocks at random columns."""
         num_slots, last = self.settings.block_size - 1, READ_LEN - self.settings.block_size
         size = (len(rows.ids), self.settings.blocks_per_row)
         starts = torch.randint(SHORTEST_CONTEXT, last + 1, size, generator=generator)
@@ -178,11 +178,11 @@ class DFlashTraining:
 
     @torch.no_grad()
     def _checked(self) -> str:
-        # written greedily
-        rows = Rows(*(part[: 2 * NUM_CHECKED_ROWS : 2, -READ_LEN:] for part in self.held_out))
+        # Every other row was written greedily.
+        rows = Rows(*(values[: 2 * NUM_CHECKED_ROWS : 2, -READ_LEN:] for values in self.held_out))
         nats, accuracy = self._measured(rows, torch.Generator().manual_seed(self.seed))
         loss, shares = (
-            " ".join(f"{value:.3f}" for value in part.tolist()) for part in (nats, accuracy)
+            " ".join(f"{value:.3f}" for value in values.tolist()) for values in (nats, accuracy)
         )
         return f"by slot: nats {loss}, accuracy {shares}"
 
@@ -190,17 +190,17 @@ class DFlashTraining:
 def save_head(
     kind: str, network: DFlashNetwork, target: LlamaForCausalLM, settings: Settings, folder: Path
 ) -> None:
-    """Save a head in bfloat16, as z-lab does."""
+    """Save a head in bfloat16, in z-lab's format."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = SELECTION if kind == "dflash2" else {}
+    selection_fields = SELECTION if kind == "dflash2" else {}
     config = {
         "architectures": ["DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"],
         "block_size": settings.block_size,
         "dflash_config": {
             "mask_token_id": MASK_ID,
-            # which this format names by their outputs
+            # The format names layers by their outputs.
             "target_layer_ids": [layer - 1 for layer in AUX_LAYERS],
-            **own,
+            **selection_fields,
         },
         "num_target_layers": target.config.num_hidden_layers,
         **layer_fields(target, settings),

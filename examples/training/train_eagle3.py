@@ -1,11 +1,10 @@
-"""Fits an EAGLE-3 head to the bundled target, and saves it in the format of the speculators library.
+"""Fit an EAGLE-3 head to the bundled target, and save it in the speculators library's format.
 
     cd examples && python -m training.train_eagle3    # an hour on two cores
 
 The target continues pieces of the Python standard library, half of the rows greedily and half by
-sampling. The head learns the target's distribution at each of several draft steps, after the first
-from its own states. The target stays as it is. Text and training are kept in --work-dir, and a run
-that was interrupted goes on from there.
+sampling. The head learns the target's distribution at each of several draft steps. An interrupted
+training goes on from its checkpoint.
 """
 
 import argparse
@@ -30,37 +29,37 @@ from training.pair.muon import PairOptimizer
 
 HEAD = EXAMPLES / "heads" / "eagle3"
 CHECKED_EVERY_S = 300
-NUM_CHECKED_ROWS = 64  # every other one was written greedily, and is read
+NUM_CHECKED_ROWS = 64  # every other one is read: those written greedily
 WARMUP = 0.03
 
 
 class Settings(NamedTuple):
-    """How a head is trained."""
+    """Settings of a head's training."""
 
     draft_vocab_size: int = 2048
     intermediate_size: int = 768
     rows_per_step: int = 4
-    greedy_share: float = 0.75  # of the rows
+    greedy_share: float = 0.75  # share of rows written greedily
     matrix_lr: float = 0.015
     vector_lr: float = 0.002
     num_draft_steps: int = 4
     num_first_draft_steps: int = 2  # in the first half of the training
-    decay: float = 0.9  # of a draft step's weight in the loss over that of the step before
+    decay: float = 0.9  # a draft step's weight in the loss over that of the step before
 
 
 class Figures(NamedTuple):
-    """What a head reaches on rows, by draft step."""
+    """Figures of a head by draft step."""
 
     nats: Tensor  # [K], cross entropy to the target's distribution
-    accuracy: Tensor  # [K], share of tokens that are the target's most probable ones
+    accuracy: Tensor  # [K], share of tokens equal to the target's most probable ones
 
     def __str__(self) -> str:
-        nats, shares = (" ".join(f"{value:.3f}" for value in part.tolist()) for part in self)
+        nats, shares = (" ".join(f"{value:.3f}" for value in values.tolist()) for values in self)
         return f"by draft step: nats {nats}, accuracy {shares}"
 
 
 def frequent_ids(batches: list[Rows], vocab_size: int, num_ids: int) -> Tensor:
-    """[num_ids] int64, increasing: the tokens that rows hold most often."""
+    """Return the most frequent tokens of the rows, [num_ids] int64, increasing."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for rows in batches:
         counts += torch.bincount(rows.ids.flatten(), minlength=vocab_size)
@@ -70,7 +69,7 @@ def frequent_ids(batches: list[Rows], vocab_size: int, num_ids: int) -> Tensor:
 
 
 def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]:
-    """The config of the head's layer: one of the target's, with an MLP of its own width."""
+    """Return the config of the head's layer: the target's, with another MLP width."""
     names = (
         "hidden_size",
         "num_attention_heads",
@@ -82,18 +81,18 @@ def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]
     shared = {
         name: getattr(target.config, name) for name in (*names, "vocab_size", "rope_parameters")
     }
-    own = {
+    head_fields = {
         "num_hidden_layers": 1,
         "intermediate_size": settings.intermediate_size,
         "max_position_embeddings": 2048,
     }
-    return {"model_type": "llama", **own, **shared}
+    return {"model_type": "llama", **head_fields, **shared}
 
 
 def new_head(
     target: LlamaForCausalLM, target_ids: Tensor, settings: Settings, seed: int
 ) -> Eagle3Network:
-    """A head with random layers, whose output matrix begins as the target's rows of its vocabulary."""
+    """Make a head with random layers; its output matrix begins as rows of the target's."""
     torch.manual_seed(seed)
     layers, width = read_layer_config(layer_fields(target, settings)), target.config.hidden_size
     vocabulary = DraftVocabulary(target.config.vocab_size, target_ids)
@@ -121,7 +120,7 @@ def new_head(
 def figures_of(
     network: Eagle3Network, target: LlamaForCausalLM, rows: Rows, num_draft_steps: int
 ) -> Figures:
-    """Losses and accuracies of the drafts after every token of rows."""
+    """Return losses and accuracies of the drafts after every token of rows."""
     with torch.no_grad():
         logits = target.lm_head(rows.last.float())  # [R, W, V]
         best = logits.argmax(-1)
@@ -139,7 +138,7 @@ def figures_of(
 
 
 class HeadTraining:
-    """A resumable run of training.
+    """Resumable run of training.
 
     Args:
         network: trained.
@@ -184,7 +183,7 @@ class HeadTraining:
         self.weights = settings.decay ** torch.arange(settings.num_draft_steps)
 
     def run(self) -> Eagle3Network:
-        """Train until the budget is spent; returns the network with the lowest held-out loss."""
+        """Train until the budget is spent and return the network with the lowest held-out loss."""
         checked_at_s = self.budget.spent_s
         while (share := self.budget.tick()) < 1.0:
             self._step(share)
@@ -198,9 +197,11 @@ class HeadTraining:
     def _step(self, share: float) -> None:
         settings, seed = self.settings, self.seed * 1_000_003 + self.num_steps
         rows = draw_rows(self.batches, settings.rows_per_step, settings.greedy_share, seed)
-        num = settings.num_first_draft_steps if share < 0.5 else settings.num_draft_steps
-        figures = figures_of(self.network, self.target, rows, num)
-        (figures.nats * self.weights[:num]).sum().backward()
+        num_draft_steps = (
+            settings.num_first_draft_steps if share < 0.5 else settings.num_draft_steps
+        )
+        figures = figures_of(self.network, self.target, rows, num_draft_steps)
+        (figures.nats * self.weights[:num_draft_steps]).sum().backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step(warm_then_linear(share, WARMUP))
         if self.num_steps % 20 == 0:
@@ -210,14 +211,17 @@ class HeadTraining:
     @torch.no_grad()
     def _check(self) -> None:
         """Measure held-out rows, save the state, and keep the weights if they are the best."""
-        parts = zip(
-            *(part[:NUM_CHECKED_ROWS:2, -READ_LEN:].split(8) for part in self.held_out), strict=True
+        batches = zip(
+            *(rows_part[:NUM_CHECKED_ROWS:2, -READ_LEN:].split(8) for rows_part in self.held_out),
+            strict=True,
         )
         figures = [
-            figures_of(self.network, self.target, Rows(*part), self.settings.num_draft_steps)
-            for part in parts
+            figures_of(self.network, self.target, Rows(*rows_part), self.settings.num_draft_steps)
+            for rows_part in batches
         ]
-        mean = Figures(*(torch.stack(part).mean(0) for part in zip(*figures, strict=True)))
+        mean = Figures(
+            *(torch.stack(rows_part).mean(0) for rows_part in zip(*figures, strict=True))
+        )
         loss = float((mean.nats * self.weights).sum())
         print(f"step {self.num_steps}, {self.budget.spent_s:.0f} s, held out, {mean}", flush=True)
         if loss < self.lowest:
@@ -238,7 +242,7 @@ class HeadTraining:
 def save_head(
     network: Eagle3Network, target: LlamaForCausalLM, settings: Settings, folder: Path
 ) -> None:
-    """Save a head in bfloat16, as the speculators library does."""
+    """Save a head in bfloat16, in the format of the speculators library."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = network.vocabulary.target_ids
     config = {

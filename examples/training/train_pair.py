@@ -1,12 +1,11 @@
-"""Trains the small model pair in `examples/pair` on the Python standard library's own sources.
+"""Train the small model pair in `examples/pair` on the Python standard library's sources.
 
     cd examples && python -m training.train_pair    # every stage, about an hour on two cores
     cd examples && python -m training.train_pair --stage measure
 
-Stage measure, the last one, measures the committed pair again and rewrites its README.
-
-Stages run in this order: data, tokenizer, target, prompts, draft, choose, measure. A stage that was
-interrupted goes on from its last checkpoint in the work folder; delete that folder to start afresh.
+Stage measure, the last one, measures the committed pair again and rewrites its README. Stages run
+in this order: data, tokenizer, target, prompts, draft, choose, measure. An interrupted stage goes
+on from its last checkpoint in the work folder; delete the folder to start afresh.
 """
 
 import argparse
@@ -49,7 +48,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Run(NamedTuple):
-    """Where a run reads and writes, and what it may spend."""
+    """Folders and budgets of a run."""
 
     work_dir: Path  # caches and checkpoints
     pair_dir: Path  # the pair, its README and its measurements
@@ -63,7 +62,7 @@ class Run(NamedTuple):
 
     @property
     def results_path(self) -> Path:
-        """The measurements' file."""
+        """File of the measurements."""
         return self.pair_dir / "measurements.json"
 
 
@@ -143,7 +142,7 @@ def draft_stage(run: Run) -> None:
 
 
 def choose_stage(run: Run) -> None:
-    """Keep the candidate whose bound is nearest its goals at the batch size where it is worst."""
+    """Keep the candidate with the best worst case: its bound over its goal, by batch size."""
     tokenizer, prompts = load_tokenizer(run.pair_dir / "target"), read_prompts(run.prompts_path)
     target = load_model(run.pair_dir / "target", torch.float32, run.device)
     candidates = {}
@@ -156,7 +155,7 @@ def choose_stage(run: Run) -> None:
         candidates[name] = pair_bounds(acceptance, timings)
         print(name, candidates[name])
     worst = {
-        name: min(r["bound"] / r["goal"] for r in bounds.values())
+        name: min(record["bound"] / record["goal"] for record in bounds.values())
         for name, bounds in candidates.items()
     }
     chosen = max(worst, key=worst.get)
@@ -201,7 +200,7 @@ def measure_stage(run: Run) -> None:
 
 
 def readme_stage(run: Run) -> None:
-    """Write the README again from the measurements at hand."""
+    """Write the README again from the saved measurements."""
     (run.pair_dir / "README.md").write_text(
         render(read_results(run.results_path)), encoding="utf-8"
     )
@@ -224,7 +223,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--stage", choices=["all", *STAGES, "readme"], default="all", help="what to run"
+        "--stage", choices=["all", *STAGES, "readme"], default="all", help="stage to run"
     )
     parser.add_argument(
         "--work-dir", type=Path, default=EXAMPLES.parent / "build" / "pair", help="caches"
@@ -239,7 +238,7 @@ def parse_arguments() -> argparse.Namespace:
         "--target-minutes", type=float, default=40.0, help="training time of the target"
     )
     parser.add_argument(
-        "--text-minutes", type=float, default=5.0, help="time in which the target writes"
+        "--text-minutes", type=float, default=5.0, help="writing time of the target"
     )
     parser.add_argument(
         "--draft-minutes", type=float, default=10.0, help="training time of each draft candidate"

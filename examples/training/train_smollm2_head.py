@@ -1,12 +1,12 @@
-"""Trains the draft head in `examples/smollm2_head` on text that SmolLM2-135M-Instruct writes itself.
+"""Train the draft head in `examples/smollm2_head` on text that SmolLM2-135M-Instruct writes.
 
     cd examples && python -m training.train_smollm2_head    # every stage, three hours on two cores
-    cd examples && python -m training.train_smollm2_head --stage measure --questions questions.jsonl
+    cd examples && python -m training.train_smollm2_head --stage measure
 
-Stages run in this order: text, train, measure. One that was interrupted goes on where it was;
-delete the work folder to start afresh. `smollm2/seed_prompts.py` makes the questions that the
-target answers; nothing but the model is downloaded. With `--worker 0/2` and `--worker 1/2` two
-processes write the text, one core each.
+Stages run in this order: text, train, measure. An interrupted stage goes on from its last state;
+delete the work folder to start afresh. `smollm2/seed_prompts.py` makes the questions for the
+target; only the model is downloaded. With `--worker 0/2` and `--worker 1/2` two processes write the
+text, one core each. `--questions FILE` sets the questions of stage measure.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from training.smollm2.training import HeadTraining, frequent_ids, read_batches, 
 from training.smollm2.writing import write_batches
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-AUX_LAYERS = [15, 27]  # of 30, beside the last state
+AUX_LAYERS = [15, 27]  # two of 30 layers, besides the last state
 DRAFT_VOCAB_SIZE = 8192
 
 
@@ -71,8 +71,8 @@ def train_stage(args: argparse.Namespace) -> None:
     head.save(args.head_dir, f"HuggingFaceTB/{SMOLLM2.model}")
     written = [rows.is_written for rows in read_batches(text)]
     facts = {
-        "num_text_tokens": sum(part.numel() for part in written),
-        "num_written_tokens": sum(int(part.sum()) for part in written),
+        "num_text_tokens": sum(is_written.numel() for is_written in written),
+        "num_written_tokens": sum(int(is_written.sum()) for is_written in written),
         "num_steps": training.num_steps,
         "minutes": training.budget.spent_s / 60,
         "seed": args.seed,
@@ -91,13 +91,13 @@ def measure_stage(args: argparse.Namespace) -> None:
     records = measure(
         target, head, tokenizer, questions, args.max_new_tokens, args.num_assistant_tokens
     )
-    for each in records:
-        ratio, rounds = each["ratio"], each.get("tokens_per_round", 0.0)
+    for record in records:
+        ratio, rounds = record["ratio"], record.get("tokens_per_round", 0.0)
         print(
-            f"{each['rows']} x {each['method']}: {each['tokens_per_s']:.1f} tokens/s, "
+            f"{record['rows']} x {record['method']}: {record['tokens_per_s']:.1f} tokens/s, "
             f"{ratio['median']:.2f}x plain "
             f"({ratio['min']:.2f} to {ratio['max']:.2f}), mean acceptance length {rounds:.2f}, "
-            f"{each['identical_rows']}/{each['num_rows']} rows identical to plain"
+            f"{record['identical_rows']}/{record['num_rows']} rows identical to plain"
         )
     facts = {
         "questions": args.questions.name,
@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", choices=["all", *STAGES], default="all", help="what to run")
+    parser.add_argument("--stage", choices=["all", *STAGES], default="all", help="stage to run")
     parser.add_argument(
         "--work-dir",
         type=Path,
@@ -150,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-questions", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument(
-        "--num-assistant-tokens", type=int, default=5, help="the most that the head drafts"
+        "--num-assistant-tokens", type=int, default=5, help="maximal draft length of the head"
     )
     parser.add_argument(
         "--section", default="measurements", help="where the results go in measurements.json"

@@ -1,4 +1,4 @@
-"""Runs a DFlash or DFlash 2 head over many blocks of whole texts at once, each as it would be drafted."""
+"""Run a DFlash or DFlash 2 head over many blocks of whole texts at once, as in drafting."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,17 @@ from hf_speculate.options.heads.network import TargetParts
 
 
 class BlockLogits(NamedTuple):
-    """What a head predicts in the slots behind the first token of each of N blocks."""
+    """Logits of N blocks behind their first tokens."""
 
     parallel: Tensor  # [N, b-1, V], without the token before a slot
-    selected: Tensor  # [N, b-1, V], with it; of DFlash the same
+    selected: Tensor  # [N, b-1, V], with this token; equal for DFlash
 
 
 class Context:
-    """Stands for a `CacheView` while the states [R, W, H] of texts are read, and keeps their keys and values."""
+    """Stand-in for a `CacheView` that keeps texts' states.
+
+    It stores keys and values while the states [R, W, H] of texts are read.
+    """
 
     def __init__(self, width: int):
         self.columns = torch.arange(width)[None]  # [1, W]
@@ -30,7 +33,9 @@ class Context:
 
 
 class Blocks:
-    """Stands for a `CacheView` while N blocks are filled; each sees its text before its first token, and itself.
+    """Stand-in for a `CacheView` that fills N blocks.
+
+    Each block sees itself and its text before its first token.
 
     Args:
         context: of R texts.
@@ -45,27 +50,36 @@ class Blocks:
         hidden = torch.cat(
             [context.columns >= starts, starts.new_zeros(len(starts), block_size).bool()], dim=1
         )
-        mask = context.states[0][0].new_zeros(hidden.shape)  # attention wants one of its own dtype
+        # attention needs a mask of its own dtype
+        mask = context.states[0][0].new_zeros(hidden.shape)
         self._mask = mask.masked_fill(hidden, -torch.inf)[:, None, None]  # [N, 1, 1, W+b]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, heads, W+b, D] keys and values of the context and of a block's own [N, heads, b, D]."""
+        """Return keys and values [N, heads, W+b, D] of the context and the block.
+
+        Args:
+            layer: index of the layer.
+            keys: the block's, [N, heads, b, D].
+            values: the block's, [N, heads, b, D].
+        """
         both = zip(self.context.states[layer], (keys, values), strict=True)
         read = [
-            torch.cat([part.repeat_interleave(self.num_blocks, 0), own], dim=2)
-            for part, own in both
+            torch.cat([context_part.repeat_interleave(self.num_blocks, 0), block_part], dim=2)
+            for context_part, block_part in both
         ]
         return read[0], read[1]
 
     def mask(self, layer: int) -> Tensor:
-        """[N, 1, b, W+b] additive."""
+        """Return the additive mask [N, 1, b, W+b]."""
         return self._mask.expand(-1, -1, self.columns.shape[1], -1)
 
 
 def block_logits(
     network: DFlashNetwork, parts: TargetParts, ids: Tensor, states: Tensor, starts: Tensor
 ) -> BlockLogits:
-    """The logits of the slots behind the first token of blocks, with the text's own tokens before each slot.
+    """Return the logits of the slots behind the blocks' first tokens.
+
+    The text's own tokens stand before each slot.
 
     Args:
         network: of layers without windows.
@@ -75,7 +89,7 @@ def block_logits(
         starts: [R, M] int64, at most W - b.
 
     Returns:
-        Logits whose column i predicts the token i+1 behind a block's first.
+        Logits; column i predicts the token i+1 behind a block's first.
     """
     context = Context(ids.shape[1])
     network.read(network.project(states), context)

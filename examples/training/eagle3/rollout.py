@@ -1,4 +1,4 @@
-"""Runs an EAGLE-3 head over whole texts as it drafts: several steps ahead of every token, at once."""
+"""Run an EAGLE-3 head over whole texts: all draft steps ahead of every token at once."""
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from hf_speculate.options.heads.layers import Rotation
 def rollout(
     network: Eagle3Network, table: Tensor, ids: Tensor, states: Tensor, num_steps: int
 ) -> list[Tensor]:
-    """The logits of each draft step after every token of a text, with the text's own tokens as drafts.
+    """Return the logits of each draft step after every token of a text.
 
-    The chain of pair i begins with the pairs up to i, whose states are the target's. Step k adds
-    the pair of token i+k with what the head made of the pair before.
+    The text's own tokens serve as drafts. The chain of pair i begins with the pairs up to i, with
+    the target's states. Step k adds the pair of token i+k and the head's output at the pair before.
 
     Args:
         network: of one layer.
@@ -31,13 +31,13 @@ def rollout(
     keys: list[Tensor] = []  # by step, [R, heads, W-k, D]
     values: list[Tensor] = []
     for step in range(1, num_steps + 1):
-        num = ids.shape[1] - step
+        num_pairs = ids.shape[1] - step
         states, keys, values = (
-            states[:, :num],
-            [one[:, :, :num] for one in keys],
-            [one[:, :, :num] for one in values],
+            states[:, :num_pairs],
+            [step_states[:, :, :num_pairs] for step_states in keys],
+            [step_states[:, :, :num_pairs] for step_states in values],
         )
-        positions = torch.arange(step - 1, step - 1 + num).expand(len(ids), -1)
+        positions = torch.arange(step - 1, step - 1 + num_pairs).expand(len(ids), -1)
         rotation = network.rotary(positions, states.dtype)
         states = _layer(
             network.layers[0], embedding(ids[:, step:], table), states, rotation, keys, values
@@ -54,7 +54,7 @@ def _layer(
     keys: list[Tensor],
     values: list[Tensor],
 ) -> Tensor:
-    """[R, N, H] of the newest pair of every chain; its keys and values are appended."""
+    """Return the output [R, N, H] of every chain's newest pair; append its keys and values."""
     attention, normed = layer.self_attn, layer.hidden_norm(states)
     pairs = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)
     queries = attention.queries(pairs, rotation)  # [R, g * heads, N, D]
@@ -67,7 +67,7 @@ def _layer(
 
 
 def attend_chains(queries: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of chain i to the first step's pairs up to i, and to its own pair of every later step.
+    """Attend chain i to the first step's pairs up to i, and to its own pair of every later step.
 
     Args:
         queries: [R, g * heads, N, D].
@@ -77,16 +77,19 @@ def attend_chains(queries: Tensor, keys: list[Tensor], values: list[Tensor]) -> 
     Returns:
         [R, g * heads, N, D].
     """
-    groups, num = queries.shape[1] // keys[0].shape[1], queries.shape[2]
+    groups, num_pairs = queries.shape[1] // keys[0].shape[1], queries.shape[2]
     keys, values = (
-        [one.repeat_interleave(groups, dim=1) for one in part] for part in (keys, values)
+        [step_states.repeat_interleave(groups, dim=1) for step_states in by_step]
+        for by_step in (keys, values)
     )
-    hidden = torch.ones(num, num, dtype=torch.bool).triu(1)
+    hidden = torch.ones(num_pairs, num_pairs, dtype=torch.bool).triu(1)
     # [R, g * heads, N, N]
     scores = (queries @ keys[0].transpose(2, 3)).masked_fill(hidden, -torch.inf)
-    own = [(queries * one).sum(-1, keepdim=True) for one in keys[1:]]
-    weights = (torch.cat([scores, *own], dim=-1) / queries.shape[-1] ** 0.5).softmax(dim=-1)
-    output = weights[..., :num] @ values[0]
-    for step, one in enumerate(values[1:]):
-        output = output + weights[..., num + step, None] * one
+    later_scores = [(queries * step_states).sum(-1, keepdim=True) for step_states in keys[1:]]
+    weights = (torch.cat([scores, *later_scores], dim=-1) / queries.shape[-1] ** 0.5).softmax(
+        dim=-1
+    )
+    output = weights[..., :num_pairs] @ values[0]
+    for step, step_states in enumerate(values[1:]):
+        output = output + weights[..., num_pairs + step, None] * step_states
     return output

@@ -1,4 +1,4 @@
-"""Text that the target writes, with the hidden states that an EAGLE-3 head learns from."""
+"""Text written by the target, with the hidden states for an EAGLE-3 head."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from training.pair.selftext import BATCH_SIZE, ROW_LEN, continue_rows, draw_pref
 
 AUX_LAYERS = (2, 8, 13)
 NUM_ROWS_PER_FORWARD = 16
-# of a row's 320 tokens the last ones are trained on, of which the target wrote 128 or more
+# Training uses the last tokens of a row's 320; the target wrote 128 or more of them.
 READ_LEN = 192
 
 
@@ -27,12 +27,12 @@ class Rows(NamedTuple):
 def write_rows(
     target: LlamaForCausalLM, stream: np.ndarray, num_batches: int, seed: int, folder: Path
 ) -> list[Rows]:
-    """Batches of 96 rows, which begin with real text and which the target continues; half of the rows are sampled.
+    """Write batches of 96 rows: real text continued by the target, half of the rows sampled.
 
     Args:
         target: writes.
         stream: [N] uint16, token ids of real text.
-        num_batches: that are returned; those that are in the folder already are not written again.
+        num_batches: number of returned batches; batches in the folder are not written again.
         seed: of prefixes and sampling.
         folder: takes one file per batch.
     """
@@ -55,21 +55,21 @@ def write_rows(
 
 @torch.inference_mode()
 def read_rows(target: LlamaForCausalLM, ids: Tensor) -> Rows:
-    """Rows [R, W] with the target's states."""
+    """Return rows [R, W] with the target's states."""
     states, last = [], []
-    for part in ids.split(NUM_ROWS_PER_FORWARD):
-        hidden = target.model(part, output_hidden_states=True, use_cache=False).hidden_states
+    for row_ids in ids.split(NUM_ROWS_PER_FORWARD):
+        hidden = target.model(row_ids, output_hidden_states=True, use_cache=False).hidden_states
         states.append(torch.cat([hidden[layer] for layer in AUX_LAYERS], dim=-1).half())
         last.append(hidden[-1].half())
     return Rows(ids, torch.cat(states), torch.cat(last))
 
 
 def draw_rows(batches: list[Rows], num_rows: int, greedy_share: float, seed: int) -> Rows:
-    """The last columns of random rows; the same rows for the same seed.
+    """Return the last columns of random rows; the same seed gives the same rows.
 
     Args:
         batches: of rows.
-        num_rows: that are drawn.
+        num_rows: number of drawn rows.
         greedy_share: probability of a row that was written greedily.
         seed: of the choice.
     """
@@ -79,5 +79,5 @@ def draw_rows(batches: list[Rows], num_rows: int, greedy_share: float, seed: int
     rows = []
     for index in (2 * indices + is_sampled).tolist():
         batch, row = divmod(index, BATCH_SIZE)
-        rows.append([part[row, -READ_LEN:] for part in batches[batch]])
-    return Rows(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
+        rows.append([values[row, -READ_LEN:] for values in batches[batch]])
+    return Rows(*(torch.stack(columns) for columns in zip(*rows, strict=True)))

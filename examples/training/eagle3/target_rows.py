@@ -1,4 +1,4 @@
-"""The target of a head and the rows that it writes, by the options that trainings of heads share."""
+"""Load the target of a head and its rows; options for all trainings of heads."""
 
 import argparse
 from pathlib import Path
@@ -27,7 +27,7 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_target_rows(args: argparse.Namespace) -> tuple[LlamaForCausalLM, list[Rows]]:
-    """The target in float32, and its batches; the last one is held out."""
+    """Load the target in float32, and its batches; the last one is held out."""
     torch.set_flush_denormal(True)
     target, root = load_model(args.target, torch.float32, "cpu"), stdlib_root()
     texts = [read_source(root, name) for name in list_sources(root).training]

@@ -1,10 +1,10 @@
-"""Measures how often the target accepts the draft's tokens, without any decoding engine.
+"""Measure how often the target accepts the draft's tokens, without any decoding engine.
 
 A round's drafts are verified only behind accepted ones, so they are always conditioned on the
-target's own text, and one pass of the draft over that text tells every verdict. Greedy: a draft
-token stands where it is the target's.
-Sampling: given that the target's text has token y, the draft's token stood with probability min(1,
-q(y) / p(y)); over all tokens that is the overlap of p with q.
+target's own text, and one pass of the draft over this text gives every verdict. Greedy: a draft
+token is accepted if it is the target's. Sampling: given that the target's text has token y, the
+draft's token is accepted with probability min(1, q(y) / p(y)). Over all tokens this is the overlap
+of p with q.
 
 Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
 """
@@ -18,7 +18,7 @@ NUM_NEW_TOKENS = 128
 
 
 class Verdicts(NamedTuple):
-    """What the target would say to a draft at every position of its own text."""
+    """Verdicts on a draft along the target's text."""
 
     rows: list[list[bool]]  # one list per text, one verdict per new token
     overlap: float | None  # sampling: mean over positions of sum(min(p, q)); greedy: None
@@ -29,12 +29,12 @@ class Walk(NamedTuple):
 
     num_accepted: int
     num_verified: int
-    num_rounds: int  # whole rounds: refused, or with room for all K tokens and the bonus
-    num_tokens: int  # tokens that whole rounds gave
+    num_rounds: int  # whole rounds: rejected, or with room for all K tokens and the bonus
+    num_tokens: int  # tokens of whole rounds
 
     @property
     def verified_acceptance_rate(self) -> float:
-        """Accepted over verified."""
+        """Accepted over verified tokens."""
         return self.num_accepted / self.num_verified
 
     @property
@@ -44,7 +44,10 @@ class Walk(NamedTuple):
 
 
 def walk_rounds(rows: list[list[bool]], num_draft_tokens: int) -> Walk:
-    """Walk every text in rounds of `num_draft_tokens`; the first refused token is verified, those after it are not."""
+    """Walk every text in rounds of `num_draft_tokens`.
+
+    The first rejected token is verified, those after it are not.
+    """
     accepted = verified = rounds = tokens = 0
     for row in rows:
         position = 0
@@ -82,7 +85,17 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
 def padded_logits(
     model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor, num_last: int
 ) -> torch.Tensor:
-    """Return the logits that verify the last `num_last` tokens of `ids`, [B, W] int64; result [B, num_last, V] f32."""
+    """Return the logits that verify the last tokens of `ids`.
+
+    Args:
+        model: the target or the draft.
+        ids: [B, W] int64.
+        mask: [B, W] int64.
+        num_last: number of verified tokens.
+
+    Returns:
+        [B, num_last, V] float32.
+    """
     output = model(
         input_ids=ids[:, :-1],
         attention_mask=mask[:, :-1],
@@ -108,7 +121,8 @@ def verdicts_of(
         draft: verified.
         tokenizer: shared by both, padding on the left.
         prompts: P texts.
-        seed: seed for sampling at temperature 1; None for greedy.
+        seed: seed for sampling at temperature 1.
+            None for greedy decoding.
     """
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(
         target.device
@@ -123,7 +137,7 @@ def verdicts_of(
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(new_ids)], 1)  # [P, W]
     draft_probs = padded_logits(draft, ids, mask, new_ids.shape[1]).softmax(-1)  # [P, N, V]
     ended = (new_ids == tokenizer.eos_token_id).long()  # [P, N]
-    alive = ended.cumsum(-1) == ended  # [P, N]; the text up to and with its first end
+    alive = ended.cumsum(-1) == ended  # [P, N]; the text up to its first end, included
     overlap = None
     if seed is None:
         stands = draft_probs.argmax(-1) == new_ids  # [P, N]
@@ -133,5 +147,7 @@ def verdicts_of(
         q = draft_probs.gather(-1, new_ids[..., None])[..., 0]  # [P, N]
         stands = torch.rand_like(p) * p < q
         overlap = torch.minimum(target_probs, draft_probs).sum(-1)[alive].mean().item()
-    rows = [row[: int(kept.sum())].tolist() for row, kept in zip(stands, alive, strict=True)]
+    rows = [
+        row[: int(is_alive.sum())].tolist() for row, is_alive in zip(stands, alive, strict=True)
+    ]
     return Verdicts(rows, overlap)

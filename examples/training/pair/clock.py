@@ -1,10 +1,10 @@
-"""Keeps a training budget that survives interruptions."""
+"""Keep a training budget over interruptions."""
 
 import time
 
 
 class Budget:
-    """Elapsed share of a wall-clock budget; the learning rate follows it."""
+    """Elapsed share of a wall-clock budget."""
 
     def __init__(self, minutes: float, spent_s: float = 0.0) -> None:
         self.total_s = minutes * 60
@@ -20,5 +20,8 @@ class Budget:
 
 
 def warm_then_linear(share: float, warmup: float) -> float:
-    """Return the learning rate's scale at `share` of the budget: up over `warmup`, then linearly to zero."""
+    """Return the learning rate's scale at `share` of the budget.
+
+    It rises over `warmup`, then falls linearly to zero.
+    """
     return share / warmup if share < warmup else (1 - share) / (1 - warmup)

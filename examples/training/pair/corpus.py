@@ -1,4 +1,4 @@
-"""Chooses which standard-library sources the pair learns from."""
+"""Choose standard-library sources for the pair's training."""
 
 import json
 import platform
@@ -28,7 +28,7 @@ HELD_OUT_MODULES = (
     "urllib/robotparser.py",
     "wsgiref/headers.py",
 )
-"""Paths below the standard library that no training stage reads; prompts and losses are measured on them."""
+"""Held-out paths below the standard library, used for prompts and losses only."""
 
 EXCLUDED_PARTS = frozenset(
     {
@@ -48,10 +48,13 @@ MAX_FILE_BYTES = 300_000
 
 
 class Sources(NamedTuple):
-    """Which files are read, as POSIX paths below the standard library."""
+    """Files to read, below the standard library.
+
+    Paths are POSIX paths.
+    """
 
     training: list[str]  # sorted
-    held_out: list[str]  # sorted; those of HELD_OUT_MODULES that this interpreter has
+    held_out: list[str]  # sorted; those of HELD_OUT_MODULES in this interpreter
 
 
 def stdlib_root() -> Path:

@@ -1,4 +1,4 @@
-"""Distils a draft from the target's full next-token distributions."""
+"""Distil a draft from the target's full next-token distributions."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ WARMUP = 0.03
 
 @torch.no_grad()
 def start_draft(shape: Shape, target: LlamaForCausalLM, seed: int) -> LlamaForCausalLM:
-    """Build a draft that starts from the target's embeddings, last norm and first attention layers.
+    """Build a draft from the target's embeddings, last norm and first attention layers.
 
     Args:
         shape: the draft's sizes; width and heads are the target's.
@@ -30,9 +30,9 @@ def start_draft(shape: Shape, target: LlamaForCausalLM, seed: int) -> LlamaForCa
     draft = build_model(shape, seed)
     draft.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
     draft.model.norm.weight.copy_(target.model.norm.weight)
-    for own, teacher in zip(draft.model.layers, target.model.layers, strict=False):
-        own.self_attn.load_state_dict(teacher.self_attn.state_dict())
-        own.input_layernorm.load_state_dict(teacher.input_layernorm.state_dict())
+    for draft_layer, target_layer in zip(draft.model.layers, target.model.layers, strict=False):
+        draft_layer.self_attn.load_state_dict(target_layer.self_attn.state_dict())
+        draft_layer.input_layernorm.load_state_dict(target_layer.input_layernorm.state_dict())
     return draft
 
 
@@ -51,7 +51,7 @@ def forward_kl(draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch
 
 
 class DraftTraining:
-    """A resumable run of one draft's distillation."""
+    """Resumable distillation of one draft."""
 
     def __init__(
         self, draft: LlamaForCausalLM, target: LlamaForCausalLM, checkpoint: Path, minutes: float

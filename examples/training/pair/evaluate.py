@@ -1,4 +1,4 @@
-"""Measures a saved pair on held-out text."""
+"""Measure a saved pair on held-out text."""
 
 import platform
 from pathlib import Path
@@ -25,7 +25,7 @@ NUM_SAMPLE_TOKENS = 96
 
 def walk_record(verdicts: Verdicts) -> dict:
     """Return the verified acceptance rate, the overlap and the walks at K = 1..8."""
-    walks = [walk_rounds(verdicts.rows, num) for num in range(1, MAX_ROWS)]
+    walks = [walk_rounds(verdicts.rows, draft_len) for draft_len in range(1, MAX_ROWS)]
     return {
         "verified_acceptance_rate": walks[A_DRAFT_TOKENS - 1].verified_acceptance_rate,
         "overlap": verdicts.overlap,
@@ -48,7 +48,7 @@ def acceptance_record(
 
 
 def timing_record(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> dict[str, dict]:
-    """Return times, c and v by batch size (as text, as JSON has it)."""
+    """Return times, c and v by batch size; keys are strings, as in JSON."""
     record = {}
     for batch_size in BATCH_SIZES:
         timings = time_pair(target, draft, batch_size)
@@ -88,7 +88,7 @@ def write_sample(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -
 
 
 def machine_record(device: str) -> dict:
-    """Return what the times depend on."""
+    """Return the conditions of the times: device, threads and versions."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()} (CPU)"
     return {
         "device": name,
@@ -101,7 +101,7 @@ def machine_record(device: str) -> dict:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture where the system does not tell."""
+    """Return the processor's name, or its architecture if the system gives no name."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

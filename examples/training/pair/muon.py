@@ -1,4 +1,4 @@
-"""Optimises hidden matrices with Muon in float32.
+"""Optimise hidden matrices with Muon in float32.
 
 Muon replaces a matrix's momentum by the nearest semi-orthogonal matrix, found with five
 Newton-Schulz steps. All matrices of one shape are stacked, so a step is a few batched products.
@@ -36,7 +36,10 @@ def orthogonalize(stack: torch.Tensor) -> torch.Tensor:
 
 
 class StackedMuon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum; one parameter group per matrix shape."""
+    """Muon with Nesterov momentum.
+
+    There is one parameter group per matrix shape.
+    """
 
     def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
         by_shape = defaultdict(list)
@@ -61,7 +64,10 @@ class StackedMuon(torch.optim.Optimizer):
 
 
 class PairOptimizer:
-    """Muon for the layers' matrices, AdamW for embeddings, output matrices and norms, under one schedule."""
+    """Muon and AdamW under one schedule.
+
+    Muon optimises the layers' matrices, AdamW embeddings, output matrices and norms.
+    """
 
     def __init__(self, model: PreTrainedModel, matrix_lr: float, vector_lr: float) -> None:
         matrices, vectors = [], []
@@ -75,7 +81,7 @@ class PairOptimizer:
         self.parts = [(StackedMuon(matrices, matrix_lr), matrix_lr), (adamw, vector_lr)]
 
     def step(self, scale: float) -> None:
-        """Update with both learning rates multiplied by `scale` in 0..1, then clear the gradients."""
+        """Update with both learning rates times `scale` in 0..1, then clear the gradients."""
         for optimizer, peak_lr in self.parts:
             for group in optimizer.param_groups:
                 group["lr"] = peak_lr * scale
@@ -87,6 +93,6 @@ class PairOptimizer:
         return [optimizer.state_dict() for optimizer, _ in self.parts]
 
     def load_state_dict(self, states: list[dict]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the output of `state_dict`."""
         for (optimizer, _), state in zip(self.parts, states, strict=True):
             optimizer.load_state_dict(state)

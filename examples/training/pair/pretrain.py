@@ -1,4 +1,4 @@
-"""Trains the target on next-token loss under a wall-clock budget."""
+"""Train the target on next-token loss under a wall-clock budget."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +21,9 @@ WARMUP = 0.02
 
 @dataclass(frozen=True)
 class Phase:
-    """One span of the budget with its own depth and window."""
+    """Part of the budget with one model depth."""
 
-    until: float  # share of the budget at which it ends
+    until: float  # share of the budget at its end
     num_layers: int
     window_len: int
     batch_size: int
@@ -34,11 +34,11 @@ PHASES = (
     Phase(until=0.92, num_layers=TARGET_SHAPE.num_layers, window_len=512, batch_size=4),
     Phase(until=1.00, num_layers=TARGET_SHAPE.num_layers, window_len=1024, batch_size=2),
 )
-"""A shallow start sees three times the tokens per minute; long windows come last, when they cost least."""
+"""A shallow start reads three times as many tokens per minute. Long windows come last."""
 
 
 class Progress(NamedTuple):
-    """What a checkpoint holds beside weights and optimiser state."""
+    """Progress of a run, saved in its checkpoint."""
 
     phase: int
     num_steps: int
@@ -76,7 +76,14 @@ def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 def stream_loss(
     model: LlamaForCausalLM, stream: np.ndarray, window_len: int = 512, max_windows: int = 64
 ) -> float:
-    """Return the mean loss in nats per token over consecutive windows of a held-out stream, [N] uint16."""
+    """Return the mean loss in nats per token over consecutive windows of a held-out stream.
+
+    Args:
+        model: evaluated.
+        stream: token ids, [N] uint16.
+        window_len: tokens of a window.
+        max_windows: limit of windows.
+    """
     num_windows = min(max_windows, (len(stream) - 1) // window_len)
     losses = []
     for index in range(num_windows):
@@ -86,7 +93,10 @@ def stream_loss(
 
 
 class TargetTraining:
-    """A resumable run of the target's training; a finished run goes on when it is given more minutes."""
+    """Resumable run of the target's training.
+
+    A finished run continues if it gets more minutes.
+    """
 
     def __init__(self, checkpoint: Path, minutes: float, seed: int, device: str) -> None:
         self.checkpoint = checkpoint
@@ -123,7 +133,7 @@ class TargetTraining:
         partial.replace(self.checkpoint)
 
     def _phase_at(self, share: float) -> int:
-        """Return the phase at `share`; a run that goes on with a larger budget never gets shallower."""
+        """Return the phase at `share`; a continued run never gets shallower."""
         depth = len(self.model.model.layers)
         return next(
             i for i, phase in enumerate(PHASES) if share < phase.until and phase.num_layers >= depth

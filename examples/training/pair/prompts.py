@@ -1,4 +1,4 @@
-"""Builds held-out prompts in Spec-Bench's line format."""
+"""Build held-out prompts in Spec-Bench's line format."""
 
 import ast
 import json
@@ -29,14 +29,14 @@ RENAMES = {
 
 
 class Function(NamedTuple):
-    """One top-level function or method of a held-out module."""
+    """Top-level function or method of a held-out module."""
 
     module: str
     name: str
     first_line: int  # zero-based, decorators included
     body_line: int  # zero-based line of the first statement
     end_line: int  # one past the last line
-    argument: str  # the first argument that is not self or cls; empty where there is none
+    argument: str  # the first argument besides self and cls; empty if there is none
     has_docstring: bool
 
 
@@ -121,7 +121,7 @@ def table_prompt(module: str, functions: list[Function], offset: int) -> str:
 
 
 def candidates(category: str, module: str, text: str) -> Iterator[str]:
-    """Yield one category's prompts from one module; empty strings where a function does not fit."""
+    """Yield one category's prompts from one module; empty strings for unsuitable functions."""
     lines, functions = text.split("\n"), list_functions(module, text)
     builders = {
         "code completion": completion_prompt,

@@ -1,4 +1,4 @@
-"""Writes the pair's README from its measurements."""
+"""Write the pair's README from its measurements."""
 
 import textwrap
 
@@ -6,18 +6,18 @@ from training.pair.acceptance import bound
 from training.pair.shapes import DRAFT_SHAPES, TARGET_SHAPE, Shape
 
 GOALS = {1: 1.85, 8: 1.7}
-"""The bound that the pair should allow, by batch size."""
+"""Goals of the pair's bound by batch size."""
 
 A_DRAFT_TOKENS = 4
-"""a is quoted from rounds of this many draft tokens."""
+"""Draft tokens of a round for the quoted a."""
 
 HEAD = """# A small pair for speculative decoding
 
-`target` and `draft` are Llama models that continue Python code. They share one byte-level BPE tokenizer of 4096
-tokens, are stored as bfloat16 safetensors, load as float32, and together take {megabytes:.1f} MB. They exist so that
-this repository's demo, tests and benchmarks need no download; they are no coding assistants. `examples/training`
-made them from the Python {python} standard library (see `examples/NOTICE`); `sources.json` lists the files read
-and the modules held out.
+`target` and `draft` are Llama models that continue Python code. They share one byte-level BPE
+tokenizer of 4096 tokens, are stored as bfloat16 safetensors, load as float32, and together take
+{megabytes:.1f} MB. With them this repository's demo, tests and benchmarks need no download; they
+are no coding assistants. `examples/training` made them from the Python {python} standard library
+(see `examples/NOTICE`); `sources.json` lists the files read and the modules held out.
 
 This file is written by `cd examples && python -m training.train_pair --stage measure`.
 """
@@ -25,11 +25,14 @@ This file is written by `cd examples && python -m training.train_pair --stage me
 
 def best_bound(acceptance: float, cost: float, factors: list[float]) -> tuple[float, int]:
     """Return the largest bound over K and its K; `factors` is v(1), v(2), ..., v(Kmax+1)."""
-    return max((bound(acceptance, num, cost, factors[num]), num) for num in range(1, len(factors)))
+    return max(
+        (bound(acceptance, draft_len, cost, factors[draft_len]), draft_len)
+        for draft_len in range(1, len(factors))
+    )
 
 
 def faster_dtype(timings: dict[str, dict]) -> str:
-    """Return the dtype whose plain decoding step is faster; `timings` maps dtype to one batch size's record."""
+    """Return the dtype with the faster plain step, from records of one batch size by dtype."""
     return min(timings, key=lambda dtype: timings[dtype]["target_ms"][0])
 
 
@@ -48,10 +51,10 @@ def pair_bounds(acceptance: dict, timings: dict) -> dict[str, dict]:
         dtype = faster_dtype(by_dtype)
         record = by_dtype[dtype]
         greedy = acceptance.get(dtype, acceptance["float32"])["greedy"]["verified_acceptance_rate"]
-        value, num = best_bound(greedy, record["cost"], record["factors"])
+        value, draft_len = best_bound(greedy, record["cost"], record["factors"])
         bounds[batch_size] = {
             "dtype": dtype,
-            "num_draft_tokens": num,
+            "num_draft_tokens": draft_len,
             "verified_acceptance_rate": greedy,
             "bound": value,
             "goal": GOALS[int(batch_size)],
@@ -61,7 +64,7 @@ def pair_bounds(acceptance: dict, timings: dict) -> dict[str, dict]:
 
 def paragraph(text: str) -> str:
     """Return one wrapped Markdown paragraph with a blank line on both sides."""
-    return "\n" + textwrap.fill(text, 118) + "\n\n"
+    return "\n" + textwrap.fill(text, 98) + "\n\n"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -96,11 +99,9 @@ def shapes_text(results: dict) -> str:
     ]
     note = paragraph(
         f"The target begins with {run['first_layers']} layers and grows to "
-        f"{TARGET_SHAPE.num_layers} by copies that at "
-        "first add nothing. The draft is distilled with forward KL on "
-        f"{drafts['num_self_tokens'] / 1e6:.2f} M tokens: pieces of the training text that the "
-        "target continued, half "
-        "of them greedily and half by sampling."
+        f"{TARGET_SHAPE.num_layers} by copies with zero outputs. The draft is distilled with "
+        f"forward KL on {drafts['num_self_tokens'] / 1e6:.2f} M tokens: pieces of the training "
+        "text, continued by the target, half of them greedily and half by sampling."
     )
     return "\n## Shapes\n\n" + table(header, rows) + note.rstrip("\n") + "\n"
 
@@ -126,7 +127,11 @@ def acceptance_text(results: dict) -> str:
             overlap = "" if record["overlap"] is None else f"{record['overlap']:.3f}"
             rows.append([dtype, mode, f"{record['verified_acceptance_rate']:.3f}", counts, overlap])
             walks.append(
-                [dtype, mode, *(f"{each['tokens_per_round']:.2f}" for each in record["walks"])]
+                [
+                    dtype,
+                    mode,
+                    *(f"{walk_record['tokens_per_round']:.2f}" for walk_record in record["walks"]),
+                ]
             )
     num_prompts = results["pair"]["num_prompts"]
     text = "\n## Acceptance\n" + paragraph(
@@ -141,7 +146,9 @@ def acceptance_text(results: dict) -> str:
         ["dtype", "decoding", "verified acceptance rate", "accepted / verified", "overlap"], rows
     )
     text += "\nMean acceptance length on the same texts:\n\n"
-    return text + table(["dtype", "decoding", *(f"K={num}" for num in range(1, 9))], walks)
+    return text + table(
+        ["dtype", "decoding", *(f"K={draft_len}" for draft_len in range(1, 9))], walks
+    )
 
 
 def timings_text(results: dict) -> str:
@@ -161,7 +168,7 @@ def timings_text(results: dict) -> str:
                 ]
             )
     machine = pair["machine"]
-    header = ["B", "dtype", "T(1) ms", "c", *(f"v({rows_})" for rows_ in range(2, 10))]
+    header = ["B", "dtype", "T(1) ms", "c", *(f"v({num_query})" for num_query in range(2, 10))]
     note = paragraph(
         f"Median of {pair['num_repeats']} forwards over a cache of {pair['context_len']} tokens; "
         f"{machine['device']}, "
@@ -194,14 +201,14 @@ def bounds_text(results: dict) -> str:
         ]
         candidates.append([name, *values])
     text = "\n## The pair's bound\n" + paragraph(
-        "The largest speed-up that a loop without any work of its own could reach, with the greedy "
-        "verified "
-        "acceptance rate a and in the dtype in which plain decoding is faster, is the maximum over "
+        "The bound is the largest speed-up of a loop without overhead. It takes the greedy "
+        "verified acceptance rate a and the dtype of faster plain decoding. It is the maximum over "
         "K of"
     )
     text += "    (1 - a^(K+1)) / ((1 - a) (K c + v(K+1)))\n\n"
     text += table(["B", "dtype", "K", "verified acceptance rate", "bound", "goal", "reached"], rows)
-    text += "\nCandidates for the draft, as measured when it was chosen (verified acceptance rate / bound):\n\n"
+    text += "\nCandidates for the draft, as measured for the choice (verified acceptance rate / "
+    text += "bound):\n\n"
     return text + table(
         ["draft", *(f"B = {size}" for size in sorted(results["choice"]["candidates"][name]))],
         candidates,
@@ -209,12 +216,12 @@ def bounds_text(results: dict) -> str:
 
 
 def sample_text(results: dict) -> str:
-    """Return the section that shows what the target writes."""
+    """Return the section with a text of the target."""
     sample = results["pair"]["sample"]
     note = paragraph(
         "A greedy continuation in float32; the prompt is everything up to the second `def` line."
     )
-    return "\n## What the target writes\n" + note + f"```python\n{sample}\n```\n"
+    return "\n## A text of the target\n" + note + f"```python\n{sample}\n```\n"
 
 
 def render(results: dict) -> str:

@@ -1,4 +1,4 @@
-"""Lets the target continue training text, so that the draft learns from texts of the kind that it will draft."""
+"""Let the target continue training text: the draft learns from texts like those it will draft."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +17,13 @@ BATCH_SIZE = 96
 
 
 class SelfText(NamedTuple):
-    """Rows of real prefix and own continuation, with what the target thought of every position."""
+    """Rows of real prefix and target continuation.
+
+    The target's states are kept at every position.
+    """
 
     ids: torch.Tensor  # [R, W] int64
-    # [R, W-1, D] float16; the target's last hidden states, whose logits verify ids[:, 1:]
+    # [R, W-1, D] float16; last hidden states of the target; their logits verify ids[:, 1:]
     hidden: torch.Tensor
 
 
@@ -67,7 +70,7 @@ def draw_prefixes(stream: np.ndarray, batch: int, seed: int) -> torch.Tensor:
 def write_self_text(
     target: LlamaForCausalLM, stream: np.ndarray, folder: Path, minutes: float, seed: int
 ) -> None:
-    """Write batches of self-text into `folder` until the budget is spent; batches already there are kept.
+    """Write batches of self-text into `folder` until the budget is spent; older batches are kept.
 
     Args:
         target: the trained target in evaluation mode.

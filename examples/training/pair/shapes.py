@@ -1,4 +1,4 @@
-"""Builds untrained models of the pair's shapes."""
+"""Build untrained models of the pair's shapes."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ ROPE_THETA = 100_000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one Llama model; every model ties its embeddings."""
+    """Sizes of one Llama model with tied embeddings."""
 
     hidden_size: int
     num_layers: int
@@ -29,13 +29,13 @@ class Shape:
 
 
 TARGET_SHAPE = Shape(hidden_size=192, num_layers=16, ffn_size=512, num_heads=6, num_kv_heads=2)
-"""Deep and narrow: on a CPU a layer's dispatch costs more than its arithmetic, so a shallow draft is cheap."""
+"""Deep and narrow: a CPU spends longer on dispatch than arithmetic, so shallow drafts are cheap."""
 
 DRAFT_SHAPES = {
     "one-layer": Shape(hidden_size=192, num_layers=1, ffn_size=1024, num_heads=6, num_kv_heads=2),
     "two-layer": Shape(hidden_size=192, num_layers=2, ffn_size=768, num_heads=6, num_kv_heads=2),
 }
-"""Candidates; both have the target's width so that they start from its embeddings."""
+"""Candidates; both have the target's width and start from its embeddings."""
 
 
 def build_model(shape: Shape, seed: int) -> LlamaForCausalLM:
@@ -73,8 +73,8 @@ def build_model(shape: Shape, seed: int) -> LlamaForCausalLM:
 def grow(model: LlamaForCausalLM, shape: Shape, seed: int) -> LlamaForCausalLM:
     """Return a deeper model that computes the same function.
 
-    Every old layer is followed by copies of itself whose output projections are zero, so a copy
-    adds nothing until it is trained.
+    Copies follow every old layer. Their output projections are zero, so a copy adds nothing until
+    it is trained.
 
     Args:
         model: the trained shallow model.

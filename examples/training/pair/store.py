@@ -1,4 +1,4 @@
-"""Saves the pair in the form that `from_pretrained` reads."""
+"""Save the pair in the form that `from_pretrained` reads."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,14 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 from training.pair.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID
 
 LOADING_KEYS = ("backend", "is_local", "local_files_only")
-"""Keys that tell how a tokenizer was loaded, which is no property of the tokenizer."""
+"""Keys on the loading of a tokenizer; they are no property of it."""
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save a bfloat16 copy, which loads as float32, its tokenizer, and a generation config that chooses no sampling."""
+    """Save a bfloat16 copy with its tokenizer and a generation config without sampling.
+
+    The model loads as float32.
+    """
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy = copy.to(torch.bfloat16).eval()
@@ -21,7 +24,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
         bos_token_id=EOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID, pad_token_id=PAD_TOKEN_ID
     )
     copy.save_pretrained(folder)
-    # CPUs decode faster with it, and near-ties are rare
+    # CPUs decode faster with it, and near-ties are rare.
     _update(folder / "config.json", dtype="float32")
     save_tokenizer(tokenizer, folder)
 
@@ -33,7 +36,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _update(path: Path, **values: str) -> None:
-    """Set entries of a JSON file, and leave out those that tell how something was loaded."""
+    """Set entries of a JSON file, and remove `LOADING_KEYS`."""
     entries = json.loads(path.read_text(encoding="utf-8")) | values
     entries = {key: value for key, value in entries.items() if key not in LOADING_KEYS}
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
@@ -53,7 +56,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def read_results(path: Path) -> dict:
-    """Return the sections written so far; an empty record where there is none."""
+    """Return the sections written so far, or an empty record."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

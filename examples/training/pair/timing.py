@@ -1,4 +1,4 @@
-"""Times single forwards of both models over a warm cache."""
+"""Time single forwards of both models over a warm cache."""
 
 import statistics
 import time
@@ -22,17 +22,17 @@ class Timings(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """c: the draft's step over the target's step."""
+        """The ratio c: the draft's step over the target's step."""
         return self.draft_ms / self.target_ms[0]
 
     @property
     def factors(self) -> list[float]:
-        """v(Q) for Q = 1..MAX_ROWS."""
-        return [each / self.target_ms[0] for each in self.target_ms]
+        """The ratios v(Q) for Q = 1..MAX_ROWS."""
+        return [rows_ms / self.target_ms[0] for rows_ms in self.target_ms]
 
 
 def warm_cache(model: LlamaForCausalLM, batch_size: int) -> DynamicCache:
-    """Return a cache that holds CONTEXT_LEN tokens in each row."""
+    """Return a cache with CONTEXT_LEN tokens in each row."""
     cache = DynamicCache(config=model.config)
     ids = torch.randint(2, model.config.vocab_size, (batch_size, CONTEXT_LEN), device=model.device)
     model(input_ids=ids, **{CACHE_NAME: cache}, use_cache=True, logits_to_keep=1)
@@ -57,7 +57,7 @@ def forward_ms(
 
 @torch.inference_mode()
 def time_pair(target: LlamaForCausalLM, draft: LlamaForCausalLM, batch_size: int) -> Timings:
-    """Time both models; the sizes take turns, so that a noisy moment touches all of them alike."""
+    """Time both models; the sizes take turns, so noise affects all of them alike."""
     target_cache, draft_cache = warm_cache(target, batch_size), warm_cache(draft, batch_size)
     target_ms: list[list[float]] = [[] for _ in range(MAX_ROWS)]
     draft_ms: list[float] = []

@@ -1,4 +1,4 @@
-"""Trains the byte-level BPE tokenizer that both models share."""
+"""Train the byte-level BPE tokenizer of both models."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         texts: one string per training file.
 
     Returns:
-        A tokenizer whose `decode(encode(text))` is `text`; it adds no special token by itself.
+        A lossless tokenizer: `decode(encode(text))` is `text`. It adds no special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

@@ -1,4 +1,4 @@
-"""Measures a head on questions that it was not trained on, against plain decoding and transformers' own drafts."""
+"""Measure a head on held-out questions against plain decoding and transformers' drafts."""
 
 import functools
 import time
@@ -23,7 +23,7 @@ class Method(NamedTuple):
     """One line of the table."""
 
     name: str
-    options: dict[str, Any]  # of `generate()`
+    options: dict[str, Any]  # options of `generate()`
     is_ours: bool
 
 
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 
 def methods(head: DraftHead, num_draft_tokens: int) -> list[Method]:
-    """What is measured; transformers decodes one row only with drafts."""
+    """Return the measured methods; transformers drafts for one row only."""
     alone, both = (
         {
             "drafter": functools.partial(HeadDrafter, head, **settings),
@@ -81,12 +81,12 @@ def measure(
     max_new_tokens: int,
     num_draft_tokens: int,
 ) -> list[dict[str, Any]]:
-    """One record per method and batch size; methods take turns on every batch, in alternating order.
+    """Measure one record per method and batch size; methods take turns on every batch.
 
     A batch's ratio is to plain decoding of the same batch; both include the prompt's forward.
     """
     tokenizer.padding_side = tokenizer.truncation_side = "left"
-    how = {
+    tokenizer_options = {
         "return_tensors": "pt",
         "padding": True,
         "truncation": True,
@@ -94,42 +94,45 @@ def measure(
     }
     records = []
     for batch_size in BATCH_SIZES:
-        every = methods(head, num_draft_tokens)
+        all_methods = methods(head, num_draft_tokens)
         if batch_size > 1:
-            every = [method for method in every if method.is_ours or not method.options]
-        runs: dict[str, list[Run]] = {method.name: [] for method in every}
+            all_methods = [method for method in all_methods if method.is_ours or not method.options]
+        runs: dict[str, list[Run]] = {method.name: [] for method in all_methods}
         for start in range(0, len(questions), batch_size):
             prompts = [
                 chat_prompt(tokenizer, question)
                 for question in questions[start : start + batch_size]
             ]
-            encoded = tokenizer(prompts, add_special_tokens=False, **how)
+            encoded = tokenizer(prompts, add_special_tokens=False, **tokenizer_options)
             inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
             if not start:
-                for method in every:
+                for method in all_methods:
                     run(target, method, inputs, 8)  # warms up
-            for method in every if start // batch_size % 2 == 0 else reversed(every):
+            for method in all_methods if start // batch_size % 2 == 0 else reversed(all_methods):
                 runs[method.name].append(run(target, method, inputs, max_new_tokens))
             print(
                 f"{batch_size} rows, {start + len(prompts)} of {len(questions)} questions",
                 flush=True,
             )
-        records += [record(name, batch_size, done, runs["plain"]) for name, done in runs.items()]
+        records += [
+            record(name, batch_size, method_runs, runs["plain"])
+            for name, method_runs in runs.items()
+        ]
     return records
 
 
 def record(name: str, batch_size: int, runs: list[Run], plain: list[Run]) -> dict[str, Any]:
-    """What a method's runs come to."""
-    speeds = [each.num_tokens / each.seconds for each in runs]
+    """Summarise a method's runs."""
+    speeds = [call.num_tokens / call.seconds for call in runs]
     ratios = sorted(
         speed / (other.num_tokens / other.seconds)
         for speed, other in zip(speeds, plain, strict=True)
     )
     same = [
-        mine.tolist() == theirs.tolist()
-        for each, other in zip(runs, plain, strict=True)
-        for mine, theirs in zip(each.token_ids, other.token_ids, strict=True)
-        if each.token_ids.shape == other.token_ids.shape
+        ours.tolist() == theirs.tolist()
+        for call, other in zip(runs, plain, strict=True)
+        for ours, theirs in zip(call.token_ids, other.token_ids, strict=True)
+        if call.token_ids.shape == other.token_ids.shape
     ]
     result: dict[str, Any] = {
         "method": name,
@@ -138,18 +141,20 @@ def record(name: str, batch_size: int, runs: list[Run], plain: list[Run]) -> dic
         "tokens_per_s": median(speeds),
         "ratio": {"min": ratios[0], "median": median(ratios), "max": ratios[-1]},
         "identical_rows": sum(same),
-        "num_rows": sum(len(each.token_ids) for each in runs),
+        "num_rows": sum(len(call.token_ids) for call in runs),
     }
-    stats = [each.stats for each in runs if each.stats is not None]
+    stats = [call.stats for call in runs if call.stats is not None]
     if stats:
         num_rounds, num_emitted = (
-            sum(getattr(one, key) for one in stats) for key in ("num_rounds", "num_emitted")
+            sum(getattr(stats_of_run, key) for stats_of_run in stats)
+            for key in ("num_rounds", "num_emitted")
         )
         num_accepted, num_drafted = (
-            sum(getattr(one, key) for one in stats) for key in ("num_accepted", "num_drafted")
+            sum(getattr(stats_of_run, key) for stats_of_run in stats)
+            for key in ("num_accepted", "num_drafted")
         )
         result["tokens_per_round"] = num_emitted / max(num_rounds, 1)
         result["accepted_per_drafted"] = num_accepted / max(num_drafted, 1)
-        lens = sum((Counter(one.rounds_by_draft_len) for one in stats), Counter())
+        lens = sum((Counter(stats_of_run.rounds_by_draft_len) for stats_of_run in stats), Counter())
         result["rounds_by_draft_len"] = dict(sorted(lens.items()))
     return result

@@ -1,6 +1,6 @@
-"""Fits a head to what the target wrote, with the target's distributions as its goal.
+"""Fit a head to the target's text, with the target's distributions as its goal.
 
-The head is trained as it drafts: in step 1 all states are the target's; in step s the state of
+The head is trained as it drafts. In step 1 all states are the target's. In step s the state of
 every pair is the head's own output of step s - 1 at the pair before, and attention sees the
 target's states only up to s - 1 pairs back.
 
@@ -22,23 +22,23 @@ from training.smollm2.writing import Conversations
 
 BATCH_SIZE = 4
 LEARNING_RATE = 2e-4
-WARMUP = 0.08  # long, for the first steps of AdamW move all of fc's inputs the same way
-RIDGE = 1e-3  # of each input's own square
+WARMUP = 0.08  # long, because the first steps of AdamW move all inputs of fc in the same direction
+RIDGE = 1e-3  # share of each input's own square
 STATE_WEIGHT = 0.1
 CHECKPOINT_EVERY_S = 120
 STEP_WEIGHTS = (1.0, 0.7)
-ONE_STEP_SHARE = 0.6  # of the budget, in which only the first step is trained
+ONE_STEP_SHARE = 0.6  # share of the budget for the first step alone
 
 
 class Loss(NamedTuple):
-    """Of one batch."""
+    """Loss of one batch."""
 
     total: Tensor
-    accuracy: list[float]  # by step: how often the head's likeliest token is the target's
+    accuracy: list[float]  # by step: share of likeliest tokens equal to the target's
 
 
 def frequent_ids(folder: Path, num_ids: int, vocab_size: int) -> Tensor:
-    """The ids that the target wrote most often, ascending; [Vd] int64."""
+    """Return the ids that the target wrote most often, ascending; [Vd] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for rows in read_batches(folder):
         counts += rows.ids[rows.is_written].long().bincount(minlength=vocab_size)
@@ -48,7 +48,7 @@ def frequent_ids(folder: Path, num_ids: int, vocab_size: int) -> Tensor:
 
 
 def read_batches(folder: Path) -> Iterator[Conversations]:
-    """Every file of the target's text; rows stay on disk until they are read."""
+    """Yield every file of the target's text; rows stay on disk until they are read."""
     for path in sorted(folder.glob("*.pt")):
         yield Conversations(*torch.load(path, mmap=True, weights_only=True))
 
@@ -56,17 +56,21 @@ def read_batches(folder: Path) -> Iterator[Conversations]:
 def start_head(
     target: LlamaForCausalLM, aux_layers: list[int], target_ids: Tensor, folder: Path, seed: int
 ) -> DraftHead:
-    """A head whose `fc` is the best linear prediction of the next last state, and whose layer adds nothing yet.
+    """Make a head that predicts the next last state linearly, by its `fc`.
 
-    The layer's inner projections begin as those of the target's last layer.
+    The layer adds nothing yet. Its inner projections begin as those of the target's last layer.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(**{key: getattr(target.config, key) for key in LAYER_FIELDS})
     head = DraftHead(config, aux_layers, target_ids, target)
-    own, last = head.layer, target.model.layers[-1]
+    head_layer, target_layer = head.layer, target.model.layers[-1]
     with torch.no_grad():
-        own.load_state_dict(last.state_dict())
-        for weight in (own.self_attn.o_proj.weight, own.mlp.down_proj.weight, head.aux_proj.weight):
+        head_layer.load_state_dict(target_layer.state_dict())
+        for weight in (
+            head_layer.self_attn.o_proj.weight,
+            head_layer.mlp.down_proj.weight,
+            head.aux_proj.weight,
+        ):
             weight.zero_()
         solution = linear_prediction(head, folder)  # [2 * D + 1, D]
         head.fc.weight.copy_(solution[:-1].T)
@@ -75,7 +79,11 @@ def start_head(
 
 
 def linear_prediction(head: DraftHead, folder: Path) -> Tensor:
-    """Ridge regression of the next last state on a pair's embedding and state, with a constant: [2 * D + 1, D]."""
+    """Solve ridge regression of the next last state on a pair's embedding and state.
+
+    Returns:
+        [2 * D + 1, D], the constant in the last row.
+    """
     width = head.config.hidden_size
     gram, moments = torch.zeros(2 * width + 1, 2 * width + 1), torch.zeros(2 * width + 1, width)
     for rows in read_batches(folder):
@@ -92,12 +100,15 @@ def linear_prediction(head: DraftHead, folder: Path) -> Tensor:
 
 
 def wanted_pairs(rows: Conversations) -> Tensor:
-    """[R, N] bool, pairs whose output predicts a token that the target chose: what the user says is not predicted."""
+    """Return [R, N] bool, pairs that predict a token chosen by the target.
+
+    The user's tokens are not predicted.
+    """
     return torch.cat([rows.is_written[:, 2:], torch.zeros_like(rows.is_written[:, :1])], dim=1)
 
 
 def attend(heads: list[Heads], num_groups: int) -> Tensor:
-    """Mixed values [B, H, N, D] of the last step's queries.
+    """Return mixed values [B, H, N, D] of the last step's queries.
 
     A query at pair i sees the first step's keys of pairs 0 to i - s + 1, then those of the later
     steps, one pair each: step r's at i - s + r.
@@ -109,14 +120,14 @@ def attend(heads: list[Heads], num_groups: int) -> Tensor:
     query, num_steps, num_pairs = heads[-1].query, len(heads), heads[-1].query.shape[2]
     scale = query.shape[-1] ** -0.5
     keys, values = (
-        [getattr(one, name).repeat_interleave(num_groups, dim=1) for one in heads]
+        [getattr(step_heads, name).repeat_interleave(num_groups, dim=1) for step_heads in heads]
         for name in ("key", "value")
     )
     if num_steps == 1:
         return nn.functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-    sees = torch.ones(num_pairs, num_pairs, dtype=torch.bool).tril(1 - num_steps)
+    is_visible = torch.ones(num_pairs, num_pairs, dtype=torch.bool).tril(1 - num_steps)
     # [B, H, N, N]
-    scores = (query @ keys[0].transpose(-1, -2) * scale).masked_fill(~sees, -torch.inf)
+    scores = (query @ keys[0].transpose(-1, -2) * scale).masked_fill(~is_visible, -torch.inf)
     shifted = [
         (_shifted(keys[step], num_steps - 1 - step), _shifted(values[step], num_steps - 1 - step))
         for step in range(1, num_steps)
@@ -129,16 +140,16 @@ def attend(heads: list[Heads], num_groups: int) -> Tensor:
     return mixed
 
 
-def _shifted(x: Tensor, places: int) -> Tensor:
-    """[B, H, N, D] moved to later pairs; the first are zero, and their outputs are not trained."""
-    return x if not places else nn.functional.pad(x, (0, 0, places, 0))[:, :, : x.shape[2]]
+def _shifted(x: Tensor, num_pairs: int) -> Tensor:
+    """Move [B, H, N, D] to later pairs; the first are zero, and their outputs are not trained."""
+    return x if not num_pairs else nn.functional.pad(x, (0, 0, num_pairs, 0))[:, :, : x.shape[2]]
 
 
 def head_loss(head: DraftHead, rows: Conversations, num_steps: int) -> Loss:
-    """KL divergence of the target's distribution and the head's, and the distance of its output from the next state.
+    """Return the KL divergence to the target's distribution, plus the distance from its next state.
 
-    The first is over the draft vocabulary. The second keeps the output a state that the next step
-    can go on from.
+    The divergence is over the draft vocabulary. The distance keeps the output a valid state for the
+    next step.
 
     Args:
         head: in training.
@@ -167,18 +178,20 @@ def head_loss(head: DraftHead, rows: Conversations, num_steps: int) -> Loss:
         distance = nn.functional.smooth_l1_loss(output[is_here].float(), next_states[is_here])
         total = total + STEP_WEIGHTS[step] * (divergence + STATE_WEIGHT * distance)
         accuracy.append((logits.argmax(-1) == goal.argmax(-1)).float().mean().item())
-        states = nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]  # of the pair before
+        states = nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]  # states of the pair before
     return Loss(total, accuracy)
 
 
 class HeadTraining:
-    """A run that goes on from its checkpoint; under `torchrun`, ranks share the rows of each step.
+    """Resumable run of a head's training.
+
+    Under `torchrun` ranks share the rows of each step.
 
     Args:
         head: fresh.
         folder: the target's text, one file a batch.
-        checkpoint: where the run's state is kept.
-        minutes: what it may take, all parts together.
+        checkpoint: file of the run's state.
+        minutes: budget over all sessions.
         seed: of the order of rows.
     """
 
@@ -194,8 +207,7 @@ class HeadTraining:
         )
         if checkpoint.is_file():
             saved = torch.load(checkpoint, weights_only=True)
-            # The draft vocabulary may have changed with more text; nothing that is trained depends
-            # on it.
+            # The draft vocabulary may have changed with more text; no trained weight depends on it.
             head.load_state_dict(saved["head"] | {"target_ids": head.target_ids})
             self.optimizer.load_state_dict(saved["optimizer"])
             self.num_steps, spent_s = saved["num_steps"], saved["spent_s"]
@@ -221,7 +233,7 @@ class HeadTraining:
         return self.head.eval()
 
     def _share(self) -> float:
-        """The elapsed share of the budget, as the first rank's clock has it."""
+        """Return the elapsed share of the budget by the first rank's clock."""
         share = torch.tensor(self.budget.tick())
         if self.num_ranks > 1:
             dist.broadcast(share, src=0)
@@ -245,22 +257,22 @@ class HeadTraining:
         return loss
 
     def _rows(self) -> Conversations:
-        """The next rows in the epoch's order."""
-        places = [
+        """Return the next rows in the epoch's order."""
+        row_indices = [
             (file, row) for file, batch in enumerate(self.files) for row in range(len(batch.ids))
         ]
         epoch, number = divmod(
-            self.num_steps * self.num_ranks + self.rank, len(places) // BATCH_SIZE
+            self.num_steps * self.num_ranks + self.rank, len(row_indices) // BATCH_SIZE
         )
         order = torch.randperm(
-            len(places), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch)
+            len(row_indices), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch)
         )
         chosen = [
-            places[index]
+            row_indices[index]
             for index in order[number * BATCH_SIZE : (number + 1) * BATCH_SIZE].tolist()
         ]
-        picked = [[part[row] for part in self.files[file]] for file, row in chosen]
-        return Conversations(*(torch.stack(parts) for parts in zip(*picked, strict=True)))
+        picked = [[values[row] for values in self.files[file]] for file, row in chosen]
+        return Conversations(*(torch.stack(columns) for columns in zip(*picked, strict=True)))
 
     def _save(self) -> None:
         if self.rank:

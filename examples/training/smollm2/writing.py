@@ -1,4 +1,4 @@
-"""Lets the target write conversations, and keeps the states that a head learns from.
+"""Let the target write conversations, and keep the states for a head.
 
 Every row is one conversation of fixed length: user turns are fed token by token, and the target
 answers in between. So a batch needs no padding, and no row waits for another one.
@@ -18,23 +18,26 @@ from training.smollm2.seed_prompts import next_turn, question
 
 BATCH_SIZE = 64
 ROW_LEN = 512
-# a longer answer is cut off and followed by the next user turn: it would repeat itself
+# A longer answer would repeat itself, so it is cut off and the next user turn follows.
 MAX_ANSWER_LEN = 160
-TEMPERATURE = 0.7  # of the sampled half of the rows
+TEMPERATURE = 0.7  # temperature of the sampled half of the rows
 
 
 class Conversations(NamedTuple):
-    """Rows that the target wrote, with its states."""
+    """Rows written by the target, with its states."""
 
     ids: Tensor  # [R, W] int32
-    is_written: Tensor  # [R, W] bool, tokens that the target chose
-    aux: Tensor  # [R, W, A * D] bfloat16, inputs of the layers that the head reads
-    hidden: Tensor  # [R, W, D] float16, last states, as the target's output matrix reads them
+    is_written: Tensor  # [R, W] bool, tokens chosen by the target
+    aux: Tensor  # [R, W, A * D] bfloat16, inputs of the head's auxiliary layers
+    hidden: Tensor  # [R, W, D] float16, last states, inputs of the target's output matrix
     logsumexp: Tensor  # [R, W] float32, of the logits over the whole vocabulary
 
 
 class Turns:
-    """The tokens of one row's user turns, and when they come."""
+    """Tokens of one row's user turns.
+
+    It also decides when they come.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int):
         self.draw = random.Random(seed)
@@ -48,7 +51,7 @@ class Turns:
         )
 
     def next_id(self, chosen: int) -> tuple[int, bool]:
-        """The row's next token, and whether it is the one that the target chose."""
+        """Return the row's next token, and whether the target chose it."""
         if self.forced:
             return self.forced.popleft(), False
         self.num_answered += 1
@@ -64,10 +67,10 @@ class Turns:
 
 
 class Stepper:
-    """One token a row at a time through a Llama model, over buffers that hold all of the keys and values.
+    """Llama forward of one token per row.
 
-    transformers' own loop copies the whole cache at every step, which takes half of the time at
-    this batch size.
+    Its buffers hold all keys and values. transformers' loop copies the whole cache at every step,
+    half of the time at this batch size.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Stepper:
         self.cos, self.sin = model.model.rotary_emb(self.states, positions)  # [1, W, D]
 
     def step(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Feed tokens [B] int64; returns inputs of the aux layers [B, A * D] and last states [B, D]."""
+        """Feed tokens [B] int64; return inputs of aux layers [B, A * D] and last states [B, D]."""
         x, aux = self.model.model.embed_tokens(ids), []
         for index, layer in enumerate(self.model.model.layers):
             if index in self.aux_layers:
@@ -100,20 +103,20 @@ class Stepper:
         return torch.cat(aux, dim=-1), self.model.model.norm(x)
 
     def _attend(self, index: int, attention: nn.Module, x: Tensor) -> Tensor:
-        place, keys, values = self.length, *self.states[index]
-        cos, sin = self.cos[:, place], self.sin[:, place]  # [1, D]
+        column, keys, values = self.length, *self.states[index]
+        cos, sin = self.cos[:, column], self.sin[:, column]  # [1, D]
         # [B, H, D]
         query, key, value = (
             getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, self.head_dim))
             for name in "qkv"
         )
-        query, key = (part * cos + rotate_half(part) * sin for part in (query, key))
-        keys[:, :, place], values[:, :, place] = key, value
+        query, key = (states * cos + rotate_half(states) * sin for states in (query, key))
+        keys[:, :, column], values[:, :, column] = key, value
         # The query heads of a key-value head are rows of one product.
         query = query.unflatten(1, (self.num_kv_heads, -1))  # [B, Hkv, G, D]
         # [B, Hkv, G, D]
         mixed = nn.functional.scaled_dot_product_attention(
-            query, keys[:, :, : place + 1], values[:, :, : place + 1]
+            query, keys[:, :, : column + 1], values[:, :, : column + 1]
         )
         return attention.o_proj(mixed.flatten(1))
 
@@ -122,7 +125,7 @@ class Stepper:
 def write_conversations(
     target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, aux_layers: list[int], seed: int
 ) -> Conversations:
-    """Write one batch; the first half of the rows takes the likeliest token, the other half samples."""
+    """Write one batch; the first half of the rows is greedy, the other half samples."""
     turns = [Turns(tokenizer, seed * BATCH_SIZE + row) for row in range(BATCH_SIZE)]
     generator = torch.Generator().manual_seed(seed)
     stepper = Stepper(target, BATCH_SIZE, ROW_LEN, aux_layers)
@@ -157,7 +160,7 @@ def write_batches(
     numbers: range,
     seed: int,
 ) -> None:
-    """Write the batches `numbers` into `folder`, one file each; those already there are kept."""
+    """Write the batches `numbers` into `folder`, one file each; existing files are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in numbers:
         path = folder / f"{number:04d}.pt"
