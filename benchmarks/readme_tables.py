@@ -92,9 +92,7 @@ def sources_table() -> str:
     )["ours, lookup"]
     pair = cells_of(read_results("end_to_end"))["ours, adaptive", 1, "greedy"]
     (head,) = [row for row in read_results("fitted_heads")["rows"] if row["draft"] == "EAGLE-3"]
-    forced = grammar_drafts.tokens_per_forward(
-        read_results(grammar_drafts.NAME)["rows"], "grammar"
-    )
+    forced = grammar_drafts.tokens_per_forward(read_results(grammar_drafts.NAME)["rows"], "grammar")
     rows = [
         (
             "`prompt_lookup_num_tokens`",
