@@ -120,6 +120,8 @@ def take_from_elsewhere(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = path.read_text(encoding="utf-8")
     if docname == "cli":
         source[0] += "\n" + reference()
+    if docname == "project/results":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n../results/*\n```\n"
 
     def moved(match: re.Match[str]) -> str:
         target = (path.parent / match[1]).resolve()

@@ -111,7 +111,7 @@ READ_WITH_PROMPT = (
 )
 LOCK_STEP = "rows move in lock step"
 SETTINGS = "see [settings](settings.md#where-a-field-is-set)"
-UNDECLARED = f"{LOCK_STEP} for one that is not declared with `register_row_wise`"
+UNDECLARED = f"{LOCK_STEP}, unless declared with `register_row_wise`"
 COMPILED = '`"static"`, see [compiled rounds](compiled.md#compiled-rounds)'
 PAGED = '`"paged"` as a keyword; a config with it decodes plainly in transformers too'
 QUANTIZED = (
@@ -123,10 +123,10 @@ MAPPED = (
     "text is encoded"
 )
 BEAMS = (
-    "only beam search, which is not supported, reads it; greedy decoding and sampling ignore it, "
+    "read by beam search only (not supported); greedy decoding and sampling ignore it, "
     "in transformers too"
 )
-ENDED = "behind a row's end 0 at the padding id and -inf elsewhere; plain decoding has what it computed for padding"
+ENDED = "behind a row's end 0 at the padding id and -inf elsewhere; plain decoding has its results for padding"
 WARPERS = {"temperature": 0.4, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "top_h": 0.2}
 WARPERS |= {"typical_p": 0.3, "epsilon_cutoff": 0.2, "eta_cutoff": 0.5}
 OBJECT = "an object, never in JSON"
@@ -187,7 +187,7 @@ ARGUMENTS = (
     *_each(supported, "position_ids token_type_ids"),
     same(
         "inputs_embeds",
-        "with or without `input_ids`, which are all that a draft model reads of the prompt",
+        "with or without `input_ids`; a draft model reads only these of the prompt",
         torch.ones(1, 3, 32).double() / 8,
         rows=0,
     ),
@@ -216,14 +216,14 @@ ARGUMENTS = (
     *_each(
         supported,
         "image_grid_thw mm_token_type_ids pixel_values",
-        f"{WITH_PROMPT}, also by a [draft model that takes it](drafts.md#pictures)",
+        f"{WITH_PROMPT}, also by a [capable draft model](drafts.md#pictures)",
     ),
     *_each(
         supported,
         "pixel_values_videos video_grid_thw vision_feature_layer vision_feature_select_strategy",
     ),
     *_each(supported, READ_WITH_PROMPT, WITH_PROMPT),
-    supported("cross_attention_mask", "the last token's goes on for those that follow"),
+    supported("cross_attention_mask", "the last token's mask also holds for the next tokens"),
     *_each(
         supported, "global_attention_mask pixel_values", "read by the encoder of an encoder-decoder"
     ),
@@ -254,7 +254,7 @@ FIELDS = (
     same("do_sample", value={}, samples=True),
     refused("do_sample", 'with `verifier="greedy"`', True, verifier="greedy"),
     refused("num_beams", value=2),
-    supported("use_mtp", "for the [model types](#model-types) that are listed"),
+    supported("use_mtp", "for the listed [model types](#model-types)"),
     refused("use_mtp", value=True),
     same("use_cache", "`True`", True),
     refused("use_cache", value=False),
@@ -268,7 +268,7 @@ FIELDS = (
     ),
     ignored(
         "cache_config",
-        'only `cache_implementation="quantized"` reads it, whose caches are not supported',
+        'read by `cache_implementation="quantized"` only (not supported)',
         {"cache_config": {}},
     ),
     same(
@@ -312,7 +312,7 @@ FIELDS = (
     supported("decoder_start_token_id"),
     same(
         "is_assistant",
-        "adds transformers' confidence criterion, which needs recorded scores, as in plain "
+        "adds transformers' confidence criterion; it needs recorded scores, as in plain "
         "decoding; meant for its "
         f"own draft models; {LOCK_STEP}",
         True,
@@ -336,9 +336,7 @@ FIELDS = (
     refused("speculation_type", value="dflash"),
     same("compile_config", "compiles where plain decoding would", CompileConfig()),
     same("disable_compile", value=True, cache_implementation="static"),
-    ignored(
-        "continuous_batching_config", "only `generate_batch()` reads it, which is not speculative"
-    ),
+    ignored("continuous_batching_config", "read by `generate_batch()` only, without speculation"),
     ignored("low_memory", BEAMS, True),
     refused("penalty_alpha", "greedy, with `top_k` above 1, as it is by default", 0.6),
     ignored("penalty_alpha", "sampling passes over it", 0.6, samples=True),
@@ -348,7 +346,7 @@ FIELDS = (
     refused("constraints", value=[]),
     refused("force_words_ids", value=[[3]]),
     same("prefill_chunk_size", "not supported with images", 4, rows=3),
-    ignored("transformers_version", "says which version saved the config", "5.0.0"),
+    ignored("transformers_version", "the version of transformers in the saved config", "5.0.0"),
 )
 
 OWN_FIELDS = (
@@ -360,8 +358,7 @@ OWN_FIELDS = (
     ),
     supported(
         "relax_only_inside",
-        "with a lossy verifier: two ids, between which it decides; outside the text is plain "
-        "decoding's",
+        "with a lossy verifier: it decides between two ids; outside, the text is plain decoding's",
     ),
     refused("relax_only_inside", value=(3, 5)),
     same("draft_sampling", "under `do_sample=True`", "argmax", samples=True),
@@ -376,6 +373,6 @@ OWN_FIELDS = (
     *_each(supported, "generator speculation_stats", OBJECT),
     supported("speculation_callback", "called with a `RoundReport`, never in JSON"),
     supported("candidate_generator", f"{OBJECT}; one row"),
-    supported("drafter", "what makes one, never in JSON"),
+    supported("drafter", "a factory, never in JSON"),
     supported("draft_state", OBJECT),
 )

@@ -17,7 +17,7 @@ import hf_speculate
 from tests.support.pages import EXAMPLES, ROOT, blocks, extras_named_in
 
 PAIR = ROOT / "examples" / "pair"
-FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
+FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md")
 # Models of the Hub on pages, and the bundled models in their place.
 STAND_INS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "target",

@@ -21,16 +21,17 @@ ADDED = {
     "docs/install.md": {"make demo": DEMO},
     "docs/batch.md": dict.fromkeys(("hf-speculate batch", "torchrun"), "--max-new-tokens 4")
     | {"accelerate launch --multi_gpu": "--max-new-tokens 4 --device cpu"},
-    "docs/benchmarks.md": {
-        "python benchmarks/suffix.py": "--lengths 512 1024 --batch-sizes 1 --rounds 50"
-    },
     "docs/cli.md": {
         "hf-speculate bench": FEW,
         "hf-speculate tune": FEW,
         "hf-speculate batch": "--max-new-tokens 4",
     },
-    "docs/measuring.md": {"hf-speculate bench": FEW, "hf-speculate tune": FEW},
-    "docs/tutorial.md": {"hf-speculate generate my-model": "--max-new-tokens 4"},
+    "docs/measuring.md": {
+        "hf-speculate bench": FEW,
+        "hf-speculate tune": FEW,
+        "python benchmarks/suffix.py": "--lengths 512 1024 --batch-sizes 1 --rounds 50",
+    },
+    "docs/quickstart.md": {"hf-speculate generate my-model": "--max-new-tokens 4"},
     "examples/training/README.md": {
         "python -m training.train_eagle3": "--batches 1 --minutes 0.02",
         "python -m training.measure_eagle3": "--prompts 2 --max-new-tokens 8 --passes 1",

@@ -108,7 +108,7 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_lists_of_settings_benchmarks_and_names_are_complete() -> None:
-    settings, benchmarks = map(read, ("docs/settings.md", "docs/benchmarks.md"))
+    settings, benchmarks = map(read, ("docs/settings.md", "docs/measuring.md"))
     assert [name for name in FIELD_NAMES if f"`{name}`" not in settings] == []
     scripts = {
         path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")

@@ -86,7 +86,7 @@ class PairReport:
     target_params: int  #: number of the target's parameters
     draft_params: int  #: number of the draft's parameters
     size_ratio: float  #: bytes read by a draft step over bytes read by a target step
-    gains: tuple[Gain, ...]  #: upper bounds of the speed-up by verified acceptance rate
+    gains: tuple[Gain, ...]  #: estimates of the speed-up by verified acceptance rate
     target_memory: Memory  #: estimate for loading and running the target
     draft_memory: Memory  #: the same of the draft
 
@@ -117,7 +117,7 @@ class PairReport:
                 f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens"
             )
         lines += [f"  {finding.level}: {finding.text}" for finding in self.findings]
-        lines.append("  upper bound of the speed-up over plain decoding:")
+        lines.append("  estimated speed-up over plain decoding:")
         lines.append("    verified acceptance rate   best K   speed-up")
         lines += [
             f"    {gain.acceptance_probability:>24.1f}   {gain.num_draft_tokens:>6}   "
