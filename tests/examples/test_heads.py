@@ -21,7 +21,7 @@ NUM_STEPS = 4
 TOLERANCE = 1e-9
 
 
-def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
+def test_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
     rollout, target = import_example("training.eagle3.rollout").rollout, target_of()
     head = load_drafter(write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3)), target)
     for text in random_texts([5, 9], seed=3):
@@ -60,7 +60,7 @@ def test_blocks_give_the_logits_of_drafts(import_example, design, tmp_path):
 
 
 @pytest.mark.parametrize("name", MIN_LENGTHS)
-def test_the_saved_heads_draft_long_greedy_texts(import_example, name):
+def test_saved_heads_draft_long_greedy_texts(import_example, name):
     measure, models = import_example("training.measure_eagle3"), import_example("models")
     target = measure.load_model(models.PAIR / "target", torch.float32, "cpu")
     head, stats = load_drafter(models.EAGLE3.parent / name, target), hf_speculate.SpeculationStats()
@@ -126,7 +126,7 @@ def drafted_without_cache(head, target, text, num_tokens):
 
 
 @pytest.mark.parametrize(("confidence", "lens"), [(0.0, {K}), (0.1, {1, K})])
-def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, confidence, lens):
+def test_drafts_equal_a_forward_without_a_cache(import_example, target, confidence, lens):
     head = make_head(import_example, target, torch.arange(0, 64, 2))
     inputs, seen = ragged_prompts(3, seed=4), []
     eos = int(target.generate(**inputs, max_new_tokens=6)[0, -1])  # a row ends early

@@ -16,7 +16,7 @@ def shown(outputs):
     ]
 
 
-def test_the_tutorial_runs_and_holds_what_its_cells_show(registry):
+def test_tutorial_runs_and_prints_the_saved_outputs(registry):
     notebook = read()
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     executed = execute(notebook, TUTORIAL.parent)

@@ -18,7 +18,7 @@ WITH_COMMANDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_every_command_runs_as_it_stands_in_the_pages_order(page: str, tmp_path: Path) -> None:
+def test_commands_run_unchanged_in_the_order_of_the_page(page: str, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     make_clone(clone, Path(sys.prefix))
     printed = {}

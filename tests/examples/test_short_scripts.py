@@ -20,7 +20,7 @@ ROWS = extras_of_scripts()
 MEAN = r"mean acceptance length:? (\d+\.\d\d)"
 
 
-def test_the_page_names_every_example_and_each_says_how_to_run_it():
+def test_examples_are_listed_and_say_how_to_run_them():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= set(ROWS)
     page = (EXAMPLES / "training" / "README.md").read_text(encoding="utf-8")
     for path in (EXAMPLES / "training").glob("[a-z]*.py"):  # modules of the package `training`
@@ -90,7 +90,7 @@ PROGRAM = ["-m", "hf_speculate.tools.cli.main"]
         ),
     ],
 )
-def test_what_is_missing_is_said_in_one_line_with_the_extra_of_the_page(
+def test_missing_library_error_names_the_extra_of_the_page(
     command, library, message, run, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
@@ -140,7 +140,7 @@ SLOW = [
     ],
     ids=lambda value: value[0] if value[0].endswith(".py") else "",
 )
-def test_a_script_prints_what_it_claims(command, shown, run, registry, monkeypatch):
+def test_script_prints_the_announced_lines(command, shown, run, registry, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a function that sorts\nand its test\n"))
     printed = run(*command)
     assert all(words in printed for words in shown)
@@ -149,7 +149,7 @@ def test_a_script_prints_what_it_claims(command, shown, run, registry, monkeypat
 
 
 @pytest.mark.slow
-def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_text():
+def test_interrupted_batch_resumes_and_ranks_get_one_text():
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -188,7 +188,7 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
         ),
     ],
 )
-def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path):
+def test_server_of_the_page_answers_and_stops(words, stop, tmp_path):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     names = ["--allowed-host", "name.example"] if stop == signal.SIGTERM else []
     store = tmp_path / "store.safetensors"

@@ -72,7 +72,7 @@ def models():
         ),
     ],
 )
-def test_wrong_fields(models, fields, message):
+def test_invalid_fields_are_refused(models, fields, message):
     target, draft = models
     with pytest.raises(ConfigError) as error:
         target.generate(
@@ -124,7 +124,7 @@ def test_wrong_fields(models, fields, message):
         ),
     ],
 )
-def test_wrong_sources_of_drafts(models, make, message):
+def test_invalid_draft_sources_are_refused(models, make, message):
     target, draft = models
     options = make()
     if "candidate_generator" not in options:
@@ -164,7 +164,7 @@ def without_weights(model):
         (in_stages, "must lie whole in every process or be split by tensor parallel"),
     ],
 )
-def test_models_that_cannot_take_part(models, change, message):
+def test_unsupported_models_are_refused(models, change, message):
     (target, draft), llama = models, make_model("llama")
     change(llama)
     for first, another in ((llama, draft), (target, llama)):
@@ -172,7 +172,7 @@ def test_models_that_cannot_take_part(models, change, message):
             hf_speculate.generate(first, **ragged_prompts(1, seed=1), assistant_model=another)
 
 
-def test_rotary_embeddings_that_change_past_a_border():
+def test_length_dependent_rotary_embeddings_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     target = hf_speculate.enable(
         make_model("llama", rope_parameters=rope, max_position_embeddings=32)
@@ -183,7 +183,7 @@ def test_rotary_embeddings_that_change_past_a_border():
         target.generate(**inputs, assistant_model=draft, max_new_tokens=40)
 
 
-def test_only_the_call_itself_forbids_the_cache():
+def test_use_cache_false_is_refused_in_a_call_only():
     target, draft = make_model("mpt"), pair("mpt")[1]
     assert target.config.use_cache is False
     target.generation_config = GenerationConfig.from_model_config(target.config)
@@ -239,7 +239,7 @@ def held(model, num_rows, num_tokens):
         ),
     ],
 )
-def test_prompts_caches_and_masks_that_do_not_fit_each_other(models, ids, num_held, more, message):
+def test_mismatched_prompts_caches_and_masks_are_refused(models, ids, num_held, more, message):
     target, draft = models
     options = {CACHE_NAME: held(target, *num_held)} if num_held else {}
     for drafts in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
@@ -248,7 +248,7 @@ def test_prompts_caches_and_masks_that_do_not_fit_each_other(models, ids, num_he
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "rejection", "coupled"])
-def test_triton_by_name_where_it_cannot_run(models, verifier, monkeypatch):
+def test_triton_by_name_is_refused_without_a_device(models, verifier, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     target, draft = models
     options = {
@@ -264,14 +264,14 @@ def test_triton_by_name_where_it_cannot_run(models, verifier, monkeypatch):
 @pytest.mark.parametrize(
     "function", [hf_speculate.enable, hf_speculate.disable, hf_speculate.is_enabled]
 )
-def test_enabling_is_for_models_that_generate(function):
+def test_enable_refuses_models_without_generate(function):
     with pytest.raises(
         UnsupportedModelError, match="must be a transformers model that can generate, got Linear"
     ):
         function(torch.nn.Linear(1, 1))
 
 
-def test_a_mistyped_keyword_names_the_nearest():
+def test_mistyped_keyword_error_names_the_nearest():
     target, _ = pair("llama")
     for name, nearest in (
         ("num_asistant_tokens", "num_assistant_tokens"),
@@ -286,7 +286,7 @@ def test_a_mistyped_keyword_names_the_nearest():
 
 
 @pytest.mark.fallback("lock step", "gains nothing")
-def test_an_error_of_the_users_own_code_is_raised_as_it_is():
+def test_error_of_user_code_is_raised_unchanged():
     class OwnError(ValueError):
         pass
 

@@ -122,7 +122,7 @@ def ends(family: str) -> list[int]:
     family=["llama", "mistral_window", "gemma2", "bloom"],
     cache_kind=["dynamic", "preallocated", "auto"],
 )
-def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(
+def test_rows_of_unequal_length_leave_the_cache_of_plain(
     family, cache_kind, drafts
 ):
     target, draft = pair(family)
@@ -144,7 +144,7 @@ def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(
     assert_same_contents(*map(cache_contents, caches), tolerance_of(family))
 
 
-def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
+def test_passed_cache_is_restored_after_an_error_in_padding():
     target, same = pair("mistral_window", ACCEPTED_ALL)  # so that all rows end in the first round
     inputs, error = prompts(), Mistake("on purpose")
     cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
@@ -168,7 +168,7 @@ def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
     pad=[64, -1, PAD, 64, -1, PAD],
     drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"],
 )
-def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
+def test_pad_id_without_an_embedding_keeps_row_lengths(drafts, pad):
     """Plain `generate` cannot feed it, and so fails unless all rows end together."""
     target, draft = pair("llama")
     own = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
@@ -191,7 +191,7 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
     ("family", "batch_size", "max_cache_len"),
     [("llama", 1, None), ("llama", 4, ROOM), ("mistral_window", 4, None), ("gemma2", 4, None)],
 )
-def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, max_cache_len):
+def test_returned_static_cache_equals_plain(family, batch_size, max_cache_len):
     target, draft = pair(family)
     inputs = prompts() if batch_size > 1 else ONE_ROW
     options = {
@@ -213,7 +213,7 @@ def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, 
     )
 
 
-def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
+def test_static_cache_of_recurrent_states_is_output_only():
     target, draft = pair("jamba")
     options = {
         "cache_implementation": "static",
@@ -236,7 +236,7 @@ def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed()
 
 
 @each_value(batch_size=[1, 4], family=["llama", "mistral_window"])
-def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_size):
+def test_returned_static_cache_serves_the_next_turn(family, batch_size):
     """Over two turns."""
     target, draft = pair(family)
     inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
@@ -272,7 +272,7 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_is_passed_under_the_name_of_any_version(name):
+def test_cache_is_accepted_under_the_name_of_any_version(name):
     target, draft = pair("llama")
     texts = []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
@@ -288,7 +288,7 @@ def test_a_cache_is_passed_under_the_name_of_any_version(name):
     assert_equal_ids(*texts)
 
 
-def test_the_static_caches_of_an_encoder_decoder():
+def test_encoder_decoder_static_caches_equal_plain():
     target, draft = encoder_pair("t5")
     options = {
         "cache_implementation": "static",
@@ -310,7 +310,7 @@ def test_the_static_caches_of_an_encoder_decoder():
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_at_end", [False, True])
-def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
+def test_passed_static_cache_is_unchanged_by_a_failed_call(is_at_end):
     (target, draft), fault = pair("mistral_window"), Fault(1 if is_at_end else 5, Mistake())
     cache = StaticCache(config=target.config, max_cache_len=ROOM)
     options = {"max_new_tokens": 2 * SLIDING_WINDOW, CACHE_NAME: cache}
@@ -325,7 +325,7 @@ def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
     assert_same_contents(before, cache_contents(cache))
 
 
-def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
+def test_static_cache_without_room_is_refused_with_its_need():
     inputs = ragged_prompts(1, seed=1, min_len=6)
     num_columns = inputs["input_ids"].shape[1] + 9 - 1
     # windows forget
@@ -353,7 +353,7 @@ FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")
 
 
 @pytest.mark.parametrize("family", FITTING)
-def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(family):
+def test_text_equals_plain_while_buffers_grow_and_windows_move(family):
     """The prompt fills a window's buffers, which move once before the text is as long as the first step of growth."""
     inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
     assert MIN_STEP < 90
@@ -374,7 +374,7 @@ def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_
     family=["llama", "mistral_window", "llama"],
     cache_kind=["preallocated", "auto"],
 )
-def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, cache_kind):
+def test_chunk_of_padding_leaves_the_states_of_plain(family, attention, cache_kind):
     """In float32, where the tests' models do not keep masks finite themselves: NaNs would reach real tokens."""
     target = hf_speculate.enable(
         make_model(family, dtype=torch.float32, attn_implementation=attention)
@@ -396,7 +396,7 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, 
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
 
-def test_a_window_layer_holds_its_window_however_long_the_text():
+def test_window_layer_holds_its_window_only():
     (target, draft), inputs = pair("cohere2"), ragged_prompts(1, min_len=230, max_len=230)
     options = {
         "max_new_tokens": 150,
@@ -422,7 +422,7 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
 
 @pytest.mark.fallback("no graphs")
 @each_value(family=["mistral_window", "cohere2"], batch_size=[1, 3], num_held=[SLIDING_WINDOW, 13])
-def test_on_a_gpu_a_passed_cache_that_has_cut_its_window_goes_on(family, batch_size, num_held):
+def test_passed_cache_with_a_cut_window_continues_on_a_gpu(family, batch_size, num_held):
     """The first column that attention reads there is rounded down, and buffers hold none before the window."""
     target, draft = map(copy.deepcopy, pair(family))
     inputs = ragged_prompts(batch_size, min_len=16, max_len=19)
@@ -444,7 +444,7 @@ def test_on_a_gpu_a_passed_cache_that_has_cut_its_window_goes_on(family, batch_s
         )
 
 
-def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
+def test_dynamic_cache_serves_models_without_preallocation():
     target, inputs = pair("llama")[0], {"input_ids": torch.tensor([[5, 6, 7]])}
     passed, holes = {CACHE_NAME: DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
     for family, arguments, message in (
@@ -467,7 +467,7 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
                 target.generate(**arguments, **own, speculation_cache="preallocated")
 
 
-def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
+def test_draft_state_with_windows_uses_the_dynamic_cache():
     target, draft = pair("mistral_window")
     options = {"max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": K}
     options["speculation_stats"] = hf_speculate.SpeculationStats()
@@ -483,7 +483,7 @@ def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
         )
 
 
-def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
+def test_cache_without_windows_cannot_be_preallocated():
     target, draft = pair("mistral_window")
     options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
     own = {"assistant_model": draft, "num_assistant_tokens": K}

@@ -53,7 +53,7 @@ def texts(models, request):
     ("num_rows", "batch_size"),
     [(1000, 1000), (60, 8), *(pytest.param(1000, size, marks=pytest.mark.slow) for size in (8, 1))],
 )
-def test_the_text_of_a_row_is_the_same_with_every_assistant_and_in_every_batch(
+def test_row_text_is_the_same_with_every_assistant_and_batch(
     models, texts, num_rows, batch_size
 ):
     warpers, inputs, alone = texts
@@ -68,7 +68,7 @@ def test_the_text_of_a_row_is_the_same_with_every_assistant_and_in_every_batch(
         assert torch.equal(ids[:, -NUM_NEW:], alone[rows]), (rows, drafter, options)
 
 
-def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(models):
+def test_token_does_not_depend_on_where_the_prompt_ended(models):
     """A token's position counts real tokens, so a text goes on in the same way wherever the call begins."""
     target, draft = models["target"], models["near"]
     prompt = ragged_prompts(1, seed=2)["input_ids"]
@@ -83,7 +83,7 @@ def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(mod
 
 
 @pytest.mark.fallback("lock step")
-def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
+def test_lock_step_rows_draw_the_tokens_of_the_target_alone(models):
     options = {
         **COUPLED,
         "seed": [1, 2, 3],
@@ -95,7 +95,7 @@ def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
     ).lock_step
 
 
-def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(models):
+def test_seed_is_drawn_from_the_generator(models):
     prompt, texts = ragged_prompts(1, seed=6)["input_ids"], []
     for assistant in ({}, {"assistant_model": models["far"], "num_assistant_tokens": 5}):
         torch.manual_seed(3)
@@ -114,7 +114,7 @@ def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(model
     ("keyword", "passed", "settled"),
     [(None, None, True), (None, False, False), (True, False, True)],
 )
-def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, settled):
+def test_do_sample_is_resolved_as_in_transformers(keyword, passed, settled):
     model, stats = (
         hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0)),
         hf_speculate.SpeculationStats(),
@@ -129,7 +129,7 @@ def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, settle
     assert (stats.verifier == "coupled") == settled
 
 
-def test_what_is_not_supported_without_an_assistant_raises(models):
+def test_unsupported_options_without_an_assistant_raise(models):
     attentions = {"output_attentions": True, "return_dict_in_generate": True}
     for options in ({"num_beams": 2}, {"use_cache": False}, {"use_mtp": True}, attentions):
         with pytest.raises(UnsupportedGenerationError):

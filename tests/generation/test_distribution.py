@@ -222,7 +222,7 @@ class ArgmaxPassedOffAsSampled:
         return RejectionVerifier().verify(target_logits, biased, keys)
 
 
-def test_a_wrong_verifier_fails_the_same_test(models, registry):
+def test_wrong_verifier_fails_the_distribution_test(models, registry):
     target, draft = models
     hf_speculate.register_verifier(
         "control", lambda config: ArgmaxPassedOffAsSampled(), lossless=False
@@ -239,7 +239,7 @@ def test_a_wrong_verifier_fails_the_same_test(models, registry):
 
 
 @pytest.mark.fallback("rejection in place of block")
-def test_block_gives_way_to_rejection_where_it_gains_nothing(models):
+def test_block_verifier_yields_to_rejection_without_a_gain(models):
     stats, ids, (target, draft) = [], [], models
     options = {"draft_sampling": "argmax", "assistant_model": draft, "do_sample": True, "seed": 3}
     options["num_assistant_tokens"] = K

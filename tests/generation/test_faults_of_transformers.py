@@ -30,7 +30,7 @@ from tests.support.tiny import ragged_prompts
 NUM_NEW = 24
 
 
-def test_fault_i_one_request_does_not_change_the_next():
+def test_fault_i_call_does_not_change_the_next():
     target, draft = new_pair("llama", ACCEPTED_ALL)
     configs = [model.generation_config.to_dict() for model in (target, draft)]
     options = {
@@ -50,7 +50,7 @@ def test_fault_i_one_request_does_not_change_the_next():
 
 
 @each_value(do_sample=[False, True], batch_size=[1, 3])
-def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(
+def test_fault_k_round_runs_k_draft_forwards_and_no_generate(
     monkeypatch, batch_size, do_sample
 ):
     target, draft = new_pair()

@@ -123,7 +123,7 @@ def counts(
 
 @pytest.mark.parametrize("larger", LARGER, ids=["vocabulary", "prompt", "prompt, sampled"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_nothing_grows_with_the_vocabulary_or_the_prompt(source, larger):
+def test_operator_count_ignores_vocabulary_and_prompt_size(source, larger):
     few = counts(source, **{name: value for name, value in larger.items() if name in TOP_P})
     many = counts(source, **larger)
     assert min(sum(few.operators.values()), sum(few.calls.values())) > 100
@@ -136,7 +136,7 @@ def test_nothing_grows_with_the_vocabulary_or_the_prompt(source, larger):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_little_grows_with_the_layers(source, monkeypatch):
+def test_operator_count_grows_little_with_layers(source, monkeypatch):
     monkeypatch.setitem(attention_backends._served, 0, True)  # as where there is a GPU
     num_more, few = 10, counts(source)
     many = counts(source, num_layers=L + num_more)

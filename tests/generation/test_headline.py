@@ -60,7 +60,7 @@ def script(monkeypatch):
 
 @pytest.mark.parametrize("noise", [FEW_REJECTED, ACCEPTED_NONE])
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
-def test_the_headline_is_that_of_the_clock(script, monkeypatch, batch_size, noise):
+def test_headline_speedup_is_the_measured_one(script, monkeypatch, batch_size, noise):
     target, draft = new_pair(noise=noise)
     draft.to(torch.float32)  # half as many bytes, so that the schedule asks it
     inputs = ragged_prompts(batch_size, seed=5)

@@ -37,7 +37,7 @@ def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
 
 @pytest.mark.fallback("lock step", "because of candidate_generator")
 @rows_where(has_plain_twin)
-def test_ids_scores_states_and_cache_are_those_of_plain_generate(row: Row, seed: int) -> None:
+def test_ids_scores_states_and_cache_equal_plain_generate(row: Row, seed: int) -> None:
     """In float64, where the row asks for them."""
     result = run_case(case_of(row, seed))
     assert result.outcome == "equal", result
@@ -46,7 +46,7 @@ def test_ids_scores_states_and_cache_are_those_of_plain_generate(row: Row, seed:
 
 @pytest.mark.fallback("lock step", "rejection in place of block", "because of candidate_generator")
 @rows_where(lambda row: not has_plain_twin(row))
-def test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted(row: Row, seed: int) -> None:
+def test_row_of_a_batch_is_drawn_as_alone(row: Row, seed: int) -> None:
     case, stats = case_of(row, seed), hf_speculate.SpeculationStats()
     ours = decode(case, speculation_stats=stats)
     if stats.lock_step:  # rounds end where the slowest row ends, so that a row alone takes others
@@ -63,12 +63,12 @@ def test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted(row: Row,
     assert sum(stats.rounds_by_draft_len.values()) == stats.num_batch_rounds
 
 
-def test_the_rows_hold_every_pair_that_is_not_refused() -> None:
+def test_rows_hold_every_supported_pair() -> None:
     covered = set().union(*(pairs_in(row) for row, _ in ROWS))
     assert covered == pairs_of(AXES, EXCLUDED), "run python -m tests.pairs"
 
 
-def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> None:
+def test_empty_row_follows_a_draft_model_that_lags_behind() -> None:
     """Rows that copied made the draft model lag behind by more tokens than the row without a prompt has."""
     case = Case(
         family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0
@@ -78,7 +78,7 @@ def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> Non
 
 
 @pytest.mark.parametrize("pair", [pair for pair in EXCLUDED if pair not in SERVED_NOW], ids=str)
-def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
+def test_pairs_left_out_of_the_rows_are_refused(pair: Any) -> None:
     plainest = {name: values[0] for name, values in AXES.items()} | {
         "batch": "2" if "padding" in pair[0] else "1"
     }
@@ -87,7 +87,7 @@ def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_greedy_text_of_many_models_is_plain(family: str) -> None:
+def test_greedy_text_of_many_models_equals_plain(family: str) -> None:
     """2,016 sequences of the six kinds together; the targets have different weights."""
     for seed in range(6):
         target = hf_speculate.enable(make_model(family, seed=seed))
@@ -113,7 +113,7 @@ READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
     "numbers",
     [*(range(at, at + 4) for at in (0, 4, 8)), pytest.param(range(12, 60), marks=pytest.mark.slow)],
 )
-def test_text_scores_and_cache_of_every_turn_are_those_of_plain(numbers):
+def test_text_scores_and_cache_of_every_turn_equal_plain(numbers):
     outcomes: Counter[str] = Counter()
     for number in numbers:
         case = draw_case(7, number, FAMILIES)

@@ -58,7 +58,7 @@ def test_greedy_equals_plain(family, cache_kind):
     assert not stats.lock_step
 
 
-def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks():
+def test_maskless_window_layers_get_buffers_with_masks():
     sizes = {
         "hidden_size": 32,
         "ffn_dim": 48,
@@ -90,7 +90,7 @@ def adapted(model):
     return get_peft_model(model, _LORA).eval().to(torch.float64)
 
 
-def test_a_lora_draft_drafts_with_its_adapter():
+def test_lora_draft_drafts_with_its_adapter():
     draft, options = (
         adapted(make_model("llama")),
         {"max_new_tokens": FEW_NEW, "num_assistant_tokens": 3},
@@ -103,7 +103,7 @@ def test_a_lora_draft_drafts_with_its_adapter():
     assert stats.verified_acceptance_rate < same.verified_acceptance_rate == 1.0
 
 
-def test_a_learned_prompt_is_refused():
+def test_learned_prompt_is_refused():
     target, draft = pair("llama")
     learned = get_peft_model(
         make_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -117,7 +117,7 @@ def test_a_learned_prompt_is_refused():
         hf_speculate.enable(learned).generate(**options, assistant_model=draft)
 
 
-def test_every_row_may_have_its_own_adapter():
+def test_rows_may_have_different_adapters():
     target, draft = adapted(make_model("llama")), pair("llama")[1]
     target.add_adapter("other", _LORA)
     target.to(torch.float64)
@@ -131,7 +131,7 @@ def test_every_row_may_have_its_own_adapter():
 
 
 @pytest.mark.parametrize("part", ["target", "draft"])
-def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
+def test_model_with_layers_on_disk_decodes_as_plain(part, tmp_path):
     target = make_model("llama")
     models = {"target": target, "draft": noisy_copy(target)}
     models[part].save_pretrained(tmp_path / "model")
@@ -171,7 +171,7 @@ class Nameless(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("part", ["target", "draft"])
-def test_a_model_may_name_no_embeddings(part):
+def test_model_without_named_embeddings_decodes(part):
     models = dict(
         zip(("target", "draft"), (copy.deepcopy(model) for model in pair("llama")), strict=True)
     )
@@ -211,7 +211,7 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "part"), [("forward", "target"), ("in place", "draft"), ("layers", "target")]
 )
-def test_a_forward_that_the_caller_compiled_runs_eagerly_and_says_so(form, part):
+def test_compiled_forward_of_the_caller_runs_eagerly(form, part):
     target, draft = new_pair("llama")
     model, traced = target if part == "target" else draft, []
     options = {**ragged_prompts(3, seed=1), "max_new_tokens": FEW_NEW}
@@ -281,7 +281,7 @@ def load_quantised(model, folder, **fields):
         (int8_activations, "draft", 3, "preallocated"),
     ],
 )
-def test_weights_may_be_quantised(quantise, parts, batch_size, cache, tmp_path):
+def test_quantised_model_decodes_as_plain(quantise, parts, batch_size, cache, tmp_path):
     widths = {
         "hidden_size": 64,
         "intermediate_size": 64,

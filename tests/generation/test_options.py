@@ -35,7 +35,7 @@ def new_ids(inputs: dict, row: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 7])
-def test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken(num_new):
+def test_max_new_tokens_is_exact_also_for_int32_prompts(num_new):
     inputs = ragged_prompts(2, seed=13)
     inputs["input_ids"] = inputs["input_ids"].int()
     plain, ours = plain_and_ours(
@@ -54,7 +54,7 @@ def test_max_time_stops_soon():
 
 
 @each_value(batch_size=[1, 3], num_assistant_tokens=[2, 8], eos_token_id=[None, 63])
-def test_stop_strings_end_the_text_where_plain_ends_it(
+def test_stop_strings_end_the_text_as_in_plain(
     batch_size, num_assistant_tokens, eos_token_id
 ):
     inputs = ragged_prompts(batch_size, seed=31)
@@ -69,7 +69,7 @@ def test_stop_strings_end_the_text_where_plain_ends_it(
     assert_decodes_as_plain(*pair("llama"), inputs, **options)
 
 
-def test_drafts_that_a_stop_cuts_off_did_not_stay():
+def test_drafts_cut_off_by_a_stop_are_not_accepted():
     target, _ = pair("llama")
     inputs, stats = ragged_prompts(1, seed=31), hf_speculate.SpeculationStats()
     stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])
@@ -120,7 +120,7 @@ PureStop = hf_speculate.register_row_wise(type("PureStop", (StopAtSum,), {}))
 
 @pytest.mark.fallback("lock step")
 @each_value(batch_size=[1, 3], eos_token_id=[None, 17])
-def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_size, eos_token_id):
+def test_custom_processors_and_criteria_are_called_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
     seen, texts, stats = [], [], hf_speculate.SpeculationStats()
     for own in (
@@ -150,7 +150,7 @@ def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_si
     criterion=[StopAtSum, PureStop],
     answer=[lambda stops: stops.to(torch.uint8), lambda stops: stops.long() + 2, lambda stops: 0],
 )
-def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
+def test_criteria_may_return_numbers(answer, criterion, batch_size):
     inputs = ragged_prompts(batch_size, seed=14)
     options = {
         "max_new_tokens": NUM_NEW,
@@ -162,7 +162,7 @@ def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
 
 
 @each_value(batch_size=[1, 4], eos_token_id=[17, None])
-def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_size, eos_token_id):
+def test_stopped_rows_without_eos_continue_as_in_plain(batch_size, eos_token_id):
     options = {
         "max_new_tokens": NUM_NEW,
         "eos_token_id": eos_token_id,
@@ -180,7 +180,7 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
 
 
 @pytest.mark.fallback("lock step")
-def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
+def test_processor_writing_into_its_scores_leaves_the_logits():
     """In float32, since logits of other dtypes are copied anyway."""
     target, draft = pair("llama", dtype=torch.float32)
     options = {
@@ -198,7 +198,7 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3n", "qwen3_5", "falcon_h1"])
-def test_hidden_states_and_attentions_are_those_of_plain(family):
+def test_hidden_states_and_attentions_equal_plain(family):
     target = hf_speculate.enable(make_model(family, attn_implementation="eager"))
     draft, inputs = noisy_copy(target, 0.02, seed=1), ragged_prompts(1, seed=20, min_len=10)
     options = {
@@ -215,7 +215,7 @@ def test_hidden_states_and_attentions_are_those_of_plain(family):
     torch.testing.assert_close(ours.attentions, plain.attentions, **tolerance)
 
 
-def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
+def test_streamer_gets_tokens_one_by_one_as_in_plain():
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=21)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": new_ids(inputs)[9]}
@@ -228,7 +228,7 @@ def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
     assert streams[1].has_ended
 
 
-def test_speculation_comes_with_the_output_object():
+def test_output_object_holds_the_statistics():
     target, draft = pair("llama")
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "speculation_stats": stats}
@@ -243,7 +243,7 @@ def test_speculation_comes_with_the_output_object():
 
 
 @pytest.mark.fallback("lock step")
-def test_a_large_bound_on_the_length_reserves_no_memory():
+def test_large_length_bound_reserves_no_memory():
     target, draft = pair("llama")
     options = {
         "max_new_tokens": 10**12,
@@ -269,7 +269,7 @@ def healed():
 @pytest.mark.parametrize(
     ("prompts", "is_healed"), [(["go to http", "say hell", "I see the"], True), (["x y z"], False)]
 )
-def test_a_healed_prompt_is_that_of_plain(healed, prompts, is_healed):
+def test_healed_prompt_equals_plain(healed, prompts, is_healed):
     tokenizer, target, draft = healed
     inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
     options = {
@@ -283,7 +283,7 @@ def test_a_healed_prompt_is_that_of_plain(healed, prompts, is_healed):
     assert torch.equal(prompt, inputs["input_ids"]) != is_healed
 
 
-def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
+def test_token_healing_streams_and_needs_an_enabled_model(healed):
     tokenizer, target, draft = healed
     inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
     options = {
@@ -301,7 +301,7 @@ def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
         hf_speculate.generate(make_small_model(len(tokenizer), seed=6), **inputs, **options)
 
 
-def test_zero_tokens_are_drafted_if_that_is_asked_for():
+def test_num_assistant_tokens_zero_drafts_nothing():
     target, draft = pair("llama")
     for source, own in (
         (draft, {}),

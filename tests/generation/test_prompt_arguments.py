@@ -49,7 +49,7 @@ def picture_pair(family):
 
 
 @each_value(cache_kind=["auto", "dynamic"], family=[*MAKERS, *MAKERS], batch_size=[1, 3])
-def test_readers_of_images_decode_as_in_plain(family, batch_size, cache_kind):
+def test_image_models_decode_as_plain(family, batch_size, cache_kind):
     target, draft = picture_pair(family)
     inputs, options = picture_prompts(target, batch_size), {"max_new_tokens": NUM_NEW}
     stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
@@ -59,7 +59,7 @@ def test_readers_of_images_decode_as_in_plain(family, batch_size, cache_kind):
     assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))
 
 
-def test_videos_are_read_as_images_are():
+def test_videos_decode_as_plain():
     target, draft = picture_pair("qwen2_vl")
     inputs, config = picture_prompts(target, 2), target.config
     ids = inputs["input_ids"].masked_fill(
@@ -81,7 +81,7 @@ def test_videos_are_read_as_images_are():
     ("options", "num_tokens"),
     [({"vision_feature_layer": -1}, 4), ({"vision_feature_select_strategy": "full"}, 5)],
 )
-def test_features_are_chosen_as_the_call_says(options, num_tokens):
+def test_feature_options_of_the_call_are_followed(options, num_tokens):
     target, draft = picture_pair("llava")
     pictures = picture_prompts(target, 1)
     image = [target.config.image_token_id] * num_tokens
@@ -103,7 +103,7 @@ def decode(model, inputs, **options):
 
 @pytest.mark.fallback("lock step", KEEPS_PICTURES)
 @pytest.mark.parametrize("name", [*READERS, *READINGS])
-def test_a_reader_decodes_as_in_plain(name):
+def test_multimodal_model_decodes_as_plain(name):
     target, inputs, reading = (READERS | READINGS)[name]()
     draft = noisy_copy(target, LITTLE_NOISE) if name in READERS else text_draft(target)
     plain = decode(target, inputs)
@@ -140,7 +140,7 @@ def assert_same_layers(one, other):
 
 @pytest.mark.fallback(KEEPS_PICTURES)
 @pytest.mark.skipif(not HAS_STATIC, reason="transformers' own static cache fails")
-def test_layers_of_pictures_that_a_cut_config_still_names_are_none():
+def test_cross_layers_outside_a_cut_config_are_ignored():
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     target.config.text_config.cross_attention_layers = [1, 9]  # of three layers
     drafts = {"assistant_model": noisy_copy(target, LITTLE_NOISE), "num_assistant_tokens": 3}
@@ -161,7 +161,7 @@ def test_layers_of_pictures_that_a_cut_config_still_names_are_none():
     "family",
     ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))],
 )
-def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(family, has_mask):
+def test_cross_attention_layers_keep_their_length_in_next_turn(family, has_mask):
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     if not has_mask:  # then all tokens see all tiles, but for those of the prompt
         del inputs["cross_attention_mask"]
@@ -183,7 +183,7 @@ def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on
     assert caches[0].layers[1].keys.shape[2] == 10  # two tiles of four patches and a class each
 
 
-def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
+def test_static_layer_too_short_for_pictures_is_named():
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     cache = StaticCache(config=target.config.get_text_config(), max_cache_len=64)
     cache.layers[1] = StaticLayer(max_cache_len=6)
@@ -201,7 +201,7 @@ def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
     "name",
     [name if name in VARIED else pytest.param(name, marks=pytest.mark.slow) for name in WRAPPERS],
 )
-def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
+def test_text_decoder_wrapper_uses_preallocated_buffers(name):
     target, inputs, _ = WRAPPERS[name].make()
     draft, plain = noisy_copy(target, DRAFT_NOISE), decode(target, inputs)
     blind = decode(target, {name: inputs[name] for name in ("input_ids", "attention_mask")})
@@ -219,7 +219,7 @@ def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", ENCODERS)
-def test_what_an_encoder_reads_beside_its_text(name):
+def test_extra_encoder_inputs_reach_the_draft(name):
     target, inputs, reading = ENCODERS[name]()
     draft, seen = noisy_copy(target, LITTLE_NOISE), []
     draft.get_encoder().register_forward_pre_hook(
@@ -235,7 +235,7 @@ def test_what_an_encoder_reads_beside_its_text(name):
 
 
 @pytest.mark.parametrize("family", MAKERS)
-def test_sampled_rows_that_end_leave_with_their_positions(family):
+def test_sampled_rows_leave_with_their_positions(family):
     target, draft = picture_pair(family)
     inputs = picture_prompts(target, 2)
     options = {
@@ -250,7 +250,7 @@ def test_sampled_rows_that_end_leave_with_their_positions(family):
     assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
 
 
-def test_a_second_turn_goes_on_from_the_cache():
+def test_second_turn_continues_from_the_cache():
     target, draft = picture_pair("qwen2_vl")
     texts = []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
@@ -265,7 +265,7 @@ def test_a_second_turn_goes_on_from_the_cache():
     assert_equal_ids(*texts)
 
 
-def test_threads_do_not_read_each_others_positions():
+def test_threads_keep_their_positions_apart():
     target, draft = picture_pair("qwen2_vl")
     calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
     # no picture, so another delta
@@ -280,7 +280,7 @@ def test_threads_do_not_read_each_others_positions():
 
 
 @pytest.mark.fallback("lock step")
-def test_a_failed_run_leaves_the_model_as_plain_generate_would():
+def test_failed_run_leaves_the_model_as_plain_generate():
     target, draft = picture_pair("qwen2_vl")
     left = []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
@@ -292,7 +292,7 @@ def test_a_failed_run_leaves_the_model_as_plain_generate_would():
     assert torch.equal(*left)
 
 
-def test_what_cannot_be_read_is_not_supported():
+def test_unreadable_arguments_are_refused():
     target, draft = picture_pair("llava")
     small = make_model("llama", vocab_size=64)
     small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
@@ -343,7 +343,7 @@ NUM_READ = GPT2_INPUTS["input_ids"].shape[1]
         ),
     ],
 )
-def test_token_types_and_positions_that_are_passed_go_on_from_the_last(read, cache_kind):
+def test_passed_token_types_and_positions_continue(read, cache_kind):
     target, draft = pair("gpt2")
     inputs, options = GPT2_INPUTS | read, {"max_new_tokens": NUM_NEW}
     assert_decodes_as_plain(

@@ -44,7 +44,7 @@ SOURCES = {
     with_ids=[True, False, False],
     cache_kind=["auto", "dynamic", "auto"],
 )
-def test_greedy_text_of_embeddings_is_plain(family, batch_size, with_ids, cache_kind, source):
+def test_greedy_text_of_embeddings_equals_plain(family, batch_size, with_ids, cache_kind, source):
     target, draft = pair(family)
     draft = cheaper_copy(target) if source == "adaptive model" else draft
     prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
@@ -67,7 +67,7 @@ def test_greedy_text_of_embeddings_is_plain(family, batch_size, with_ids, cache_
 
 
 @pytest.mark.parametrize("num_drafted", [None, K])
-def test_embeddings_of_ids_are_drawn_as_the_ids_are(num_drafted):
+def test_embeddings_of_ids_give_the_draws_of_the_ids(num_drafted):
     """Positions of the noise count the real tokens that were read, whether or not they stand in the output."""
     target, draft = pair("llama")
     prompts = ragged_prompts(3, seed=5)
@@ -82,7 +82,7 @@ def test_embeddings_of_ids_are_drawn_as_the_ids_are(num_drafted):
 @each_value(
     cache_kind=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False]
 )
-def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, cache_kind):
+def test_passed_cache_holds_the_prefix_of_the_embeddings(with_ids, num_held, cache_kind):
     target, draft = pair("mistral_window")
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))
     inputs = embedded(
@@ -107,7 +107,7 @@ def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held
     assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)
 
 
-def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
+def test_encoder_embeddings_serve_drafts_without_an_encoder():
     target, draft = encoder_pair("t5")
     inputs = inputs_of("t5", 2)
     embeds = target.get_input_embeddings()(inputs["input_ids"]) * 1.5
@@ -134,7 +134,7 @@ def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
         ({"input_ids": torch.full((1, 6), -200)}, "ids of the prompt must be below 64 .* got -200"),
     ],
 )
-def test_what_cannot_be_read_is_not_supported(options, message):
+def test_unreadable_embeddings_are_refused(options, message):
     target, draft = pair("llama")
     options = {"inputs_embeds": torch.zeros(1, 6, 32).double(), "assistant_model": draft, **options}
     with pytest.raises(UnsupportedGenerationError, match=message):
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_not_supported(options, message):
     ("prompt", "cache_kind"),
     [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")],
 )
-def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(
+def test_row_ending_at_its_first_token_leaves_other_rows(
     prompt, cache_kind
 ):
     """Rows that stay in the batch are fed as many tokens as the others, although this one has fewer."""
@@ -171,7 +171,7 @@ def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts
 
 
 @each_value(family=["llama", "gpt2", "mistral_window", "bloom"], chunk_size=[None, 3])
-def test_a_row_may_be_masked_as_a_whole(family, chunk_size):
+def test_fully_masked_row_equals_plain(family, chunk_size):
     """The rows of `tests/pairs.json` mask tokens on either side and in the midst."""
     inputs = ragged_prompts(3, seed=4, min_len=6, max_len=10)
     inputs["attention_mask"][1] = 0
@@ -181,7 +181,7 @@ def test_a_row_may_be_masked_as_a_whole(family, chunk_size):
     assert stats.num_accepted > 0
 
 
-def test_one_row_of_ones_masks_nothing_in_any_row():
+def test_mask_of_one_row_applies_to_every_row():
     ids = ragged_prompts(3, seed=1, min_len=6, max_len=6)["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": torch.ones(1, ids.shape[1], dtype=torch.int64)}
     for more in (

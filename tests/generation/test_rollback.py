@@ -42,7 +42,7 @@ def decode(
 
 @pytest.mark.fallback("lock step")
 @each_value(eos_token_id=[None, EOS], batch_size=[1, 3], family=["llama", "mistral_window"])
-def test_a_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_id):
+def test_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_id):
     inputs, options = (
         ragged_prompts(batch_size, seed=3),
         {"family": family, "eos_token_id": eos_token_id},
@@ -59,7 +59,7 @@ def test_a_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_
 
 
 @each_value(keeps_rows=[False, True], batch_size=[1, 4, 4])
-def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
+def test_state_is_never_left_on_a_rejected_prefix(batch_size, keeps_rows):
     inputs = ragged_prompts(batch_size, seed=3)
     prompt_len = inputs["input_ids"].shape[1]
     watched = WatchedGrammar(Brackets(), prompt_len)
@@ -74,7 +74,7 @@ def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
 @pytest.mark.parametrize(
     ("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)]
 )
-def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(
+def test_verifiers_decode_as_with_a_stateless_grammar(
     verifier, drafter
 ):
     """So sampled texts keep their distribution: a pure processor's do."""
@@ -101,7 +101,7 @@ def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_stat
 
 
 @pytest.mark.fallback("lock step")
-def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked():
+def test_grammar_beside_a_custom_processor_is_forked():
     inputs, (target, draft) = ragged_prompts(3, seed=9), smallest()
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS, "pad_token_id": 0}
     plain = target.generate(**inputs, **options, logits_processor=[Recorder(), Grammar(Brackets())])
@@ -125,7 +125,7 @@ class Incomparable(RollbackGrammar):
         raise AssertionError("processors are compared by identity")
 
 
-def test_a_processor_that_rows_have_left_is_refused_by_a_later_call():
+def test_used_processor_is_refused_by_a_later_call():
     inputs, used = ragged_prompts(4, seed=3), RollbackGrammar(Brackets())
     expected = decode(used, inputs, eos_token_id=EOS)
     assert len(used.states) < 4
@@ -151,7 +151,7 @@ class ForbidsAllWhenLost(RollbackGrammar):
 
 @pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
+def test_scores_after_a_forbidden_token_are_ignored(verifier):
     """Matches do not obey the grammar, so forbidden tokens are proposed."""
     inputs = ragged_prompts(3, seed=1, min_len=8, max_len=16, vocab_size=6)
     options = {
@@ -171,7 +171,7 @@ def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
     assert ForbidsAllWhenLost.num_lost > num_lost
 
 
-def test_the_processor_in_the_guide_is_a_whole_one():
+def test_processor_of_the_guide_is_complete():
     text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(
         encoding="utf-8"
     )

@@ -22,11 +22,11 @@ def check(seed, first, num):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_no_text_differs_and_no_call_ends(part):
+def test_bad_drafts_change_no_text(part):
     check(1, 10 * part, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_no_text_of_many_differs_and_no_call_ends(part):
+def test_many_bad_drafts_change_no_text(part):
     check(2, 70 * part, 70)

@@ -38,7 +38,7 @@ def options_of(draft, **options):
 
 
 @pytest.mark.parametrize(("value", "batch_size", "cache_kind"), CELLS)
-def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind):
+def test_greedy_decoding_continues_as_plain_and_reports_it(value, batch_size, cache_kind):
     target, draft = pair("llama")
     options = {"max_new_tokens": 12, "num_assistant_tokens": K, "speculation_cache": cache_kind}
     with spoiled(target, value):
@@ -51,7 +51,7 @@ def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind)
 
 
 @each_value(value=[NAN, INF, -INF], verifier=["rejection", "block", "coupled", "typical", None])
-def test_nothing_is_drawn_without_a_distribution(verifier, value):
+def test_sampling_without_a_distribution_raises(verifier, value):
     word = {NAN: "NaN", INF: "+inf", -INF: "-inf for every token"}[value]
     target, draft = pair("llama")
     options = {"do_sample": True, "max_new_tokens": 12, **ragged_prompts(3, seed=4)}
@@ -65,7 +65,7 @@ def test_nothing_is_drawn_without_a_distribution(verifier, value):
     assert len(caught.value.__notes__) == 1
 
 
-def test_a_row_that_has_ended_before_is_not_looked_at():
+def test_logits_of_an_ended_row_are_not_checked():
     target, draft = pair("llama")
     text = target.generate(torch.tensor([[5, 9]]), max_new_tokens=4)[0].tolist()
     options = options_of(draft, eos_token_id=text[3], do_sample=True, top_k=1)
@@ -95,7 +95,7 @@ class StopsAtSevenths(StoppingCriteria):
 EndsAtSevenths = hf_speculate.register_row_wise(type("EndsAtSevenths", (StopsAtSevenths,), {}))
 
 
-def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at():
+def test_logits_past_the_common_end_are_not_checked():
     """Without EOS, rows that have stopped go on till all have, and one may be ahead of the others by then."""
     target, draft = pair("llama")
     inputs = ragged_prompts(3, seed=2)
@@ -116,7 +116,7 @@ def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at():
 
 
 @pytest.mark.fallback("lock step")
-def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
+def test_stopped_lock_step_rows_are_checked_without_eos():
     """Without EOS a row that has stopped goes on till all have; plain `generate` fails where it has no distribution."""
     target, draft = pair("llama")
     inputs, options = (
@@ -151,7 +151,7 @@ def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
         },
     ],
 )
-def test_a_draft_without_a_distribution_leaves_the_text(options, cell):
+def test_draft_without_a_distribution_leaves_the_text(options, cell):
     value, batch_size, cache_kind = cell
     target, draft = pair("llama")
     options = {

@@ -66,7 +66,7 @@ def hooks_of(*models):
     batch_size=[1, 3],
     at=[1, 2, 5, 7],
 )
-def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
+def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
     # or times of tiny models decide whether a draft is called again
     monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)
     target, draft = new_pair(family)
@@ -96,7 +96,7 @@ def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, a
 
 @pytest.mark.fallback(RAISED)
 @each_value(family=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
-def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
+def test_hooks_are_removed_after_a_draft_fault(family, early_exit, at):
     """Of recurrent layers, which the target's plain steps run on if they are its own."""
     target, draft = new_pair(family)
     layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
@@ -117,7 +117,7 @@ def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
 
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize(("number", "family"), list(enumerate(HEADS)))
-def test_a_head_that_raises_leaves_the_text(number, family, tmp_path):
+def test_head_that_raises_leaves_the_text(number, family, tmp_path):
     """In its first or its last linear layer, of which the first of some heads reads the target's states."""
     head, target = HEADS[family](tmp_path)
     linear = [module for module in head.network.modules() if isinstance(module, nn.Linear)]
@@ -172,7 +172,7 @@ CALLS = [(method, at) for method in ("draft", "project_states", "rows") for at i
     "plain decoding, because the drafter (custom drafter) raised Mistake: on purpose"
 )
 @pytest.mark.parametrize(("method", "at"), CALLS)
-def test_an_error_of_any_method_is_the_callers_or_ends_the_drafts(method, at):
+def test_drafter_error_is_raised_or_ends_the_drafts(method, at):
     target, inputs = pair("llama")[0], ragged_prompts(4, seed=2)
     # so that rows leave one by one
     ends = target.generate(**inputs, max_new_tokens=NUM_NEW)[:2, -9].tolist()
@@ -187,7 +187,7 @@ def test_an_error_of_any_method_is_the_callers_or_ends_the_drafts(method, at):
 
 
 @pytest.mark.fallback(RAISED)
-def test_one_warning_points_at_the_call():
+def test_warning_points_at_the_call_once():
     target, draft = pair("llama")
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
     with hook(draft, Fault(3, Mistake("on purpose"))), pytest.warns(UserWarning) as caught:
@@ -197,7 +197,7 @@ def test_one_warning_points_at_the_call():
 
 
 @pytest.mark.parametrize("error", ["interrupt", "halt"])
-def test_what_is_no_error_passes_through(error):
+def test_interrupts_in_a_draft_pass_through(error):
     target, draft = pair("llama")
     raised = ERRORS[error]()
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
@@ -209,7 +209,7 @@ def test_what_is_no_error_passes_through(error):
 
 
 @pytest.mark.fallback(f"{RAISED} (model LlamaForCausalLM) raised OutOfMemoryError")
-def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(monkeypatch):
+def test_out_of_memory_ends_drafts_and_device_errors_raise(monkeypatch):
     target, draft = pair("llama")
     inputs = ragged_prompts(2, seed=1)
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
@@ -236,7 +236,7 @@ def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(m
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
 @pytest.mark.parametrize("at", [1, 2])
-def test_ids_that_a_model_does_not_have_reach_neither(at, options):
+def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
     """The draft scores ids past the vocabulary, or has fewer embeddings than its config says."""
     target, draft = pair("llama", 0.0)
     own = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
@@ -256,7 +256,7 @@ def test_ids_that_a_model_does_not_have_reach_neither(at, options):
     ],
     cache_kind=["dynamic", "preallocated"],
 )
-def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, options, cache_kind):
+def test_rows_with_nan_drafts_stop_drafting_alone(value, options, cache_kind):
     """From the third forward of the draft on, its first row is lost, as a row is that has NaN among its states."""
     target, draft = new_pair("llama")
     num_calls = itertools.count()
@@ -281,7 +281,7 @@ def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, opti
 
 @pytest.mark.fallback("computes NaN or infinity")
 @pytest.mark.parametrize("family", ["EAGLE-3", "DFlash", "PARD"])
-def test_a_head_without_numbers_is_not_asked_for_long(family, tmp_path):
+def test_head_of_nan_logits_is_soon_left_out(family, tmp_path):
     head, target = HEADS[family](tmp_path)
     assert target is target_of()
     next(head.network.parameters()).fill_(torch.nan)
@@ -295,7 +295,7 @@ def test_a_head_without_numbers_is_not_asked_for_long(family, tmp_path):
 
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
+def test_draft_fault_in_a_running_batch_leaves_all_texts(at):
     """In the forward that reads one row's prompt, or in one of all rows: later rows bring a drafter that works."""
     target, draft = new_pair("llama")
     texts = [ragged_prompts(1, seed=seed)["input_ids"][0].tolist() for seed in range(6)]
@@ -318,7 +318,7 @@ def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
 
 
 @pytest.mark.fallback(RAISED)
-def test_a_draft_that_died_is_not_learned_from():
+def test_failed_draft_counts_as_no_rejection():
     """Its rounds are no rejections: nothing was verified when its first forward fails."""
     target = hf_speculate.enable(make_model("llama"))
     draft = noisy_copy(make_model("llama", num_hidden_layers=1))

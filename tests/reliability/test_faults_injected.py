@@ -120,7 +120,7 @@ def configs(*models):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)])
-def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
+def test_error_is_raised_unchanged_and_leaves_no_state(number, case):
     """In one of the setups that the case fits, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
     setup, error = fitting[number % len(fitting)], list(ERRORS.values())[number % len(ERRORS)]()
@@ -150,7 +150,7 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     assert_equal_ids(text_after(setup), ours)
 
 
-def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
+def test_foreign_error_in_preparation_gets_a_note():
     prepared = ["hf_speculate: raised while the call was prepared"]
     for error, notes in ((Mistake("on purpose"), prepared), (ShapeError("ours"), [])):
         with pytest.raises(type(error)) as caught:
@@ -161,7 +161,7 @@ def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
 
 
 @pytest.mark.fallback("lock step")
-def test_an_error_of_a_call_inside_a_call_gets_one_note_even_if_it_is_ours():
+def test_error_in_a_nested_call_gets_one_note():
     target, draft = pair("llama")
     processors = [RowWiseProcessor(Fault(1, ShapeError("on purpose")))]
     own = {"assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 3}
@@ -174,7 +174,7 @@ def test_an_error_of_a_call_inside_a_call_gets_one_note_even_if_it_is_ours():
     assert caught.value.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 
-def test_an_error_in_the_second_run_of_a_call_is_placed_in_its_run():
+def test_note_places_an_error_in_its_run():
     target, fault = hf_speculate.enable(make_whisper()), Fault(2, Mistake("on purpose"))
 
     def fail(module, args, kwargs):

@@ -114,7 +114,7 @@ def assert_equal_states(one: Any, other: Any) -> None:
     [(embedding_is_nan, *call) for call in CALLS]
     + [(written_states_are_nan, *call) for call in BUFFERED],
 )
-def test_text_scores_and_caches_are_those_of_plain(
+def test_text_scores_and_caches_equal_plain(
     spoil, family, batch_size, options, own, scripted
 ):
     target, draft, inputs = call_of(family, batch_size)
@@ -154,7 +154,7 @@ INSIDE = {"verifier": "typical", "do_sample": True, "relax_only_inside": (5, 9)}
 
 
 @pytest.mark.parametrize("verifier", [*VERIFIERS, "spans"])
-def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
+def test_verifier_decides_as_if_the_token_were_finite(verifier):
     """So what is sampled keeps its distribution: a draft is not dropped for what the target computes for it."""
     (target, draft), texts = pair("llama"), []
     options = {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 40, "seed": 5}
@@ -182,7 +182,7 @@ FAILS_BEFORE_5_24 = [] if TAKES_CACHE else pytest.mark.xfail(strict=True, raises
 @pytest.mark.parametrize(
     "family", ["llama", pytest.param("mistral_window", marks=FAILS_BEFORE_5_24)]
 )
-def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(family):
+def test_returned_states_equal_a_round_scored_once(family):
     (target, draft), inputs, outputs = (
         new_pair(family, attn_implementation="eager"),
         call_of("llama", 1)[2],
@@ -206,7 +206,7 @@ def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(famil
     assert 0 < outputs[0].speculation.num_rescored < outputs[0].speculation.num_batch_rounds
 
 
-def test_a_processor_with_state_follows_the_text_alone():
+def test_stateful_processor_follows_the_text_only():
     target, draft, inputs = call_of("llama", 3)
     watched, options = (
         WatchedGrammar(Brackets(), inputs["input_ids"].shape[1]),
@@ -239,7 +239,7 @@ class DraftsNan(Watcher):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("options", [{}, {"logits_processor": [Unchanged()]}, PREALLOCATED])
-def test_drafters_are_told_the_states_of_the_second_scoring(options):
+def test_drafters_get_the_states_of_the_second_scoring(options):
     target, draft, inputs = call_of("llama", 3)
     factory = lambda setup: DraftsNan(target, setup, layers=(0, 1, -1))  # noqa: E731
     with drafts_of_nan(target, draft, embedding_is_nan):
@@ -251,7 +251,7 @@ def test_drafters_are_told_the_states_of_the_second_scoring(options):
 
 
 @pytest.mark.parametrize("options", [{}, COUPLED])
-def test_rows_that_join_a_running_batch_stay_as_alone(options):
+def test_joining_rows_equal_rows_alone(options):
     target, draft = pair("llama")
     arguments = [{"max_new_tokens": (5, 30, 12)[key % 3], **options} for key in range(7)]
     rows = [
@@ -299,7 +299,7 @@ def test_rounds_from_graphs_are_scored_again_eagerly(backend):
 
 @pytest.mark.fallback("computes NaN or infinity")
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
-def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scripted):
+def test_draft_model_with_nan_drafts_alike_from_any_cache(scripted):
     (target, draft), inputs, results = pair("llama"), call_of("llama", 4)[2], []
     with drafts_of_nan(target, draft, embedding_is_nan, every=9), embedding_is_nan(draft):
         for own in (PREALLOCATED, DYNAMIC):
@@ -324,7 +324,7 @@ def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_token_that_overflows_in_half_precision_may_be_drafted(batch_size):
+def test_token_overflowing_in_half_precision_may_be_drafted(batch_size):
     (target, draft), inputs = overflowing(), call_of("llama", batch_size)[2]
     with drafts_of_nan(target, draft, lambda target: nullcontext(), every=9):
         stats = assert_decodes_as_plain(

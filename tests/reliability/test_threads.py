@@ -98,7 +98,7 @@ def alone() -> dict[str, list[list[int]]]:
     "shift",
     [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))],
 )
-def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
+def test_concurrent_calls_give_the_texts_of_calls_alone(shift, alone):
     before = settings()
 
     def walk(names):
@@ -110,7 +110,7 @@ def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
 
 
 @pytest.mark.fallback("lock step")
-def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
+def test_failing_call_leaves_other_threads_alone(alone):
     target, draft = models()
 
     def fail(at):

@@ -10,7 +10,7 @@ from hf_speculate.tools.rollouts import RolloutCallback
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 
-def test_a_log_holds_acceptance_and_the_age_of_the_draft():
+def test_log_holds_acceptance_and_age_of_the_draft():
     target = make_model("llama")
     callback, state, control = RolloutCallback(max_draft_age=2), TrainerState(), TrainerControl()
     trainer = CallbackHandler([callback], target, None, None, None)

@@ -60,7 +60,7 @@ def ask(
     )
 
 
-def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
+def test_generator_gets_the_inputs_and_matches_of_transformers():
     generator = Scripted([7, 8, 9], [1, 2], [3])
     drafter = CandidateGeneratorDrafter(generator)
     # the prompt's candidate was the token that followed
@@ -78,7 +78,7 @@ def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
     assert ask(drafter, [0], kept=[8], num=3).token_ids.tolist() == [[1, 2, 3]]
 
 
-def test_fault_f_logits_of_an_unknown_generator_are_not_taken_for_its_distribution():
+def test_fault_f_logits_of_an_unknown_generator_are_ignored():
     class Reports(Scripted):
         def get_candidates(self, input_ids, **kwargs):
             ids, _ = super().get_candidates(input_ids)
@@ -89,7 +89,7 @@ def test_fault_f_logits_of_an_unknown_generator_are_not_taken_for_its_distributi
     assert draft.token_logits is None
 
 
-def test_a_sampled_proposal_comes_with_the_distribution_it_was_drawn_from():
+def test_sampled_proposal_comes_with_its_distribution():
     draft = make_model("llama")
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
     generator = DraftModelCandidateGenerator(drafter, 2, SampleStrategy.RANDOM, 9)
@@ -99,7 +99,7 @@ def test_a_sampled_proposal_comes_with_the_distribution_it_was_drawn_from():
     torch.testing.assert_close(drafted.logsumexp, expected.float().logsumexp(-1))
 
 
-def test_only_known_samplers_count_as_samplers():
+def test_unknown_generators_do_not_count_as_samplers():
     def assisted(family, do_sample):
         config = GenerationConfig(do_sample=do_sample, max_length=9, assistant_early_exit=1)
         return family(torch.tensor([[1]]), make_model("llama"), config, {})
@@ -133,7 +133,7 @@ def target():
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_greedy_is_plain_greedy(target, source):
+def test_greedy_text_equals_plain(target, source):
     options = {"candidate_generator": SOURCES[source](target), "num_assistant_tokens": None}
     stats = assert_decodes_as_plain(
         target, None, ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options
@@ -144,7 +144,7 @@ def test_greedy_is_plain_greedy(target, source):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("make", [Grammar, RollbackGrammar])
-def test_processors_with_state_are_not_shown_what_a_generator_tries(target, make):
+def test_stateful_processors_do_not_see_generator_trials(target, make):
     inputs, options = (
         ragged_prompts(1, seed=3, min_len=12, vocab_size=8),
         {"max_new_tokens": NUM_NEW},
@@ -157,7 +157,7 @@ def test_processors_with_state_are_not_shown_what_a_generator_tries(target, make
     assert_equal_ids(plain, target.generate(**inputs, **options, **own))
 
 
-def test_the_draft_models_config_is_not_written_to(target):
+def test_draft_model_config_is_unchanged(target):
     draft = noisy_copy(target, 0.05)
     draft.generation_config.num_assistant_tokens_schedule = "heuristic"
     before = draft.generation_config.to_dict()
@@ -166,7 +166,7 @@ def test_the_draft_models_config_is_not_written_to(target):
     assert draft.generation_config.to_dict() == before
 
 
-def test_a_generator_that_writes_to_its_generation_config_changes_no_text():
+def test_generator_writing_to_its_config_changes_no_text():
     target = make_model("llama")
     options = {**ragged_prompts(1, seed=3), "max_new_tokens": NUM_NEW}
     plain = target.generate(**options)
@@ -205,7 +205,7 @@ def test_transformers_greedy_loop_gives_the_plain_text():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "mamba", "lfm2"])
-def test_the_cache_follows_a_text_that_went_another_way(family):
+def test_draft_cache_follows_a_rejected_draft(family):
     draft, text = make_model(family), ragged_prompts(1, seed=2)["input_ids"]
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
     generator = DraftModelCandidateGenerator(

@@ -9,7 +9,7 @@ from tests.processors.test_processors import assert_same_bits
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_top_p_after_top_k_is_that_of_transformers_where_rounding_decides(seed: int) -> None:
+def test_top_p_after_top_k_rounds_as_transformers(seed: int) -> None:
     scores = torch.randn(1, 9001, generator=torch.Generator().manual_seed(seed))
     scores = transformers.TopKLogitsWarper(5)(None, scores)
     for num_dropped in range(1, 5):  # their probabilities add up to what top-p may drop, exactly

@@ -34,11 +34,11 @@ from tests.processors.test_processors import (
         ([SUBCLASSED, KEEPS_3, FILLS_K], [SUBCLASSED, KEEPS_3, FILLS_K]),
     ],
 )
-def test_runs_of_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: list[Any]) -> None:
+def test_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: list[Any]) -> None:
     assert [getattr(entry, "arguments", entry) for entry in fuse_warpers(given)] == wanted
 
 
-def test_a_fused_warper_gets_scores_as_they_come_and_reads_no_text() -> None:
+def test_fused_warper_reads_scores_of_any_dtype_and_no_text() -> None:
     fused, scores = (
         BlockLogitsProcessorList(fuse_warpers([HEAT, TOP_K], "torch")),
         torch.randn(2, 1, 64).bfloat16(),

@@ -80,7 +80,7 @@ def out_of_memory(*_: Any) -> Any:
         ),
     ],
 )
-def test_kernels_that_fail_are_left_out_and_said_once(
+def test_failing_kernels_are_left_out_and_reported_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
     kernel: Any,
@@ -97,7 +97,7 @@ def test_kernels_that_fail_are_left_out_and_said_once(
     assert any(name.startswith("triton") for name in launches) is runs_triton
 
 
-def test_an_operation_is_compared_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operation_is_compared_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     num_different = kernel_trial.num_different
     monkeypatch.setattr(

@@ -121,14 +121,14 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         ("mistral_window", 3, None, {}),
     ],
 )
-def test_turns_are_the_same_and_the_draft_reads_what_is_new(family, batch_size, end_after, options):
+def test_later_turns_read_new_tokens_only(family, batch_size, end_after, options):
     """Rows that end early are kept as far as they were read."""
     assert_turns_are_the_same(*pair(family), batch_size, end_after=end_after, **options)
 
 
 @pytest.mark.parametrize("scripted", [(K, 0, 0)], indirect=True)
 @pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
-def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, scripted):
+def test_tokens_fed_to_ended_rows_are_not_kept_as_text(cache_kind, scripted):
     """In plain steps between drafted rounds, ended rows fall behind those that go on."""
     assert_turns_are_the_same(*pair("llama"), 3, end_after=4, speculation_cache=cache_kind)
 
@@ -142,7 +142,7 @@ def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, scripte
         {"compile_config": compile_config(), "num_assistant_tokens": 2},
     ],
 )
-def test_beside_lookup_of_the_first_layers_and_compiled_it_changes_no_draft(own):
+def test_draft_state_changes_no_draft_of_other_sources(own):
     target, draft = small_pair("llama") if "compile_config" in own else pair("llama")
     state, text = DraftState(), [5, 6, 7, 5, 6, 7, 5, 6]
     for turn in range(3):
@@ -171,7 +171,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_does_not_fit_starts_anew(other):
+def test_mismatched_state_is_rebuilt(other):
     target = pair("mistral_window")[0]
     draft, state = noisy_copy(target), DraftState()
     if other == "adapter":
@@ -188,7 +188,7 @@ def test_what_does_not_fit_starts_anew(other):
     assert state.num_tokens
 
 
-def test_it_counts_its_bytes_and_is_empty_after_a_reset_and_a_call_that_failed():
+def test_state_is_empty_after_a_reset_or_a_failed_call():
     target, draft = pair("llama")
     state = DraftState()
     for _ in range(2):
@@ -205,7 +205,7 @@ def test_it_counts_its_bytes_and_is_empty_after_a_reset_and_a_call_that_failed()
     assert (state.num_tokens, state.num_bytes) == (0, 0)
 
 
-def test_window_layers_that_have_dropped_states_leave_nothing():
+def test_window_layers_with_dropped_states_are_not_kept():
     target, draft = pair("mistral_window")
     text = torch.randint(1, 64, (230,), generator=torch.Generator().manual_seed(2)).tolist()
     for cache_kind, is_held in (("auto", True), ("preallocated", False)):
@@ -219,7 +219,7 @@ def test_window_layers_that_have_dropped_states_leave_nothing():
         )
 
 
-def test_it_belongs_to_a_draft_model():
+def test_draft_state_needs_a_draft_model():
     for state, own in (
         ({}, {}),
         (DraftState(), {}),

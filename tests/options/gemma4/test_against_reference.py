@@ -137,7 +137,7 @@ CALLS = {
 
 @pytest.mark.parametrize("scripted", [DRAFT_LENS], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
-def test_drafts_are_those_of_the_formula(name, scripted):
+def test_drafts_equal_the_reference(name, scripted):
     batch_size, num_shared, is_ordered, cache, position, options = CALLS[name]
     target = make_target(num_shared)
     assistant = make_assistant(
@@ -164,7 +164,7 @@ def test_drafts_are_those_of_the_formula(name, scripted):
     assert set(is_finite.sum(1).tolist()) == {num_scored(64) if is_ordered else 64}
 
 
-def test_a_prefix_in_a_passed_cache_is_read_like_other_tokens():
+def test_prefix_in_a_passed_cache_is_read_like_other_tokens():
     target = make_target()
     assistant, ids = make_assistant(target), ragged_prompts(1, seed=4, min_len=12)["input_ids"]
     passed = target(ids[:, :7], use_cache=True)[CACHE_NAME]
@@ -180,14 +180,14 @@ def test_a_prefix_in_a_passed_cache_is_read_like_other_tokens():
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("make", [make_unified_target, make_reader])
-def test_targets_of_other_classes_are_drafted_for_by_the_same_formula(make):
+def test_drafts_for_other_target_classes_equal_the_reference(make):
     target = make()
     assistant = make_assistant(target)
     records, stats = recorded(assistant, target, ragged_prompts(3, seed=2))
     assert_drafts_are_the_references(Reference(assistant, target, window=window_of(stats)), records)
 
 
-def test_a_row_whose_proposals_are_all_banned_is_drawn_without_the_ban():
+def test_row_with_all_proposals_banned_ignores_the_ban():
     target = make_target()
     banned = [token_id for token_id in range(64) if token_id % 16]
     options = {
@@ -204,7 +204,7 @@ def test_a_row_whose_proposals_are_all_banned_is_drawn_without_the_ban():
     assert drafted - set(banned)
 
 
-def test_the_other_position_is_measured_beside_the_default():
+def test_check_measures_both_positions():
     target = make_target(0)
     assistant, inputs = (
         make_assistant(target, scale=3.0),

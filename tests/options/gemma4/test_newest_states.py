@@ -16,7 +16,7 @@ def make():
     return NewestStates([-1], None, lambda states: states)
 
 
-def test_plain_rounds_leave_the_newest_state_and_a_count():
+def test_plain_rounds_keep_the_newest_state_and_a_count():
     states = make()
     states.add_prompt(states_of([0, 1, 2], [10, 11, 12]), [3, 2], 3)
     for counts in ([1, 1], [2, 1], [1, 0]):
@@ -28,7 +28,7 @@ def test_plain_rounds_leave_the_newest_state_and_a_count():
     assert states.counts == [0, 0]
 
 
-def test_rows_leave_and_join():
+def test_states_follow_leaving_and_joining_rows():
     states, other = make(), make()
     states.add_prompt(states_of([0, 1], [10, 11]), [2, 2], 2)
     other.add_prompt(states_of([20]), [1], 1)

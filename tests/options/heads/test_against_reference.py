@@ -99,7 +99,7 @@ def assert_drafts_are_the_best(rounds, reference, draft):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
+def test_drafts_equal_the_cacheless_reference(name, tmp_path):
     design, target = VARIANTS[name], target_of()
     weights = make_weights(design)
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
@@ -136,7 +136,7 @@ Z_LAB = {  # options of the folder, and the logits that it gives for those of th
 
 
 @pytest.mark.parametrize("name", Z_LAB)
-def test_z_lab_and_speculators_draft_the_same(name, tmp_path):
+def test_z_lab_and_speculators_formats_draft_the_same(name, tmp_path):
     target, weights = target_of(), make_weights(DFLASH)
     texts, (options, expected) = random_texts([6, 4], seed=3), Z_LAB[name]
     given = dict(weights)
@@ -194,7 +194,7 @@ DFLASH2_FOLDERS = {
 
 
 @pytest.mark.parametrize("name", DFLASH2_FOLDERS)
-def test_dflash_2_drafts_the_same_in_every_format_and_with_fewer_tokens(name, tmp_path):
+def test_dflash_2_drafts_the_same_in_every_format_and_length(name, tmp_path):
     target, weights, texts = target_of(), make_weights(DFLASH2), random_texts([6, 4], seed=3)
     folders = [
         write_speculators(tmp_path / "speculators", DFLASH2, weights),
@@ -220,7 +220,7 @@ def without_effect(weights):
 
 
 @pytest.mark.parametrize("num_candidates", [1, 5])
-def test_dflash_2_without_convolutions_and_bonus_drafts_as_dflash(num_candidates, tmp_path):
+def test_dflash_2_without_its_additions_drafts_as_dflash(num_candidates, tmp_path):
     design, target = DFLASH2.with_options(selector_top_k=num_candidates), target_of()
     weights = without_effect(make_weights(design))
     own = ("candidate_selector", "_conv.")
@@ -249,7 +249,7 @@ class Bans(LogitsProcessor):
 
 
 @pytest.mark.parametrize("design", [EAGLE3, DFLASH2], ids=["EAGLE-3", "DFlash 2"])
-def test_a_row_whose_proposals_are_all_banned_is_drawn_as_without_processors(design, tmp_path):
+def test_row_with_all_proposals_banned_ignores_processors(design, tmp_path):
     target, texts = target_of(), random_texts([6, 4], seed=3)
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
     expected = Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM)
@@ -263,7 +263,7 @@ def test_a_row_whose_proposals_are_all_banned_is_drawn_as_without_processors(des
 
 
 @pytest.mark.parametrize("reads_markov", [True, False])
-def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads_markov, tmp_path):
+def test_drafts_end_where_the_confidence_product_is_low(reads_markov, tmp_path):
     design = DSPARK.with_options(
         enable_confidence_head=True, confidence_head_with_markov=reads_markov
     )

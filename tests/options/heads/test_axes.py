@@ -52,7 +52,7 @@ def layers_of(head_dim: int, rope: dict[str, Any]):
         (Qwen3VLTextRotaryEmbedding, {"mrope_section": [28, 17, 19], "mrope_interleaved": True}),
     ],
 )
-def test_a_rotation_is_that_of_the_target(reference, rope):
+def test_rotation_equals_that_of_the_target(reference, rope):
     config = layers_of(128, rope)
     config.rope_parameters |= {"mrope_section": rope["mrope_section"]}
     positions = torch.randint(0, 2000, (3, 2, 9))
@@ -66,7 +66,7 @@ def test_a_rotation_is_that_of_the_target(reference, rope):
     assert not torch.equal(rotation.cos, equal.cos)
 
 
-def test_sections_that_do_not_fit_are_named(tmp_path):
+def test_mismatched_sections_are_named(tmp_path):
     folder = write_speculators(tmp_path, of_rope({"mrope_section": [2, 2, 1]}), make_weights(HEAD))
     with pytest.raises(
         ConfigError, match=r"mrope_section must be three numbers whose sum is 4, .* got \[2, 2, 1\]"
@@ -74,7 +74,7 @@ def test_sections_that_do_not_fit_are_named(tmp_path):
         load_drafter(folder, target())
 
 
-def test_tokens_go_on_from_the_prompt_in_every_row():
+def test_positions_continue_from_the_prompt_in_every_row():
     prompts = (
         torch.tensor([[[9, 9, 0, 1, 1, 2]], [[0, 1, 1, 2, 3, 3]]]).transpose(0, 1).repeat(3, 1, 1)
     )
@@ -182,7 +182,7 @@ def recorded(
 @pytest.mark.parametrize(
     "rope", [SPLIT, INTERLEAVED, None], ids=["split", "interleaved", "one axis"]
 )
-def test_drafts_after_pictures_are_those_of_the_reference(tmp_path, rope):
+def test_drafts_after_pictures_equal_the_reference(tmp_path, rope):
     design, model, inputs = of_rope(rope), target(), mixed_prompts(target())
     weights = make_weights(design)
     head = load_drafter(write_speculators(tmp_path, design, weights), model)
@@ -205,7 +205,7 @@ def test_drafts_after_pictures_are_those_of_the_reference(tmp_path, rope):
         assert drafted == [design.draft_ids[index] for index in logits.argmax(-1).tolist()]
 
 
-def test_positions_come_from_the_call_alone(tmp_path):
+def test_positions_come_from_the_call_only(tmp_path):
     model, inputs = target(), mixed_prompts(target())
     head = load_drafter(write_speculators(tmp_path, of_rope(SPLIT), make_weights(HEAD)), model)
     expected = recorded(head, inputs)
@@ -218,7 +218,7 @@ def test_positions_come_from_the_call_alone(tmp_path):
     assert torch.equal(records[1], expected[1])
 
 
-def test_rows_of_text_alone_are_drafted_as_without_axes(tmp_path):
+def test_text_rows_are_drafted_as_without_axes(tmp_path):
     model, inputs = target(), mixed_prompts(target())
     text = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
     heads = [
@@ -232,7 +232,7 @@ def test_rows_of_text_alone_are_drafted_as_without_axes(tmp_path):
 
 
 @pytest.mark.fallback("eager forwards of the target")
-def test_compiled_chains_go_on_from_the_prompt_too(tmp_path):
+def test_compiled_chains_continue_from_the_prompt(tmp_path):
     inputs = mixed_prompts(target())
     head = load_drafter(write_speculators(tmp_path, of_rope(SPLIT), make_weights(HEAD)), target())
     compiled = recorded(head, inputs, compile_config=compile_config())
@@ -240,7 +240,7 @@ def test_compiled_chains_go_on_from_the_prompt_too(tmp_path):
     assert compiled[0] == recorded(head, inputs)[0]
 
 
-def test_a_head_with_axes_under_every_schedule(tmp_path):
+def test_head_with_axes_drafts_under_every_schedule(tmp_path):
     head = load_drafter(
         write_speculators(tmp_path, of_rope(INTERLEAVED), make_weights(HEAD)), target()
     )

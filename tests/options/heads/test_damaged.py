@@ -237,7 +237,7 @@ FAULTS = {  # what writes a folder, what damages it, and what the error says
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_error_names_the_file(name, tmp_path):
+def test_error_names_the_damaged_file(name, tmp_path):
     make, damage, message = FAULTS[name]
     target = make(tmp_path)
     damage(tmp_path)
@@ -246,7 +246,7 @@ def test_the_error_names_the_file(name, tmp_path):
     assert "; " in str(caught.value)  # the next step
 
 
-def test_a_checkpoint_without_its_mtp_layers(tmp_path):
+def test_checkpoint_without_its_mtp_layers_is_named(tmp_path):
     target = deepseek(tmp_path)
     save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / SAFE)
     with pytest.raises(
@@ -285,7 +285,7 @@ def damaged(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore:the draft head", "ignore:.*rope")
 @pytest.mark.parametrize("name", DESIGNS)
-def test_a_damaged_config_loads_or_is_named(name, tmp_path):
+def test_damaged_config_loads_or_is_named(name, tmp_path):
     folder, errors = write(tmp_path, DESIGNS[name], make_weights(DESIGNS[name])), []
     path = folder / "config.json"
     for config in damaged(json.loads(path.read_text())):

@@ -102,7 +102,7 @@ def test_use_mtp_drafts_for_batches(tmp_path):
         target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
 
 
-def test_layers_that_a_quantised_checkpoint_left_plain_draft_and_others_are_refused(tmp_path):
+def test_quantised_mtp_layers_are_refused(tmp_path):
     """The tensors say which, and not the config, which describes the target."""
     target = make_checkpoint(tmp_path, "deepseek_v3", 2)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -121,7 +121,7 @@ def test_layers_that_a_quantised_checkpoint_left_plain_draft_and_others_are_refu
         load_drafter(tmp_path, target)
 
 
-def test_the_target_stays_as_it_is_and_shares_no_module(tmp_path):
+def test_target_is_unchanged_and_shares_no_module(tmp_path):
     target = make_checkpoint(tmp_path, "deepseek_v3", 1)
     before = target.config.to_dict()
     head = load_drafter(str(tmp_path), target, dtype=torch.float32)
@@ -211,7 +211,7 @@ def reference(target, weights, text, states, drafted):
     return torch.stack(scores)
 
 
-def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
+def test_drafts_equal_the_layer_over_the_whole_text(hybrid):
     target, head, weights = hybrid
     rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1, vocab_size=64))
     for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, None)]):
@@ -226,7 +226,7 @@ def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
             rounds.rows([2, 0])
 
 
-def test_greedy_text_is_plain_and_use_mtp_loads_the_layers_from_the_targets_checkpoint(hybrid):
+def test_use_mtp_loads_layers_and_gives_the_plain_text(hybrid):
     target, head, weights = hybrid
     inputs, before = ragged_prompts(3, seed=3), target.config.to_dict()
     options = {

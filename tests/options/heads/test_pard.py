@@ -27,7 +27,7 @@ def write_pard(folder, kind="qwen2"):
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8, VOCAB_SIZE - 4])
-def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
+def test_drafts_equal_a_plain_forward(vocab_size, tmp_path):
     target, model = target_of(vocab_size=vocab_size), write_pard(tmp_path)
     head = load_drafter(tmp_path, target)
     assert head.hidden_layers == ()
@@ -46,7 +46,7 @@ def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
             rounds.rows([2, 0])
 
 
-def test_what_is_not_served_is_named(tmp_path):
+def test_unsupported_pard_drafts_are_named(tmp_path):
     target = target_of()
     write_pard(tmp_path / "window", "mistral_window")
     with pytest.raises(UnsupportedModelError, match="got a PARD draft of model_type 'mistral'"):

@@ -107,7 +107,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.filterwarnings("ignore:the draft head .* vocabulary")
 @pytest.mark.parametrize(("kind", "change"), PAIRS)
-def test_drafts_are_those_of_a_head_that_is_loaded_for_the_changed_target(kind, change, load_kind):
+def test_drafts_equal_a_head_loaded_for_the_changed_target(kind, change, load_kind):
     head, target, load = load_kind(kind)
     changed = copy.deepcopy(target)
     CHANGES[change](changed)
@@ -125,7 +125,7 @@ def test_drafts_are_those_of_a_head_that_is_loaded_for_the_changed_target(kind, 
 
 @pytest.mark.filterwarnings("ignore:the draft head .* vocabulary")
 @each_value(kind=KINDS, size=[VOCAB_SIZE + 8, VOCAB_SIZE - 4])
-def test_text_is_plain_when_the_vocabulary_has_changed(kind, size, load_kind):
+def test_text_equals_plain_after_a_vocabulary_change(kind, size, load_kind):
     head, target, _ = load_kind(kind)
     changed = hf_speculate.enable(copy.deepcopy(target))
     changed.resize_token_embeddings(size)
@@ -138,7 +138,7 @@ def test_text_is_plain_when_the_vocabulary_has_changed(kind, size, load_kind):
 
 @pytest.mark.fallback("no graphs")  # the test model has hooks
 @pytest.mark.parametrize("kind", ["DFlash", CHECKPOINT])
-def test_a_head_stays_on_its_device_while_the_target_moves(kind, load_kind):
+def test_head_stays_on_its_device_while_the_target_moves(kind, load_kind):
     pytest.importorskip("triton", reason="the simulated device needs Triton")
     head, target, _ = load_kind(kind)
     moved, inputs = (
@@ -173,7 +173,7 @@ SIZED = {
 @pytest.mark.parametrize("strategy", SampleStrategy)
 @pytest.mark.parametrize("size", [VOCAB_SIZE + 8, VOCAB_SIZE - 4])
 @pytest.mark.parametrize("name", SIZED)
-def test_ids_that_one_side_lacks(name, size, strategy, tmp_path):
+def test_ids_missing_on_one_side_are_not_drafted(name, size, strategy, tmp_path):
     """A head is fed its last id for those that it lacks, and proposes none that the target lacks."""
     design, target = SIZED[name], copy.deepcopy(target_of())
     target.resize_token_embeddings(size)
@@ -208,7 +208,7 @@ def test_ids_that_one_side_lacks(name, size, strategy, tmp_path):
         rounds.accept(draft, accepted, seed=1)
 
 
-def test_a_target_that_is_too_different_is_refused(tmp_path):
+def test_target_of_another_shape_is_refused(tmp_path):
     head = load_drafter(
         write_speculators(tmp_path / "a", DFLASH, make_weights(DFLASH)), target_of()
     )
@@ -242,7 +242,7 @@ def test_a_target_that_is_too_different_is_refused(tmp_path):
 
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_embeddings_with_and_without_the_scale_of_the_family(is_wrapped, is_scaled):
+def test_embeddings_follow_the_scale_of_the_family(is_wrapped, is_scaled):
     """Of Gemma's table, also with what an adapter adds to it."""
     target = copy.deepcopy(make_model("gemma3"))
     config = LoraConfig(
@@ -297,7 +297,7 @@ FORMATS = [
 
 
 @each_value(kind=[name for name in KINDS if name not in ("PARD", CHECKPOINT)], stored=FORMATS)
-def test_drafts_of_quantised_tables_are_those_of_what_they_stand_for(kind, stored, load_kind):
+def test_quantised_tables_draft_as_their_plain_weights(kind, stored, load_kind):
     head, target, _ = load_kind(kind)
     packed = copy.deepcopy(target)
     packed.set_input_embeddings(Packed(target.get_input_embeddings(), *stored))
@@ -314,7 +314,7 @@ def test_drafts_of_quantised_tables_are_those_of_what_they_stand_for(kind, store
     assert stats.num_drafted > 0
 
 
-def test_a_head_is_loaded_in_the_dtype_that_a_quantised_target_computes_in(load_kind):
+def test_head_has_the_compute_dtype_of_a_quantised_target(load_kind):
     _, target, load = load_kind("EAGLE-3")
     packed = copy.deepcopy(target)
     packed.set_input_embeddings(Packed(target.get_input_embeddings(), torch.float8_e4m3fn))
@@ -325,7 +325,7 @@ def test_a_head_is_loaded_in_the_dtype_that_a_quantised_target_computes_in(load_
 
 @pytest.mark.bitsandbytes
 @pytest.mark.parametrize("layer", ["Linear4bit", "Linear8bitLt"])
-def test_a_language_modelling_head_of_bitsandbytes_is_shared(layer, tmp_path):
+def test_bitsandbytes_lm_head_is_shared(layer, tmp_path):
     layers = pytest.importorskip("bitsandbytes").nn
     target = target_of(torch.float32)
     folder = write_speculators(tmp_path, DFLASH, make_weights(DFLASH))
@@ -341,7 +341,7 @@ def test_a_language_modelling_head_of_bitsandbytes_is_shared(layer, tmp_path):
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", CHECKPOINT])
-def test_drafts_are_the_same_when_the_target_is_offloaded(kind, place, load_kind, tmp_path):
+def test_drafts_are_unchanged_by_offloading_the_target(kind, place, load_kind, tmp_path):
     head, target, load = load_kind(kind)
     offloaded = copy.deepcopy(target)
     accelerate.cpu_offload(offloaded) if place == "cpu" else accelerate.disk_offload(
@@ -362,7 +362,7 @@ def test_drafts_are_the_same_when_the_target_is_offloaded(kind, place, load_kind
 
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("has_buffers", [True, False])
-def test_offloaded_embeddings_with_and_without_the_scale_of_the_family(has_buffers, is_scaled):
+def test_offloaded_embeddings_follow_the_scale_of_the_family(has_buffers, is_scaled):
     target, ids = copy.deepcopy(make_model("gemma3")), torch.arange(9)
     table = target.get_input_embeddings()
     expected = table(ids) if is_scaled else table.weight[ids]
@@ -381,7 +381,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", CHECKPOINT])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_drafts_are_those_of_the_adapter_that_is_active(kind, name, load_kind):
+def test_drafts_follow_the_active_adapter(kind, name, load_kind):
     head, target, load = load_kind(kind)
     wrapped = get_peft_model(
         copy.deepcopy(target), LoraConfig(**ADAPTERS[name], init_lora_weights=False), "a"

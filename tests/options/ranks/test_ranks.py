@@ -279,12 +279,12 @@ def run_rank(rank, port):
 
 
 @pytest.mark.slow
-def test_synced_ranks_run_the_same_forwards_and_get_their_own_texts():
+def test_synced_ranks_run_equal_forwards_for_their_texts():
     run_in_every_rank(run_rank)
 
 
 @pytest.mark.parametrize("has_group", [False, True])
-def test_a_rank_without_others_decodes_as_ever(has_group):
+def test_single_rank_decodes_as_without_ranks(has_group):
     target, draft = pair("llama")
     inputs = ragged_prompts(2, seed=1)
     options = {
@@ -476,7 +476,7 @@ def run_split_rank(rank, port, folder):
 
 
 @pytest.mark.slow
-def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one_chose(tmp_path):
+def test_tensor_parallel_ranks_decode_as_one_process(tmp_path):
     for family in TINY_FAMILIES:
         make_model(family).save_pretrained(tmp_path / family)
     run_in_every_rank(run_split_rank, tmp_path)
@@ -486,7 +486,7 @@ def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one
     ("dim_names", "found"),
     [([("fsdp",), ("fsdp", "tp")], 1), ([("tp",)], 0), ([None], 0), ([("fsdp",)], None)],
 )
-def test_the_processes_are_those_of_the_parts_and_not_those_of_fsdp(dim_names, found):
+def test_process_group_is_that_of_tensor_parallel_not_fsdp(dim_names, found):
     meshes = [
         types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim)
         for names in dim_names

@@ -109,7 +109,7 @@ def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
         ),
     ],
 )
-def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(
+def test_greedy_text_equals_plain_for_all_accepted_counts(
     family, batch_size, num_drafted
 ):
     assert_plain_whatever_is_accepted(target_of(family), batch_size, num_drafted)
@@ -118,7 +118,7 @@ def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(
 @pytest.mark.skipif(
     not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2"
 )
-def test_greedy_text_of_inkling2_is_plain():
+def test_greedy_text_of_inkling2_equals_plain():
     """In float32, for its router stays in float32."""
     config = fill(
         transformers.Inkling2TextConfig,
@@ -139,7 +139,7 @@ def test_greedy_text_of_inkling2_is_plain():
 
 
 @each_value(batch_size=[1, 3], family=FEW_FAMILIES)
-def test_a_passed_cache_goes_on_from_call_to_call(family, batch_size):
+def test_passed_cache_continues_over_calls(family, batch_size):
     """Rows end early in the first call."""
     target, inputs = target_of(family), ragged_prompts(batch_size, seed=batch_size)
     new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
@@ -160,7 +160,7 @@ def test_a_passed_cache_goes_on_from_call_to_call(family, batch_size):
     assert_equal_caches(*caches)
 
 
-def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
+def test_prompts_are_chunked_if_several_tokens_are_exact():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
     # the latter reads a chunk as if nothing were before it, in plain decoding too
     for family in ("qwen3_5", "jamba"):
@@ -178,7 +178,7 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.skipif("inkling" not in RECURRENT_FAMILIES, reason="transformers has no Inkling")
-def test_rows_move_in_lock_step_where_attention_counts_columns():
+def test_rows_move_in_lock_step_if_attention_counts_columns():
     """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
     target = hf_speculate.enable(
         make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0)
@@ -191,7 +191,7 @@ def test_rows_move_in_lock_step_where_attention_counts_columns():
         assert stats.lock_step == is_lock_step
 
 
-def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
+def test_early_exit_needs_an_attention_layer():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 12, "num_assistant_tokens": 3}
     for family, num_layers in (("qwen3_5", 2), ("mamba", 1), ("jamba", 2)):
         assert_decodes_as_plain(
@@ -208,7 +208,7 @@ def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
 @each_value(
     family=["mamba2", "lfm2", "falcon_h1", "bamba"], part=["target", "draft"], keeps=[True, False]
 )
-def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
+def test_model_with_layers_on_disk_decodes_as_plain(family, part, keeps, tmp_path, monkeypatch):
     if not keeps:  # states are computed again, from weights that are loaded again
         monkeypatch.setattr("hf_speculate.options.recurrent.kind.MAX_STATE_SHARE", -1.0)
     whole = make_model(family).float()
@@ -237,7 +237,7 @@ def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
     assert any(weight.is_meta for weight in models[part].parameters())
 
 
-def test_a_round_loads_the_projections_of_a_mixer_once(tmp_path, monkeypatch):
+def test_round_loads_mixer_projections_once(tmp_path, monkeypatch):
     make_model("mamba2").float().save_pretrained(tmp_path / "model")
     placement = {
         "device_map": {"": "disk"},
@@ -266,7 +266,7 @@ def test_a_round_loads_the_projections_of_a_mixer_once(tmp_path, monkeypatch):
     assert (loads["in_proj"], loads["out_proj"]) == (num_layers * num_forwards,) * 2
 
 
-def test_what_cannot_be_rolled_back_is_refused_by_name():
+def test_states_without_rollback_are_refused_by_name():
     inputs, drafts = ragged_prompts(1, seed=1), {"prompt_lookup_num_tokens": 3, "max_new_tokens": 3}
     with pytest.raises(UnsupportedModelError, match="got 'preallocated': it has recurrent layers"):
         target_of("lfm2").generate(**inputs, **drafts, speculation_cache="preallocated")
@@ -295,7 +295,7 @@ def test_what_cannot_be_rolled_back_is_refused_by_name():
 @each_value(
     error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], family=["qwen3_5", "mamba2"]
 )
-def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(family, error):
+def test_error_in_a_mixer_restores_hooks_and_cache(family, error):
     target, prompt = target_of(family), ragged_prompts(3, seed=3)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     for kv_cache in caches:
@@ -332,7 +332,7 @@ def test_states_are_freed_with_the_call():
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba"])
-def test_calls_on_one_model_in_several_threads_give_their_own_texts(family):
+def test_threads_on_one_model_get_their_texts(family):
     with_draft = {"assistant_model": draft_of(family), "num_assistant_tokens": 3}
     target, ways = target_of(family), (with_draft, {"prompt_lookup_num_tokens": 4}, {})
 

@@ -66,7 +66,7 @@ def step_by_step(
     return logits[1:], states
 
 
-def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
+def test_states_over_their_memory_share_are_recomputed():
     model, cpu = model_of("qwen3_5"), torch.device("cpu")
     texts = [
         rollback_text(model, DynamicCache(config=model.config), num, cpu) for num in (5, 1 << 40)
@@ -74,7 +74,7 @@ def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
     assert [text.split()[0] for text in texts] == ["keeps", "computes"]
 
 
-def test_hooks_ignore_forwards_that_meet_them_half_registered():
+def test_hooks_ignore_forwards_during_their_registration():
     """torch adds a hook first and its request for keywords after that; a forward in another thread may come between."""
     model, token = make_model("qwen3_5"), torch.tensor([[7]])
     kv_cache = make_hybrid_cache(
@@ -95,7 +95,7 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
 
 @pytest.mark.parametrize("max_kept_bytes", [KEEP_ALL, KEEP_NONE])
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family, max_kept_bytes):
+def test_rows_roll_back_and_skip_tokens_they_hold(family, max_kept_bytes):
     """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
     prompt, text = (
         ragged_prompts(3, seed=3),
@@ -135,7 +135,7 @@ def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family
 
 
 @pytest.mark.parametrize("family", ["jamba", "mamba", "zamba2"])
-def test_a_draft_model_reads_on_from_earlier_states(family):
+def test_draft_model_continues_from_earlier_states(family):
     model, ids = model_of(family), torch.arange(1, 12)[None]
     logits = []
     for sizes in ((5, 6), (5, 1, 1, 1, 1, 1, 1)):

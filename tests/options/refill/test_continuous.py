@@ -89,7 +89,7 @@ def sources(draft):
         ),
     ],
 )
-def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verifier):
+def test_rows_with_their_settings_equal_rows_alone(family, source, verifier):
     target, draft = pair(family)
     draft = cheaper_copy(target) if source == "adaptive" else draft
     options = {**sources(draft)[source], "do_sample": verifier != "greedy", "verifier": verifier}
@@ -119,7 +119,7 @@ def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verif
     )
 
 
-def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
+def test_greedy_rows_among_sampled_ones_equal_rows_alone():
     target, draft = pair("llama")
     samples = {"do_sample": True, "verifier": "coupled"}
     prompts = [
@@ -143,7 +143,7 @@ def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
 
 
 @pytest.mark.parametrize("source", ["model", "lookup"])
-def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
+def test_neighbours_of_a_long_prompt_decode_between_chunks(source):
     target, draft = pair("llama")
     options, chunk = sources(draft)[source] | {"prefill_chunk_size": 32}, 32
     short = RowPrompt([3, 4, 5], arguments={"max_new_tokens": 120}, key="short")
@@ -179,7 +179,7 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
 
 
 @pytest.mark.parametrize("source", ["model", "lookup"])
-def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
+def test_short_prompt_overtakes_a_long_one_between_chunks(source):
     target, draft = pair("llama")
     options, events = sources(draft)[source] | {"prefill_chunk_size": 32}, []
     long = RowPrompt(
@@ -225,7 +225,7 @@ def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
     ("scripted", "reads"), [((0,), False), ((0, 0, 2), True)], indirect=["scripted"]
 )
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_draft_reads_a_prompt_when_it_drafts_next(scripted, reads, chunk):
+def test_draft_reads_a_prompt_before_its_next_draft(scripted, reads, chunk):
     target, draft = pair("llama")
     options = {"assistant_model": draft, "prefill_chunk_size": chunk}
     prompts, calls = make_prompts(), []
@@ -252,7 +252,7 @@ class MakesNan(LogitsProcessor):
 
 
 @pytest.mark.parametrize(("raises", "message"), [(True, "is not allowed"), (False, "got NaN")])
-def test_a_failing_row_ends_alone(raises, message):
+def test_failing_row_ends_alone(raises, message):
     register_row_wise(MakesNan)
     target, draft = pair("llama")
     options, prompts = {**sources(draft)["model"], "do_sample": True}, make_prompts(9)
@@ -271,7 +271,7 @@ def test_a_failing_row_ends_alone(raises, message):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
+def test_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
     def spoil(module, args, kwargs, output):
         output.logits[(kwargs["input_ids"] == 7).any(1)] = torch.nan
 
@@ -304,7 +304,7 @@ def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
         ),
     ],
 )
-def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
+def test_rows_that_cannot_join_are_refused_with_a_reason(family, options, reason):
     target, draft = pair(family)
     decoder = ContinuousDecoder(
         target, NUM_ROWS, {"assistant_model": draft, "num_assistant_tokens": 3, **options}
@@ -314,7 +314,7 @@ def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
         next(decoder.decode(source_of(make_prompts(1))))
 
 
-def test_many_rows_leave_nothing_behind():
+def test_finished_rows_free_their_memory():
     target, draft = pair("llama")
     prompts = (
         RowPrompt((1 + num % 60, 2, 3), arguments={"max_new_tokens": 2 + num % 5})
@@ -332,7 +332,7 @@ def test_many_rows_leave_nothing_behind():
     assert max(sizes[4:]) <= max(sizes[:4]) + 50, sizes
 
 
-def test_outputs_are_kept_under_the_key_of_their_row():
+def test_outputs_are_stored_under_the_key_of_their_row():
     store = SuffixStore()
     prompts = [
         RowPrompt(

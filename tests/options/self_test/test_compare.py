@@ -71,7 +71,7 @@ def decode(model, inputs, **options):
     )
 
 
-def test_an_unknown_model_is_tested_once_for_each_kind_of_call():
+def test_unknown_model_is_tested_once_per_kind_of_call():
     model, stats = own_model(), hf_speculate.SpeculationStats()
     counts = count_forwards(model)
     single, padded = ragged_prompts(1, seed=1), ragged_prompts(3, seed=1)
@@ -105,7 +105,7 @@ def test_known_types_and_models_in_training_mode_are_not_tested():
 
 
 @pytest.mark.filterwarnings("ignore:hf_speculate was tested with transformers")
-def test_a_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
+def test_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
     monkeypatch.setattr(compat.transformers, "__version__", "5.99.0")
     num_more = []
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_a_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
     model_class=[Strides, Counts],
     dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16],
 )
-def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round_off_is_none(
+def test_model_that_differs_is_refused_and_round_off_passes(
     model_class, dtype
 ):
     model, name = own_model(model_class, dtype), str(dtype).removeprefix("torch.")
@@ -137,7 +137,7 @@ def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round
         assert "self-test: passed, difference " in stats.plan
 
 
-def test_a_forward_that_fails_is_refused_with_its_error():
+def test_forward_that_fails_is_refused_with_its_error():
     def one_by_one(module, args, kwargs):
         if kwargs[CACHE_NAME].get_seq_length() and kwargs["input_ids"].shape[1] > 1:
             raise ValueError("one at a time")
@@ -150,7 +150,7 @@ def test_a_forward_that_fails_is_refused_with_its_error():
         decode(model, ragged_prompts(1, seed=1))
 
 
-def test_nothing_is_left_behind():
+def test_self_test_leaves_no_trace_on_the_model():
     model, draft = own_model(Counts), make_model("llama", num_hidden_layers=1)
     inputs = ragged_prompts(2, seed=1, min_len=8, max_len=8)
     past = prefilled(model, inputs["input_ids"][:, :5])
@@ -181,7 +181,7 @@ def test_nothing_is_left_behind():
         (lambda: make_model("mamba"), False),
     ],
 )
-def test_every_kind_of_model_can_be_tested(make, is_lock_step):
+def test_models_of_every_kind_can_be_tested(make, is_lock_step):
     model = make()
     # transformers looks for "mamba" in it
     model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})

@@ -65,7 +65,7 @@ def decode(
     schedule=["constant", "constant", "adaptive"],
     eos=[None, 30],
 )
-def test_text_is_that_of_the_grammar_alone(family, source, batch_size, schedule, eos):
+def test_text_equals_that_of_the_grammar_alone(family, source, batch_size, schedule, eos):
     inputs, models = ragged_prompts(batch_size, seed=3), pair(family)
     options = {"eos_token_id": eos, "num_assistant_tokens_schedule": schedule}
     plain, _ = decode("", inputs, models, eos_token_id=eos)
@@ -79,7 +79,7 @@ def test_text_is_that_of_the_grammar_alone(family, source, batch_size, schedule,
 
 @pytest.mark.fallback("rejection in place of block")
 @each_value(verifier=list(VERIFIERS), source=list(SOURCES))
-def test_sampled_rows_are_those_of_a_grammar_without_state_and_alone(verifier, source):
+def test_sampled_rows_equal_those_of_a_stateless_grammar(verifier, source):
     inputs, results = ragged_prompts(3, seed=5), []
     options = {**VERIFIERS[verifier], "seed": [4, 5, 6], "num_assistant_tokens": K}
     prompt_len = inputs["input_ids"].shape[1]
@@ -143,7 +143,7 @@ END = 63
 
 
 @each_value(source=list(SOURCES), batch_size=[1, 2])
-def test_a_grammar_that_ends_within_a_draft_ends_the_row(source, batch_size):
+def test_grammar_ending_within_a_draft_ends_the_row(source, batch_size):
     inputs = ragged_prompts(batch_size, seed=7)
     machine = TextMachine(SIZE, ("ab", *"cdefghi"), END)
     plain, _ = decode("", inputs, grammar=ForcedGrammar(machine), eos_token_id=END)
@@ -153,7 +153,7 @@ def test_a_grammar_that_ends_within_a_draft_ends_the_row(source, batch_size):
     assert stats.num_accepted > 0
 
 
-def test_a_grammar_that_allows_nothing_gives_the_text_of_plain():
+def test_grammar_without_allowed_tokens_gives_the_plain_text():
     inputs, machine = ragged_prompts(2, seed=7), TextMachine(SIZE, (*"abcdef", ""))
     plain, _ = decode("", inputs, grammar=ForcedGrammar(machine), max_new_tokens=9)
     assert_equal_ids(
@@ -161,7 +161,7 @@ def test_a_grammar_that_allows_nothing_gives_the_text_of_plain():
     )
 
 
-def test_choice_of_the_call_counts():
+def test_grammar_draft_of_the_call_is_followed():
     inputs, drafted = ragged_prompts(2, seed=3), []
     for source in ("lookup", ""):
         for choice in (None, True, False):
@@ -172,7 +172,7 @@ def test_choice_of_the_call_counts():
     assert drafted == [True, True, False, False, True, False]
 
 
-def test_what_cannot_draft_forced_text_is_refused():
+def test_invalid_uses_of_grammar_draft_are_refused():
     target, inputs = smallest()[0], ragged_prompts(1, seed=3)
     options = {"max_new_tokens": 3, "grammar_draft": True, "tokenizer": pieces(SIZE)}
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_what_cannot_draft_forced_text_is_refused():
 
 
 @pytest.mark.fallback("no drafts of forced text, because the call has no tokenizer")
-def test_drafts_of_forced_text_without_a_tokenizer_are_a_fallback():
+def test_missing_tokenizer_falls_back_to_lookup():
     _, stats = decode("lookup", ragged_prompts(1, seed=3), tokenizer=None)
     assert "prompt lookup" in stats.plan
     assert "forced text" not in stats.plan
@@ -209,7 +209,7 @@ class Wrong(ForcedGrammar):
 
 
 @pytest.mark.parametrize(("value", "error"), [(KeyError("mine"), KeyError), (b"ab", ConfigError)])
-def test_an_error_of_forced_text_is_the_users(value, error):
+def test_error_in_forced_text_is_raised_to_the_caller(value, error):
     grammar = Wrong(TextMachine(SIZE))
     grammar.value = value
     with pytest.raises(error):
@@ -226,7 +226,7 @@ class NoTokenizer:
 
 
 @pytest.mark.fallback("raised TypeError")
-def test_an_error_of_the_tokenizer_ends_the_drafts_alone():
+def test_error_in_the_tokenizer_ends_the_drafts_only():
     inputs = ragged_prompts(2, seed=3)
     ours, _ = decode("alone", inputs, tokenizer=NoTokenizer())
     assert_equal_ids(decode("", inputs)[0], ours)
@@ -256,7 +256,7 @@ class Accumulates:
         self.rows_of_text = [self.rows_of_text[row] for row in indices]
 
 
-def test_a_custom_drafter_is_told_all_that_was_emitted():
+def test_custom_drafter_gets_all_emitted_tokens():
     inputs = ragged_prompts(2, seed=3)
     ours, stats = decode("", inputs, drafter=Accumulates, num_assistant_tokens=K)
     assert_equal_ids(decode("", inputs)[0], ours)
@@ -281,7 +281,7 @@ TOKENIZERS = {
         ([], "size", ["size"]),
     ],
 )
-def test_forced_text_is_split_as_it_continues_the_row(tokenizer, before, forced, expected):
+def test_forced_text_is_tokenised_as_it_continues_the_row(tokenizer, before, forced, expected):
     ids = [tokenizer.encode(piece, add_special_tokens=False)[-1] for piece in before]
     token_ids, is_whole = Continuation(tokenizer, 10, len(tokenizer)).tokens(ids, forced)
     written = [tokenizer.encode(piece, add_special_tokens=False) for piece in expected]
@@ -316,7 +316,7 @@ class Counted:
         return "".join(map(chr, token_ids))
 
 
-def test_of_an_enormous_text_a_bounded_part_is_tokenised():
+def test_tokenised_length_of_a_huge_text_is_bounded():
     tokenizer = Counted()
     continuation = Continuation(tokenizer, 5, 1000)
     assert continuation.tokens([97], 10**6 * "x") == (5 * [ord("x")], False)
@@ -344,7 +344,7 @@ hf_speculate.register_row_wise(PureWrong)
 
 
 @each_value(source=list(SOURCES), samples=[False, True])
-def test_refilled_rows_are_as_alone_and_fail_alone(source, samples):
+def test_refilled_rows_equal_rows_alone_and_fail_alone(source, samples):
     target, draft = smallest()
     options = SOURCES[source] | ({"assistant_model": draft} if source in ("model", "both") else {})
     options |= {

@@ -51,7 +51,7 @@ def test_mixed_round_names_the_rows_in_the_cache(llama):
     assert list(drafted.cached.is_own) == [False, True]
 
 
-def test_model_reads_what_was_emitted_in_rounds_of_proposals(llama):
+def test_model_reads_tokens_emitted_in_rounds_of_proposals(llama):
     drafter, kv_cache = make(llama, 1, processors=[BySum()])
     text = [1, 2, 3, 4, 5, 6, 7] * 8
     begin(drafter, [text])
@@ -92,7 +92,7 @@ def test_each_source_learns_from_its_own_rounds(llama):
     assert row.model_rates.expected([0]) == after
 
 
-def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
+def test_matched_tokens_in_mixed_rounds_are_point_masses():
     logits = torch.randn(2, 2, 5)
     drafted = DraftOut(
         torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), logits, logits.logsumexp(-1)
@@ -107,7 +107,7 @@ def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
     assert torch.allclose(mixed.logsumexp, mixed.token_logits.logsumexp(-1))
 
 
-def test_rows_keep_what_belongs_to_them(llama):
+def test_rows_keep_their_state_after_selection(llama):
     drafter, kv_cache = make(llama, 3)
     texts = [[1, 2, 3, 4] * 5, list(range(1, 21)), [9, 8, 7, 6, 5] * 4]
     begin(drafter, texts)

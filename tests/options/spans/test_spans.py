@@ -88,7 +88,7 @@ def compare(target, inputs, sequences) -> Kept:
 
 @pytest.mark.fallback("lock step")
 @each_value(drafter=DRAFTERS, is_lock_step=[False, True], num_drafted=[1, 5, 3])
-def test_outside_of_spans_greedy_tokens_are_the_argmax(
+def test_greedy_tokens_outside_spans_are_the_argmax(
     models, prompts, num_drafted, is_lock_step, drafter
 ):
     """Also in rows that go on when others have left."""
@@ -113,7 +113,7 @@ def test_outside_of_spans_greedy_tokens_are_the_argmax(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-def test_outside_of_spans_every_draw_has_the_targets_distribution(draft_sampling):
+def test_draws_outside_spans_follow_the_target_distribution(draft_sampling):
     """Texts end where a span opens, so that all of them lie outside."""
     target, draft = small_pair(torch.float32)
     options = {
@@ -127,7 +127,7 @@ def test_outside_of_spans_every_draw_has_the_targets_distribution(draft_sampling
     assert p_value(draw(target, draft, NUM_DRAWS, **options, **LAX), expected) < SIGNIFICANCE
 
 
-def test_a_registered_rule_is_restricted_too(models, prompts, registry):
+def test_registered_verifier_is_restricted_to_spans(models, prompts, registry):
     hf_speculate.register_verifier(
         "all", lambda config: KeepsAll(), lossless=False, reads_draft_logits=False
     )
@@ -157,7 +157,7 @@ def test_a_registered_rule_is_restricted_too(models, prompts, registry):
         ),
     ],
 )
-def test_exact_verifiers_and_ids_outside_the_vocabulary_raise(models, prompts, options, message):
+def test_exact_verifiers_and_unknown_ids_are_refused(models, prompts, options, message):
     target, draft = models
     own = {"assistant_model": draft, "relax_only_inside": (OPEN, CLOSE), **options}
     with pytest.raises(hf_speculate.ConfigError, match=f"^relax_only_inside {message}"):
@@ -211,7 +211,7 @@ def one_after_the_other(lossy, exact, target, draft, keys, was_open):
 
 @pytest.mark.parametrize("has_logits", [True, False])
 @pytest.mark.parametrize(("lossy", "exact"), PAIRS)
-def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, exact, has_logits):
+def test_round_across_span_borders_is_verified_by_position(lossy, exact, has_logits):
     num_rows = 150
     target, draft = make_round(
         num_rows, 4, has_logits=has_logits, lens=[4 - row % 2 for row in range(num_rows)]
@@ -235,7 +235,7 @@ def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, ex
     assert verdict.status.unique().tolist() == [0, int(Status.BAD_DRAFT_ID)]
 
 
-def test_on_a_gpu_nothing_waits_for_the_device():
+def test_spans_on_a_gpu_need_no_sync():
     (target, draft), keys, is_open = (
         make_round(8, 4, has_logits=True),
         make_keys(8),
@@ -254,7 +254,7 @@ def test_on_a_gpu_nothing_waits_for_the_device():
         assert torch.equal(verdict.token_ids.cpu(), twin.token_ids)
 
 
-def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
+def test_text_is_read_once_while_rows_leave():
     tokens = TokenBuffer(torch.tensor([[1, 1, 9], [1, 4, 9], [1, 1, 9]]))
     reader = Spans(SPAN, GreedyVerifier(), num_pads=[0, 0, 2])
     none = torch.zeros(3, 0, dtype=torch.int64)
@@ -272,14 +272,14 @@ def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
 @pytest.mark.parametrize(
     ("do_sample", "exact"), [(False, GreedyVerifier), (True, RejectionVerifier)]
 )
-def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
+def test_exact_verifier_follows_the_sampling_mode(do_sample, exact):
     config = SpeculationConfig(verifier="typical", relax_only_inside=[5, 6]).resolve(do_sample)
     assert isinstance(make_spans(config, do_sample, [0]).exact, exact)
     typical = traits_of(SpeculationConfig(verifier="typical"))
     assert traits_of(config).reads_draft_logits != typical.reads_draft_logits
 
 
-def test_an_exact_verifier_has_nothing_to_relax(registry):
+def test_spans_need_a_lossy_verifier(registry):
     register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
     with pytest.raises(
         ConfigError, match="relax_only_inside must come with a lossy verifier, one of mine, typical"

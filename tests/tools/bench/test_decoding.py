@@ -43,7 +43,7 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize(("enabled", "options"), [(False, {}), (True, {"repetition_penalty": 1.8})])
-def test_greedy_methods_write_the_same_text_whatever_the_configs_set(
+def test_greedy_methods_ignore_settings_in_configs(
     method, enabled, options, target, batch
 ):
     model, draft, lens = copy.deepcopy(target), cheaper_copy(target), []
@@ -71,7 +71,7 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_models_in_peft_wrappers_are_measured_with_their_adapters(method, target, batch):
+def test_peft_models_are_measured_with_their_adapters(method, target, batch):
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     models = [
         get_peft_model(model, lora).eval().to(torch.float64)
@@ -85,7 +85,7 @@ def test_models_in_peft_wrappers_are_measured_with_their_adapters(method, target
 
 
 @pytest.mark.parametrize("verifier", [None, "coupled"])
-def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, batch):
+def test_sampling_methods_get_seeds_and_temperature(verifier, target, batch):
     draft = noisy_copy(target)
     method = our_methods([verifier], LENS, True, {})[0] if verifier else plain_method(True)
 
@@ -98,7 +98,7 @@ def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, bat
     assert texts(0.8, 1) == texts(0.8, 1) != texts(0.8, 2)
 
 
-def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batch):
+def test_near_tie_with_plain_decoding_is_not_wrong(batch):
     model = make_model("llama", dtype=torch.bfloat16)
     plain = plain_texts(model, batch)
     row = next(row for row, text in enumerate(plain) if len(set(text)) > 1)
@@ -133,7 +133,7 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
 
 
 @torch.no_grad()
-def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
+def test_drift_is_the_log_likelihood_of_every_token(batch):
     model, row = make_model("gpt2"), batch.rows[0]
     greedy = model.generate(
         row[None], attention_mask=torch.ones_like(row)[None], max_new_tokens=80, do_sample=False

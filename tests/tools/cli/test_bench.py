@@ -59,7 +59,7 @@ def run(pair, prompts, *extra):
     return status, json.loads(out.read_text())
 
 
-def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(
+def test_greedy_and_lossy_methods_are_compared_with_plain(
     pair, questions, capsys
 ):
     page = questions.with_name("report.html")
@@ -109,7 +109,7 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     assert "4 of 4 prompts have several turns; the first one is used" in err
 
 
-def test_prompt_lookup_needs_no_draft_and_sampling_is_not_compared(pair, questions, capsys):
+def test_sampled_prompt_lookup_is_not_compared_with_plain(pair, questions, capsys):
     words = [
         "bench",
         pair[0],
@@ -133,7 +133,7 @@ def test_prompt_lookup_needs_no_draft_and_sampling_is_not_compared(pair, questio
     assert (result["settings"]["batch_size"], result["drift"]) == (2, [])
 
 
-def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
+def test_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
     # three warm-ups, and a batch of each of three methods
     left, generate = iter(range(6)), GenerationMixin.generate
 
@@ -156,7 +156,7 @@ def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkey
     assert "not reliable; use more prompts or repeats" in err
 
 
-def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
+def test_draft_may_have_another_tokenizer(pair, questions, tmp_path):
     tokenizer, second = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
     make_model(
         "llama", vocab_size=len(tokenizer), seed=1, num_hidden_layers=1, hidden_size=8
@@ -166,7 +166,7 @@ def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
     assert (status, result["methods"][-1]["checked"]) == (0, "2 of 2 rows equal")
 
 
-def test_no_figure_is_shown_of_a_method_that_writes_another_text(
+def test_method_with_a_different_text_shows_no_speedup(
     questions, tmp_path, registry, capsys
 ):
     hf_speculate.register_verifier("keeps all", lambda config: KeepsAll(), lossless=True)
@@ -179,7 +179,7 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(
     assert "keeps all" not in capsys.readouterr().out
 
 
-def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(
+def test_winner_is_saved_unless_plain_decoding_wins(
     questions, tmp_path, monkeypatch, capsys
 ):
     generate, now = GenerationMixin.generate, [0.0]

@@ -196,7 +196,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         ),
     ],
 )
-def test_a_command_that_cannot_be_is_one_line(words, message, refused):
+def test_invalid_command_prints_one_line(words, message, refused):
     assert message in refused(words)
 
 
@@ -242,7 +242,7 @@ def test_every_invalid_line_is_named(folder, tmp_path, capsys):
     ]
 
 
-def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path, capsys):
+def test_measurements_are_printed_if_writing_fails(folder, tmp_path, capsys):
     output = tmp_path / (254 * "x")  # too long with what is added to it while the file is written
     words = [*BENCH, "-n", "2", "-k", "2", "-v", "greedy", "--output", str(output)]
     assert main([word.format(folder=folder) for word in words]) == 2
@@ -251,7 +251,7 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path,
     assert "hf-speculate: [Errno 36] File name too long" in err
 
 
-def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
+def test_missing_library_and_second_rank_are_named(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
     assert (
         'uvicorn must be installed for this, got none; run pip install "hf-speculate[serve]", or '
@@ -294,7 +294,7 @@ def failing(error):
     return generate
 
 
-def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monkeypatch, capsys):
+def test_decoding_error_prints_one_line_without_debug(folder, monkeypatch, capsys):
     words = [word.format(folder=folder) for word in GENERATE]
     for error, status, line in (
         (KeyboardInterrupt(), 130, "interrupted: 0 of 1 prompts are finished"),
@@ -314,12 +314,12 @@ def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monk
             main([*words[:at], "--debug", *words[at:]])
 
 
-def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):
+def test_debug_after_two_dashes_is_a_prompt(folder, capsys):
     assert main(["generate", *CPU, "-n", "2", "--", str(folder / "target"), "--debug"]) == 0
     assert "2 tokens in" in capsys.readouterr().err
 
 
-def test_ctrl_c_outside_of_decoding_is_one_line(monkeypatch, capsys):
+def test_ctrl_c_outside_decoding_prints_one_line(monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.stdin", SimpleNamespace(read=Mock(side_effect=KeyboardInterrupt), isatty=lambda: False)
     )

@@ -37,7 +37,7 @@ def plain_texts() -> list[str]:
     ]
 
 
-def test_the_text_is_that_of_plain_decoding_and_the_remarks_stand_apart(plain_texts, capsys):
+def test_text_equals_plain_and_remarks_go_to_stderr(plain_texts, capsys):
     for extra in (["-d", DRAFT, "-k", "3"], []):
         assert main(["generate", TARGET, PROMPTS[0], *extra, *COMMON]) == 0
         out, err = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_stop_strings_of_a_saved_config_end_the_text(plain_texts, tmp_path, caps
     )
 
 
-def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkeypatch, capsys):
+def test_template_begins_the_text_and_a_chat_remembers(tmp_path, monkeypatch, capsys):
     tokenizer, texts, generate = (
         byte_level_tokenizer([], bos_token="<begin>"),
         [],
@@ -90,7 +90,7 @@ def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkey
     assert answer and answer in capsys.readouterr().out
 
 
-def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
+def test_prompts_are_read_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
     output, lines = (
         tmp_path / "out.json",
         [{"prompt": prompt, "id": prompt[:3]} for prompt in PROMPTS],
@@ -126,7 +126,7 @@ def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
     assert "there must be a prompt, got none" in capsys.readouterr().err
 
 
-def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
+def test_sampling_options_and_saved_settings_reach_the_model():
     settings = {"top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2, "seed": 3, "lookup": 5}
     options = {"num_assistant_tokens": "adaptive:9", "settings": ["min_p=0.1", "verifier=block"]}
     arguments = arguments_of(Speculation(target="", sample=True, **settings, **options))
@@ -218,7 +218,7 @@ def test_named_target_costs_a_cached_model_no_look_up(tmp_path, monkeypatch):
     assert [options["local_files_only"] for options in asked] == [True]
 
 
-def test_a_head_is_timed_without_transformers_own_methods(tmp_path, monkeypatch):
+def test_head_is_timed_without_transformers_methods(tmp_path, monkeypatch):
     monkeypatch.chdir(PAIR.parents[1])  # the head's config names a folder there, its target
     prompts, result = tmp_path / "prompts.txt", tmp_path / "out.json"
     prompts.write_text(PROMPTS[0])
@@ -237,7 +237,7 @@ def test_a_head_is_timed_without_transformers_own_methods(tmp_path, monkeypatch)
     assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))
 
 
-def test_check_says_whether_a_head_fits(tmp_path, capsys):
+def test_check_reports_whether_a_head_fits(tmp_path, capsys):
     assert main(["check", TARGET, "-d", HEAD]) == 0
     report = capsys.readouterr().out
     assert f"warning: eagle3 as a draft head for {TARGET}" in report
@@ -309,7 +309,7 @@ def test_chat_sends_no_command_to_the_model(tmp_path, monkeypatch, capsys):
     assert notes.count("/exit or Ctrl-D ends the chat") == 2
 
 
-def test_settings_of_lines_count_for_their_prompt(tmp_path, capsys):
+def test_settings_of_a_line_apply_to_its_prompt(tmp_path, capsys):
     lines = [{"prompt": PROMPTS[0], "max_new_tokens": 3}, {"prompt": PROMPTS[0]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert (
@@ -334,7 +334,7 @@ def test_settings_of_lines_count_for_their_prompt(tmp_path, capsys):
     assert "nothing was drafted" in err
 
 
-def test_chat_reads_past_a_line_of_other_bytes(tmp_path, monkeypatch, capsys):
+def test_chat_continues_after_a_line_of_invalid_utf8(tmp_path, monkeypatch, capsys):
     save_chat_model(tmp_path)
     typed = "\ufeffä\n".encode() + b"\xe4\n" + "ö\r\n".encode()
     lens = chat(tmp_path, typed, monkeypatch)

@@ -60,7 +60,7 @@ NO_DRAFT = {"assistant_model": None, "num_assistant_tokens": None}
 
 # as LLaMA's first configs
 @pytest.mark.parametrize("options", [{}, {"pad_token_id": -1, "static_batches": True}])
-def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tmp_path):
+def test_texts_counts_and_reasons_equal_plain_decoding(options, plain, tmp_path):
     report, output = decode(
         tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS], **options
     )
@@ -75,7 +75,7 @@ def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tm
 
 
 @pytest.mark.parametrize("options", [{}, {"static_batches": True}])
-def test_a_target_in_a_peft_wrapper_decodes_with_its_adapter(options, plain, tmp_path):
+def test_peft_target_decodes_with_its_adapter(options, plain, tmp_path):
     target, draft = pair("llama")
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     wrapped = hf_speculate.enable(
@@ -111,7 +111,7 @@ class EndsAtPair(StoppingCriteria):
         (hf_speculate.register_row_wise(type("RowWiseEnd", (EndsAtPair,), {})), None, {}),
     ],
 )
-def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(
+def test_text_after_a_stop_is_in_no_result(
     stop, eos, options, plain, tmp_path
 ):
     """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
@@ -149,7 +149,7 @@ def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(
 
 
 @pytest.mark.parametrize("num_bytes", [1, -1, None])
-def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_bytes, tmp_path):
+def test_finished_rows_and_the_drawn_seed_are_kept(num_bytes, tmp_path):
     options = {"do_sample": True, "verifier": "coupled"}
     _, output = decode(tmp_path, **options)
     whole = texts_in(output)
@@ -175,7 +175,7 @@ def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_byte
         ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more of them
     ],
 )
-def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(
+def test_run_with_other_prompts_or_settings_is_refused(
     begun, resumed, words, tmp_path
 ):
     first, output = decode(tmp_path, **begun)
@@ -190,7 +190,7 @@ def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(
     assert (report.num_resumed, report.num_finished) == (0, first.num_rows)
 
 
-def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tmp_path):
+def test_output_in_use_or_of_another_run_is_left_alone(tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text('{"id": 1}\n')
     with pytest.raises(ConfigError, match="must be new or written by an earlier run"):
@@ -208,7 +208,7 @@ def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tmp_p
 
 
 @pytest.mark.parametrize("method", [{"verifier": "rejection"}, NO_DRAFT])
-def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tmp_path):
+def test_sampled_text_depends_on_seed_and_id_only(method, tmp_path):
     texts = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]
     reports = []
     for order, batch_size, seed in ((texts, 4, 1), (texts[:2:-1], 1, 1), (texts[:4], 4, 2)):
@@ -220,7 +220,7 @@ def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tmp_path)
     assert row_seed(0, Row("1", "")) == 3373202220108974583  # fixed for ever
 
 
-def test_messages_go_through_the_chat_template(tmp_path):
+def test_messages_are_rendered_by_the_chat_template(tmp_path):
     reports, options = (
         [],
         {"chat_template": "{{ messages[0]['content'] }}.", "if_changed": "restart"},
@@ -234,7 +234,7 @@ def test_messages_go_through_the_chat_template(tmp_path):
     assert reports[0] == reports[1] == reports[2]
 
 
-def test_what_cannot_be_is_named_before_anything_is_decoded(tmp_path):
+def test_invalid_settings_are_named_before_decoding(tmp_path):
     for row, options, message in (
         ({"prompt": ""}, {}, "at least one token, got none at prompt 12"),
         (
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_named_before_anything_is_decoded(tmp_path):
         assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_batch_too_large_is_said_and_what_is_finished_stays(tmp_path):
+def test_too_large_batch_is_named_and_finished_rows_stay(tmp_path):
     def run_out(module, args):
         if len(begun_in(tmp_path / "out.jsonl")) > 1:
             raise torch.OutOfMemoryError("none left")
@@ -282,7 +282,7 @@ OWN = [
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}])
-def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tmp_path):
+def test_lines_with_their_settings_equal_static_batches(options, tmp_path):
     own = (
         OWN
         if options["do_sample"]
@@ -304,7 +304,7 @@ def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(optio
     )
 
 
-def test_settings_of_sampling_need_sampling(tmp_path):
+def test_sampling_settings_need_do_sample(tmp_path):
     lines = [{"prompt": "b", "temperature": 0.5}]
     with pytest.raises(
         ConfigError,
@@ -328,7 +328,7 @@ class RaisesAt(LogitsProcessor):
         return scores
 
 
-def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_the_run(tmp_path):
+def test_failing_row_has_its_error_in_its_line(tmp_path):
     texts, errors = (
         [*TEXTS, "b9c"],
         [ArithmeticError("overflow"), torch.OutOfMemoryError("none left")],
@@ -350,7 +350,7 @@ def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_t
         decode(tmp_path, [*texts, "b9d"], **own[1], if_changed="restart")
 
 
-def test_what_cannot_be_refilled_is_decoded_in_static_batches(tmp_path):
+def test_models_without_refill_decode_in_static_batches(tmp_path):
     report, output = decode(
         tmp_path, TEXTS[:4], family="mistral_window", speculation_cache="dynamic"
     )

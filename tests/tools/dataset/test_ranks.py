@@ -44,7 +44,7 @@ def launched(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder, tmp_path):
+def test_rows_survive_the_kill_of_one_of_two_processes(folder, tmp_path):
     ids = write_prompts(tmp_path / "prompts.jsonl", prompts(NUM_ROWS))
     alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
     assert main(batch_words(folder, alone, *OPTIONS)) == 0
@@ -94,7 +94,7 @@ def run_alone(place: Ranks, output: Path, decoded: list[str]) -> None:
     decode_job(job, lambda rows: [[row] for row in rows], engine, place)
 
 
-def test_several_ranks_need_accelerate_and_whole_models(monkeypatch):
+def test_ranks_need_accelerate_and_whole_models(monkeypatch):
     with pytest.raises(UnsupportedModelError, match="each of 2 ranks must hold a whole model"):
         check_model(SimpleNamespace(tp_size=2), Ranks(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -103,7 +103,7 @@ def test_several_ranks_need_accelerate_and_whole_models(monkeypatch):
         find_ranks()
 
 
-def test_ranks_take_the_batches_in_turn_and_must_share_the_folder(tmp_path):
+def test_ranks_take_batches_in_turn_from_a_shared_folder(tmp_path):
     decoded, output = [], tmp_path / "out.jsonl"
     with pytest.raises(ConfigError, match="all ranks must share the folder of the output, got no"):
         run_alone(Ranks(1, 2), tmp_path / "elsewhere" / "out.jsonl", decoded)

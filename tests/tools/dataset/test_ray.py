@@ -61,7 +61,7 @@ def decode(make, output, on_batch=None, **options):
 
 
 @pytest.mark.slow
-def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
+def test_rows_come_once_even_if_an_actor_dies(cluster, folder, tmp_path):
     (tmp_path / "notes").mkdir()
     make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes", 1), []
     report = decode(make, tmp_path / "out.jsonl", reports.append, workers=2)
@@ -75,7 +75,7 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
+def test_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
     (tmp_path / "notes").mkdir()
     make = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes", 99)
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_with_actors_where_one_process_was_ended(
+def test_actors_resume_the_run_of_one_process(
     cluster, folder, tmp_path, capsys
 ):
     ids, output = write_prompts(tmp_path / "prompts.jsonl", TEXTS), tmp_path / "out.jsonl"
@@ -104,7 +104,7 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(
     assert list(texts_in(output)) == ids
 
 
-def test_gpus_are_taken_before_cpus_and_all_of_them():
+def test_all_gpus_are_used_before_cpus():
     for cluster_has, own, reserved, num_workers in (
         ({"CPU": 2.0}, {"workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
         ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),

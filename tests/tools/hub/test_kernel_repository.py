@@ -36,7 +36,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_variant_holds_the_sources_alone(build: Path) -> None:
+def test_variant_holds_the_sources_only(build: Path) -> None:
     written = files_in(build / "torch-universal")
     sources = files_in(ROOT / "hf_speculate" / "kernels")
     metadata = json.loads(written.pop("metadata.json"))
@@ -68,7 +68,7 @@ def load_with_the_library(build: Path) -> ModuleType:
     "load", [load_by_hand, pytest.param(load_with_the_library, marks=pytest.mark.hub_kernels)]
 )
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_what_is_loaded_decides_as_the_library_does(
+def test_loaded_kernels_decide_as_the_library(
     load, backend: str, build: Path, monkeypatch
 ) -> None:
     target, ids, draft = make_round(3, 3, 40, seed=5)

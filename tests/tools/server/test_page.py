@@ -62,7 +62,7 @@ class Inline(HTMLParser):
         self.tag = ""
 
 
-def test_a_browser_may_run_the_script_of_the_page_alone(client):
+def test_browser_may_run_the_script_of_the_page_only(client):
     response = client.get("/")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert (response.headers["x-content-type-options"], response.headers["referrer-policy"]) == (
@@ -87,13 +87,13 @@ def test_a_browser_may_run_the_script_of_the_page_alone(client):
     assert inline.texts["h1"] == "org/tiny"
 
 
-def test_the_name_of_a_model_is_text():
+def test_model_name_is_escaped():
     page = importlib.import_module("hf_speculate.tools.server.page").chat_page(HOSTILE)
     assert Inline(page).texts["h1"] == HOSTILE
     assert "<img" not in page
 
 
-def test_the_page_can_be_left_out(engine):
+def test_page_can_be_left_out(engine):
     app = importlib.import_module("hf_speculate.tools.server.app")
     server = app.GracefulServer(engine, 0.1, has_page=False)
     client = importlib.import_module("starlette.testclient").TestClient(
@@ -140,7 +140,7 @@ def open_page(browser, client):
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("scheme", "width"), [("light", PHONE), ("dark", DESKTOP)])
-def test_an_answer_shows_what_was_drafted(open_page, client, scheme, width):
+def test_answer_marks_the_drafted_tokens(open_page, client, scheme, width):
     page = open_page(width, scheme)
     page.get_by_label("Max tokens").fill(str(NUM_NEW))
     message = page.get_by_label("Message", exact=True)
@@ -173,7 +173,7 @@ def test_an_answer_shows_what_was_drafted(open_page, client, scheme, width):
 
 
 @pytest.mark.browser
-def test_escape_stops_an_answer_and_clear_forgets_the_chat(open_page, engine, slow):
+def test_escape_stops_an_answer_and_clear_resets_the_chat(open_page, engine, slow):
     page = open_page()
     page.get_by_label("Max tokens").fill(str(MANY))
     page.get_by_label("Message", exact=True).fill("a word")
@@ -197,7 +197,7 @@ def test_escape_stops_an_answer_and_clear_forgets_the_chat(open_page, engine, sl
 
 
 @pytest.mark.browser
-def test_a_text_of_html_stays_text(open_page):
+def test_html_in_an_answer_stays_text(open_page):
     page = open_page()
     tokens = [{"text": part, "origin": HOSTILE} for part in (HOSTILE[:9], HOSTILE[9:])]
     event = {
@@ -218,7 +218,7 @@ def test_a_text_of_html_stays_text(open_page):
 
 
 @pytest.mark.browser
-def test_reasoning_stands_apart_and_keeps_its_question(open_page):
+def test_reasoning_is_shown_apart_with_its_question(open_page):
     page, bodies = open_page(), []
     first = [
         ({}, [("<think>", "target"), ("Is", "draft")]),  # its text is held

@@ -68,7 +68,7 @@ def plain_ids(engine, prompt, wanted):
     ].tolist()
 
 
-def test_rows_of_different_formats_get_the_texts_of_plain_decoding(engine):
+def test_rows_of_different_formats_equal_plain_decoding(engine):
     requests = [
         request_of(prompt=2 * [f"x{index} ="], n=2, response_format=one)
         for index, one in enumerate(FORMATS)
@@ -95,7 +95,7 @@ class FailsInside(GrammarProcessor):
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_forced_text_is_drafted_without_a_draft_model_and_fails_alone(engine, num_rows):
+def test_forced_text_is_drafted_without_a_draft_model(engine, num_rows):
     options = {"num_assistant_tokens": 6}
     alone = Engine(engine.target, engine.tokenizer, "tiny", options, num_rows=num_rows)
     forced, free, other, wrong = [
@@ -116,7 +116,7 @@ def test_forced_text_is_drafted_without_a_draft_model_and_fails_alone(engine, nu
         assert (rows[index].num_accepted > 5) == (kind == 0)
 
 
-def test_characters_that_begin_alike_are_forced_as_far_as_they_are_whole(engine):
+def test_characters_with_a_common_prefix_are_forced_whole_only(engine):
     wanted = {
         "type": "json_schema",
         "json_schema": {
@@ -150,7 +150,7 @@ def schema_request(schema):
     return request_of(prompt="x", response_format=wanted)
 
 
-def test_compiling_a_schema_ends_at_its_limits(engine):
+def test_schema_compilation_stops_at_its_limits(engine):
     many = {
         "type": "object",
         "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)},
@@ -174,7 +174,7 @@ NO_VALUE = {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.00000
 @pytest.mark.parametrize(
     "schema", [{"$ref": "#"}, {"anyOf": []}, NO_VALUE], ids=["ref", "any", "range"]
 )
-def test_a_schema_that_no_value_fits_is_refused(engine, schema):
+def test_unsatisfiable_schema_is_refused(engine, schema):
     for wrong in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
         if wrong.get("properties") and "$ref" in schema:
             continue  # the root, which has an infinite text
@@ -183,7 +183,7 @@ def test_a_schema_that_no_value_fits_is_refused(engine, schema):
         assert caught.value.status == 400
 
 
-def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
+def test_grammar_without_a_next_token_fails_its_row_only(engine):
     endless = {"$ref": "#/$defs/x"}
     schema = {
         "type": "object",
@@ -203,7 +203,7 @@ def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
     assert caught.value.status == 400
 
 
-def test_formats_that_cannot_be_served_are_refused(engine, monkeypatch):
+def test_unsupported_formats_are_refused(engine, monkeypatch):
     for fields, words in (
         ({"response_format": {"type": "json_schema"}}, "must have json_schema if its type"),
         (

@@ -139,7 +139,7 @@ def parts(message):
         ),
     ],
 )
-def test_reasoning_content_and_calls_come_apart(text, options, expected, tokenizer):
+def test_reasoning_content_and_calls_are_separated(text, options, expected, tokenizer):
     whole, streamed = read(tokenizer, text, **options)
     assert parts(whole["message"]) == expected
     deltas = [choice["delta"] for choice in streamed]
@@ -159,7 +159,7 @@ def test_reasoning_is_streamed_before_it_ends(tokenizer):
     assert [reader.read(piece) for piece in pieces] == [("", ""), ("", "I"), ("", " see")]
 
 
-def test_template_that_cannot_be_read_is_left_out(tokenizer, caplog):
+def test_unreadable_template_is_left_out(tokenizer, caplog):
     for template in ({"fields": FIELDS}, {"start_anchor": "x"}, [1]):
         tokenizer.response_template = template
         assert ResponseTemplate.of(tokenizer) is None

@@ -112,7 +112,7 @@ def create(client):
 
 
 @pytest.mark.fallback("lock step, because of Penalties")
-def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engine):
+def test_concurrent_requests_get_the_texts_of_requests_alone(client, create, engine):
     requests = list(requests_of(engine, 32))
 
     def ask(index):
@@ -134,7 +134,7 @@ def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engi
 
 
 @pytest.mark.parametrize("is_streamed", (False, True))
-def test_choices_of_several_prompts_are_those_of_requests_alone(create, engine, is_streamed):
+def test_choices_of_several_prompts_equal_requests_alone(create, engine, is_streamed):
     prompts, sampling = ["a word", "# b"], {"temperature": 0.9, "max_tokens": 7}
     expected = [
         prompt + create(prompt=prompt, seed=seed, **sampling).choices[0].text
@@ -169,7 +169,7 @@ def logprobs_of(target, token_ids):
         )
 
 
-def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
+def test_logprobs_equal_a_forward_over_the_whole_text(create, engine):
     def ask(index):
         sampling = (
             {"temperature": 0.9, "seed": index, "presence_penalty": 1}
@@ -217,7 +217,7 @@ def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
             )
 
 
-def test_logprobs_of_a_chat_have_the_same_numbers(client, create, engine):
+def test_logprobs_of_a_chat_equal_those_of_a_completion(client, create, engine):
     chat = openai.OpenAI(
         api_key="none", base_url=str(client.base_url.join("/v1")), http_client=client
     ).chat
@@ -249,7 +249,7 @@ def test_logprobs_of_a_chat_have_the_same_numbers(client, create, engine):
     assert not any(one.top_logprobs for one in streamed)
 
 
-def test_ends_that_a_request_names_join_the_models_own_or_replace_them(create, engine, monkeypatch):
+def test_stop_ids_of_a_request_join_or_replace_the_eos(create, engine, monkeypatch):
     def ask(**fields):
         (choice,) = create(prompt="a word", temperature=0, max_tokens=12, extra_body=fields).choices
         return choice.text, choice.finish_reason
@@ -265,7 +265,7 @@ def test_ends_that_a_request_names_join_the_models_own_or_replace_them(create, e
     assert ask(ignore_eos=True, stop_token_ids=[second_id]) == (whole[:5], "stop")
 
 
-def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monkeypatch):
+def test_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monkeypatch):
     monkeypatch.setattr(engine, "max_queued", 1)
     request = {"prompt": [3, 4], "temperature": 0}
     streams = [create(**request, max_tokens=MANY, stream=True) for _ in range(NUM_ROWS)]
@@ -317,7 +317,7 @@ def collect_all(engine, requests):
     return [results[index] for index in range(len(requests))]
 
 
-def test_a_short_request_overtakes_a_prompt_that_is_echoed(engine, monkeypatch):
+def test_short_request_overtakes_an_echoed_prompt(engine, monkeypatch):
     monkeypatch.setattr(engine.target.generation_config, "prefill_chunk_size", 32)
     random = torch.Generator().manual_seed(1)
     ids, events = torch.randint(1, 60, (320,), generator=random).tolist(), []
@@ -360,7 +360,7 @@ def test_a_short_request_overtakes_a_prompt_that_is_echoed(engine, monkeypatch):
     assert [one.logprob for one in pieces[0].logprobs[1:]] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_completion_keeps_the_space_before_its_first_word(engine):
+def test_completion_keeps_the_space_before_its_first_word(engine):
     tokenizer = metaspace_tokenizer([" the", " of"], "theof", eos_token="</s>")
     parts = (
         decoders.Replace(WORD_MARK, " "),
@@ -379,7 +379,7 @@ def test_a_completion_keeps_the_space_before_its_first_word(engine):
     engine.close()
 
 
-def test_only_the_newest_text_is_kept_for_a_client_that_does_not_read(engine):
+def test_slow_client_gets_the_newest_text_only(engine):
     request, pieces = RowPrompt([3], None, {"max_new_tokens": 40, "do_sample": False}), []
     *pieces, result = collect(
         engine, request, on_piece=lambda: wait_until(lambda: not engine._is_decoding)
@@ -417,7 +417,7 @@ def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
     engine.close()
 
 
-def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_request(engine):
+def test_closing_the_engine_ends_its_requests(engine):
     engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
     request = RowPrompt(
         [3], None, {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}
@@ -431,7 +431,7 @@ def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_requ
         assert caught.value.status == 503
 
 
-def test_what_cannot_be_refilled_is_decoded_one_by_one():
+def test_models_without_refill_decode_one_by_one():
     target = hf_speculate.enable(make_model("mistral_window"))
     tokenizer = letters_tokenizer([chr(ord("0") + index) for index in range(60)])
     options = {"num_assistant_tokens": 3, "speculation_cache": "dynamic"}

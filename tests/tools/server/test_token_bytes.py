@@ -106,7 +106,7 @@ def test_offsets_count_the_characters_of_the_text(kind):
 
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "letters"])
-def test_stops_are_found_where_transformers_finds_them(kind):
+def test_stops_are_found_as_in_transformers(kind):
     tokenizer = (
         letters_tokenizer([*"abcdefstop ,", END], eos_token=END)
         if kind == "letters"
@@ -126,14 +126,14 @@ def test_stops_are_found_where_transformers_finds_them(kind):
     assert 20 < sum(found) < 380
 
 
-def test_a_stop_does_not_begin_in_the_prompt():
+def test_stop_does_not_begin_in_the_prompt():
     tokenizer = byte_level_tokenizer(WORDS)
     ids = torch.tensor([tokenizer("st")["input_ids"] + tokenizer("op")["input_ids"]])
     token_bytes = TokenBytes(tokenizer)
     assert [StopTexts(token_bytes, ("stop",), num)(ids).item() for num in (0, 1)] == [True, False]
 
 
-def test_only_stops_that_tokens_can_spell_are_taken():
+def test_stops_must_be_spellable_by_tokens():
     cases = {
         "letters": ("ab", "a~"),
         "byte-level": ("\u65e5", None),

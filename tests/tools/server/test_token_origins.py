@@ -98,7 +98,7 @@ def test_plain_decoding_has_no_drafted_tokens(client):
     assert (totals["drafted"], totals["accepted"], len(tokens)) == (0, 0, NUM_NEW)
 
 
-def test_streams_beside_one_another_keep_their_tokens(client, slow):
+def test_concurrent_streams_keep_their_tokens(client, slow):
     words = ["a word", "two words", "Another", "z"]
     slow.most_at_once, alone = 0, [streamed(client, word) for word in words]
     with ThreadPoolExecutor(len(words)) as pool:
@@ -109,7 +109,7 @@ def test_streams_beside_one_another_keep_their_tokens(client, slow):
     assert len({text for text, _, _ in alone}) == len(words)
 
 
-def test_speculation_needs_a_stream_of_a_chat(client):
+def test_speculation_field_needs_a_streamed_chat(client):
     for path, fields, words in (
         (PATH, body(speculation=True), "stream must be true with speculation, got false"),
         ("/v1/completions", {"prompt": "a", "speculation": True}, "speculation must be left out"),
@@ -118,7 +118,7 @@ def test_speculation_needs_a_stream_of_a_chat(client):
         assert response.status_code == 400 and words in response.json()["error"]["message"]
 
 
-def test_requests_that_are_decoded_one_by_one_have_origins():
+def test_requests_decoded_one_by_one_have_origins():
     tokenizer = letters_tokenizer([chr(ord("0") + index) for index in range(60)])
     target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
     options = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3}
@@ -198,7 +198,7 @@ WHOLE = "naïve s sto 日本 stip <|end|> stop, and more"
 
 
 @pytest.mark.parametrize("stop", ["stop", "e <|end|>", "\N{SNOWMAN}"])
-def test_texts_of_tokens_join_to_the_text_however_they_come(stop):
+def test_token_texts_join_to_the_text_in_any_chunks(stop):
     tokenizer = byte_level_tokenizer(["st", "and"], eos_token="<|end|>")
     ids, draw = tokenizer(WHOLE)["input_ids"], random.Random(0)
     ids += tokenizer("日")["input_ids"][:1]  # a part of a character

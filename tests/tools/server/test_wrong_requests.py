@@ -42,7 +42,7 @@ def wrong_request(draw):
     return f"/v1/{'chat/' if is_chat else ''}completions", json.dumps({**start, **fields})
 
 
-def test_wrong_requests_end_none_but_themselves(client):
+def test_invalid_requests_end_only_themselves(client):
     draw, statuses = random.Random(7), Counter()
     expected = client.post("/v1/completions", json=RIGHT).json()["choices"]
     for number in range(NUM_REQUESTS):

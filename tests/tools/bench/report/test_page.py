@@ -61,7 +61,7 @@ def test_tables_show_the_figures(tmp_path):
     assert page.row("typical") == ["0.01", "171", "2.89", "-1.602", "62.4 %"]
 
 
-def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_otherwise(tmp_path):
+def test_headline_is_the_fastest_exact_method_with_its_doubts(tmp_path):
     result = make_result()
     page = Page(tmp_path, result)
     said = re.sub(r"\s+", " ", page.text)
@@ -88,7 +88,7 @@ def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_oth
     )
 
 
-def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
+def test_missing_values_are_left_out_with_their_plots(tmp_path):
     with pytest.raises(ConfigError, match="'methods'"):
         write_html({"methods": []}, tmp_path / "report.html")
     fields = (
@@ -123,7 +123,7 @@ def hostile(value, name=""):
     return f"{HOSTILE}{value}" if isinstance(value, str) and name != "engine" else value
 
 
-def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
+def test_page_loads_nothing_and_escapes_names(tmp_path):
     result = make_result()
     attack = hostile(result)
     attack["settings"] |= {HOSTILE: HOSTILE}
@@ -141,14 +141,14 @@ def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6))
-def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
+def test_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
     axis = rounded_axis(values, 0.0, 100.0)
     xs, ticks = [axis.position(value) for value in sorted(values)], axis.ticks()
     assert [0.0, *xs, 100.0] == sorted([ticks[0][0], *xs, ticks[-1][0]])
     assert 2 <= len({label for _, label in ticks}) == len(ticks) <= 7
 
 
-def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> None:
+def test_axis_has_round_labels_and_is_logarithmic_if_wide() -> None:
     assert [label for _, label in rounded_axis([3.0], 0.0, 100.0).ticks()] == [
         "2.6",
         "2.8",
@@ -167,7 +167,7 @@ def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> No
         assert (ticks[1], len(ticks)) == ((50.0, "0.05"), 3)
 
 
-def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
+def test_bars_begin_at_zero_and_leave_room_for_plain() -> None:
     plot = plot_bars(
         [Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)]
     )
@@ -259,7 +259,7 @@ def look_at(browser, path, width, scheme="light"):
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("scheme", "width"), [("light", PHONE), ("dark", DESKTOP)])
-def test_the_page_is_drawn_and_read(browser, tmp_path, width, scheme):
+def test_page_is_drawn_in_a_browser(browser, tmp_path, width, scheme):
     result = make_result()
     result["methods"][3]["is_noise"] = True  # the longest text of a speed-up
     assert look_at(browser, write_html(result, tmp_path / "report.html"), width, scheme) == (
