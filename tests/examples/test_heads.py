@@ -1,4 +1,4 @@
-"""The draft heads of the examples: how they draft, with and without a cache, and what they learnt."""
+"""Test the draft heads of the examples: their drafts, cached or not, and their training."""
 
 import functools
 
@@ -28,7 +28,7 @@ def test_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
         draft = Rounds(head, target, [text]).draft(NUM_STEPS, SampleStrategy.RANDOM)
         ids = torch.tensor([text + draft.token_ids[0].tolist()])
         states = states_of(target, text[:-1], EAGLE3.aux_layers)
-        # those after the newest are not read
+        # States after the newest one are not read.
         states = torch.nn.functional.pad(states, (0, 0, 0, NUM_STEPS))[None]
         states_seen = rollout(
             head.network, target.get_input_embeddings().weight, ids, states, NUM_STEPS
@@ -87,7 +87,7 @@ K = 3
 
 
 def make_head(import_example, target, draft_ids):
-    """A random head that proposes `draft_ids`."""
+    """Make a random head with `draft_ids`."""
     torch.manual_seed(1)
     head = import_example("smollm2_head.head").DraftHead(
         target.config, AUX_LAYERS, draft_ids, target
@@ -104,7 +104,10 @@ def target():
 
 
 def drafted_without_cache(head, target, text, num_tokens):
-    """The greedy draft after `text`, every attention computed anew; outputs of pairs stand in for later states."""
+    """Return the greedy draft after `text`, with every attention computed anew.
+
+    Outputs of pairs stand in for later states.
+    """
     states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     # [1, N, D]
     states = head.project(torch.cat([states[layer] for layer in head.hidden_layers], dim=-1))

@@ -1,4 +1,4 @@
-"""The examples run as their pages say, and say what they claim."""
+"""Test that the examples run as their pages say and print the announced lines."""
 
 import io
 import os
@@ -26,7 +26,7 @@ def test_examples_are_listed_and_say_how_to_run_them():
     for path in (EXAMPLES / "training").glob("[a-z]*.py"):  # modules of the package `training`
         assert f"`cd examples && python -m training.{path.stem}`" in page
     for path in EXAMPLES.glob("*.py"):
-        source = path.read_text(encoding="utf-8")  # of a script, or of a module that scripts share
+        source = path.read_text(encoding="utf-8")  # a script, or a module shared by scripts
         assert "__main__" not in source or re.search(
             rf"^    (\w.* )?(examples/)?{path.name}", source, re.M
         ), path.name
@@ -95,7 +95,7 @@ def test_missing_library_error_names_the_extra_of_the_page(
 ):
     monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setitem(sys.modules, library, None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, library, None)  # importing it fails
     with pytest.raises(SystemExit) as raised:
         run(*command)
     assert message in raised.value.code
@@ -125,7 +125,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.fallback("lock step, because of LogitsProcessor")  # grammar.py's
+@pytest.mark.fallback("lock step, because of LogitsProcessor")  # of grammar.py
 @pytest.mark.parametrize(
     ("command", "shown"),
     [

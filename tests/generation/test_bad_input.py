@@ -1,4 +1,4 @@
-"""Every wrong call raises an error that names what is wrong, before any model runs."""
+"""Test that every wrong call raises an error with the wrong name before any model runs."""
 
 import functools
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ CHOICES = (
 
 @pytest.fixture
 def models():
-    """A pair whose forwards fail the test."""
+    """Return a pair whose forwards fail the test."""
 
     def fail(*args):
         raise AssertionError("a model ran before the error")
@@ -129,12 +129,12 @@ def test_invalid_draft_sources_are_refused(models, make, message):
     options = make()
     if "candidate_generator" not in options:
         options = {"assistant_model": draft, **options}
-    with pytest.raises(ValueError, match=message):  # transformers raises it for an unfit assistant
+    with pytest.raises(ValueError, match=message):  # raised by transformers
         target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **options)
 
 
 def with_gradient_checkpointing(model):
-    name = "activation_checkpointing_enable"  # as newer versions call it
+    name = "activation_checkpointing_enable"  # name in newer versions
     getattr(model.train(), name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
 

@@ -1,4 +1,4 @@
-"""KV caches of calls: passed and returned ones hold what plain `generate` leaves, and buffers give its text."""
+"""Test passed and returned KV caches against plain `generate`, and the text from buffers."""
 
 import copy
 import warnings
@@ -33,11 +33,11 @@ from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_
 K = 4
 NUM_NEW = 24
 BATCH_SIZE = 4
-# not the id of the padding before the prompts: plain `generate` feeds it like any other token
+# This is not the padding id before the prompts. Plain `generate` feeds it like any other token.
 PAD = 2
 ROOM = 96  # tokens, more than two turns have
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
-# attention of Gemma 2 and Bloom takes its softmax in float32, whatever the dtype
+# Gemma 2 and Bloom take the softmax of attention in float32 for every dtype.
 FLOAT32_TOLERANCE = 1e-4
 SAID = torch.tensor([[9, 8], [7, 6], [5, 4], [3, 11]])
 ONE_ROW = {
@@ -74,9 +74,9 @@ def parts_of(cache: Cache) -> list[Any]:
 
 
 def cache_contents(cache: Cache) -> list[tuple]:
-    """Copies of each layer's keys and values, and what else goes on from them.
+    """Copy each layer's keys and values and its other state.
 
-    The oldest column of a full static window, which is never read, is left out.
+    The oldest column of a full static window is left out, because it is never read.
     """
     tensors = []
     for layer in (
@@ -109,7 +109,7 @@ def prompts() -> dict[str, Tensor]:
 
 @cache
 def ends(family: str) -> list[int]:
-    """Ids in the plain texts that end rows one after the other."""
+    """Return ids of the plain texts that end the rows one after the other."""
     target, _ = pair(family)
     inputs = prompts()
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
@@ -122,9 +122,7 @@ def ends(family: str) -> list[int]:
     family=["llama", "mistral_window", "gemma2", "bloom"],
     cache_kind=["dynamic", "preallocated", "auto"],
 )
-def test_rows_of_unequal_length_leave_the_cache_of_plain(
-    family, cache_kind, drafts
-):
+def test_rows_of_unequal_length_leave_the_cache_of_plain(family, cache_kind, drafts):
     target, draft = pair(family)
     if drafts == "adaptive":
         draft = make_model(family, num_hidden_layers=1)
@@ -140,12 +138,12 @@ def test_rows_of_unequal_length_leave_the_cache_of_plain(
         next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW)
         for row in new.tolist()
     ]
-    assert max(num_live) - min(num_live) > K  # or nothing is shown
+    assert max(num_live) - min(num_live) > K  # without this gap the test shows nothing
     assert_same_contents(*map(cache_contents, caches), tolerance_of(family))
 
 
 def test_passed_cache_is_restored_after_an_error_in_padding():
-    target, same = pair("mistral_window", ACCEPTED_ALL)  # so that all rows end in the first round
+    target, same = pair("mistral_window", ACCEPTED_ALL)  # all rows end in the first round
     inputs, error = prompts(), Mistake("on purpose")
     cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
     before = cache_contents(cache)
@@ -169,7 +167,7 @@ def test_passed_cache_is_restored_after_an_error_in_padding():
     drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"],
 )
 def test_pad_id_without_an_embedding_keeps_row_lengths(drafts, pad):
-    """Plain `generate` cannot feed it, and so fails unless all rows end together."""
+    """Compare with another padding id: plain `generate` cannot feed this one."""
     target, draft = pair("llama")
     own = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True}
@@ -201,7 +199,7 @@ def test_returned_static_cache_equals_plain(family, batch_size, max_cache_len):
     }
     options |= {"return_dict_in_generate": True, "eos_token_id": ends(family), "pad_token_id": PAD}
     plain_target = copy.deepcopy(target)
-    # which plain calls leave, and later ones use
+    # Plain calls leave these caches, and later calls use them.
     vars(plain_target).pop("_previous_max_cache_length", None)
     plain = plain_target.generate(**inputs, **options)
     before = vars(target).copy()
@@ -237,7 +235,7 @@ def test_static_cache_of_recurrent_states_is_output_only():
 
 @each_value(batch_size=[1, 4], family=["llama", "mistral_window"])
 def test_returned_static_cache_serves_the_next_turn(family, batch_size):
-    """Over two turns."""
+    """Decode two turns."""
     target, draft = pair(family)
     inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(family), "pad_token_id": PAD}
@@ -328,7 +326,7 @@ def test_passed_static_cache_is_unchanged_by_a_failed_call(is_at_end):
 def test_static_cache_without_room_is_refused_with_its_need():
     inputs = ragged_prompts(1, seed=1, min_len=6)
     num_columns = inputs["input_ids"].shape[1] + 9 - 1
-    # windows forget
+    # Layers with a window drop old columns.
     for family, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):
         target, draft = pair(family)
         options = {**inputs, "max_new_tokens": num_new}
@@ -348,13 +346,16 @@ def test_static_cache_without_room_is_refused_with_its_need():
 
 
 K = 4
-# whose ALiBi needs the dynamic cache
+# ALiBi needs the dynamic cache.
 FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")
 
 
 @pytest.mark.parametrize("family", FITTING)
 def test_text_equals_plain_while_buffers_grow_and_windows_move(family):
-    """The prompt fills a window's buffers, which move once before the text is as long as the first step of growth."""
+    """Fill a window's buffers with the prompt.
+
+    They move once before the text reaches the first step of growth.
+    """
     inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
     assert MIN_STEP < 90
     for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 41)):
@@ -375,7 +376,7 @@ def test_text_equals_plain_while_buffers_grow_and_windows_move(family):
     cache_kind=["preallocated", "auto"],
 )
 def test_chunk_of_padding_leaves_the_states_of_plain(family, attention, cache_kind):
-    """In float32, where the tests' models do not keep masks finite themselves: NaNs would reach real tokens."""
+    """Decode in float32: the models do not keep masks finite there, so NaN would reach tokens."""
     target = hf_speculate.enable(
         make_model(family, dtype=torch.float32, attn_implementation=attention)
     )
@@ -391,7 +392,7 @@ def test_chunk_of_padding_leaves_the_states_of_plain(family, attention, cache_ki
     ours = target.generate(**inputs, **options, **own)
     assert_equal_ids(plain.sequences, ours.sequences)
     assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), 1e-4)
-    # nobody sees the states then, and the text's must hold all the same
+    # Padding states are visible to nobody now. The states of the text must still be right.
     options["return_dict_in_generate"] = False
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
@@ -423,7 +424,10 @@ def test_window_layer_holds_its_window_only():
 @pytest.mark.fallback("no graphs")
 @each_value(family=["mistral_window", "cohere2"], batch_size=[1, 3], num_held=[SLIDING_WINDOW, 13])
 def test_passed_cache_with_a_cut_window_continues_on_a_gpu(family, batch_size, num_held):
-    """The first column that attention reads there is rounded down, and buffers hold none before the window."""
+    """Pass a cut cache: buffers hold no column before the window.
+
+    Attention rounds down the first column it reads there.
+    """
     target, draft = map(copy.deepcopy, pair(family))
     inputs = ragged_prompts(batch_size, min_len=16, max_len=19)
     beginning = {name: value[:, :num_held] for name, value in inputs.items()}
@@ -450,7 +454,7 @@ def test_dynamic_cache_serves_models_without_preallocation():
     for family, arguments, message in (
         ("bloom", inputs, "it takes no position_ids"),
         ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
-        ("llama", {**inputs, **passed}, ""),  # the user's own cache: no second copy
+        ("llama", {**inputs, **passed}, ""),  # the user's cache: no second copy
     ):
         target, draft = pair(family)
         own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}

@@ -1,4 +1,4 @@
-"""`enable(model, ...)`: what it is given counts in every call, whoever makes it, and stays out of the model."""
+"""Test the defaults of `enable(model, ...)`: every call uses them, and the model stays the same."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def models():
 
 
 def drafted(model, inputs=None, **options):
-    """Number of drafted tokens of a call, and its ids."""
+    """Return the number of drafted tokens of a call, and its ids."""
     stats = SpeculationStats()
     output = model.generate(
         **(inputs or ragged_prompts(2)), **N, speculation_stats=stats, **options
@@ -177,7 +177,7 @@ def test_stats_callback_is_called_after_a_plain_call(models):
 
 
 class Events(TextStreamer):
-    """Notes when a text ends."""
+    """Streamer that records the end of a text."""
 
     def __init__(self, events):
         self.events = events
@@ -215,7 +215,7 @@ def test_plain_setting_decodes_without_a_draft_source(models):
 
 
 class Pieces(TextStreamer):
-    """Keeps what it is given."""
+    """Streamer that records its input."""
 
     def __init__(self):
         self.pieces = []
@@ -229,9 +229,7 @@ class Pieces(TextStreamer):
 
 @pytest.mark.fallback("plain decoding: ")
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}, {"is_late": True}])
-def test_unsupported_call_decodes_plainly_with_one_warning(
-    models, options, monkeypatch
-):
+def test_unsupported_call_decodes_plainly_with_one_warning(models, options, monkeypatch):
     target, draft = models
     inputs = ragged_prompts(1)
     if options.pop("is_late", None):  # refused after transformers has given the streamer its prompt

@@ -1,4 +1,4 @@
-"""`enable()` changes one object's `generate()` and nothing else, whatever wraps the model."""
+"""Test `enable()`: it changes one object's `generate()` and nothing else."""
 
 import ast
 import copy
@@ -62,7 +62,7 @@ def test_enabled_model_without_a_draft_equals_plain_bitwise(models, options):
 
 
 class Mine(hf_speculate.SpeculativeGenerationMixin, LlamaForCausalLM):
-    """A class of the user's own."""
+    """Class of a user with the mixin."""
 
 
 def test_custom_class_with_the_mixin_drafts(models):
@@ -78,7 +78,7 @@ def test_custom_class_with_the_mixin_drafts(models):
 
 
 class WithItsOwn(Mine):
-    """As a user's class that looks at the arguments of the mixin."""
+    """Class of a user that inspects the arguments of the mixin."""
 
     def generate(self, *args, **kwargs):
         """Has a text of its own."""
@@ -86,11 +86,11 @@ class WithItsOwn(Mine):
 
 
 class Derived(WithItsOwn):
-    """Inherits `generate`."""
+    """Class with an inherited `generate`."""
 
 
 class NamesTheFirst(LlamaForCausalLM):
-    """As Granite Speech and Kyutai STT: looks at an argument and hands on all."""
+    """Class that inspects one argument and passes all on, as Granite Speech and Kyutai STT do."""
 
     def generate(self, ids, *args, **kwargs):
         return super().generate(ids, *args, **kwargs)
@@ -129,7 +129,7 @@ def test_help_names_class_arguments_and_speculation_fields(models):
         == hf_speculate.SpeculationConfig().posterior_threshold
     )
     text = pydoc.render_doc(model.generate, renderer=pydoc.plaintext)
-    assert "Generates sequences of token ids for models" in text  # transformers'
+    assert "Generates sequences of token ids for models" in text  # of transformers
     assert "posterior_threshold: epsilon of typical acceptance, in (0, 1)." in text
     assert "SpeculationConfig" in dir(hf_speculate)
     for family, names in (
@@ -167,7 +167,7 @@ COPIERS = {
 
 
 class Forwarding(torch.nn.Module):
-    """As wrappers of many libraries: what it lacks is looked up in its model."""
+    """Wrapper that looks up missing attributes in its model."""
 
     def __init__(self, model):
         super().__init__()
@@ -185,7 +185,7 @@ def with_lora(model):
 
 
 def with_offloading_hook(model):
-    """What accelerate leaves: a `forward` on the object that is bound to it."""
+    """Add accelerate's hook, with a `forward` bound to the object."""
     return add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
 
 
@@ -196,7 +196,7 @@ WRAPPERS = {
     "any": Forwarding,
     "accelerate": with_offloading_hook,
 }
-UNPICKLED = ("accelerate",)  # whose hooks are closures
+UNPICKLED = ("accelerate",)  # its hooks are closures
 
 
 def inner_of(wrapped):
@@ -234,11 +234,11 @@ def test_copies_and_pickles_stay_enabled(models, wrapper, copier):
 @pytest.mark.parametrize("copier", COPIERS)
 def test_copies_of_a_reclassed_model_stay_enabled(models, copier):
     target = hf_speculate.enable(models[0])
-    # as libraries make that shard a model
+    # Libraries that shard a model make such a class.
     target.__class__ = type("LlamaForCausalLM", (type(target),), {})
     twin = COPIERS[copier](target)
     assert hf_speculate.is_enabled(twin)
-    # a pickle cannot name that class
+    # A pickle cannot name that class.
     assert (type(twin) is type(target)) == (copier in ("copy", "deepcopy"))
 
 
@@ -309,7 +309,7 @@ def test_hub_repository_runs_through_custom_generate(models, is_enabled):
 
 
 def test_generate_function_on_the_object_does_not_recurse(models):
-    """transformers puts a repository's function on the object when it loads one with `trust_remote_code`."""
+    """Set a function on the object, as transformers does with `trust_remote_code`."""
     target, draft = models
     target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
     own = {"assistant_model": draft, "num_assistant_tokens": 3}

@@ -1,4 +1,4 @@
-"""`generate()` in half precision on a CUDA device, eager and compiled."""
+"""Test `generate()` in half precision on a CUDA device, eager and compiled."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hooks and forwards that a user puts into the target: the text is plain decoding's, and a fallback says why."""
+"""Test a user's hooks and forwards in the target: plain text, and a fallback with the reason."""
 
 import types
 from functools import partial
@@ -21,7 +21,7 @@ HIDDEN = 32
 
 
 def of_user(function):
-    """The function as if a user's script had defined it: hooks of tests are known."""
+    """Return the function as if a user's script had defined it; hooks of tests are known."""
     scope = {**function.__globals__, "__name__": "__main__"}
     return types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
@@ -29,7 +29,7 @@ def of_user(function):
 
 
 def with_hidden(output, change):
-    """A layer's output, a tensor or a tuple, with changed hidden states [B, Q, D]."""
+    """Return a layer's output, a tensor or a tuple, with changed hidden states [B, Q, D]."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
@@ -214,7 +214,7 @@ def test_rows_stay_with_a_hook_holding_a_vector_per_row(choice):
     vectors = torch.stack([VECTOR / 8, -VECTOR / 8, VECTOR / 16])
     target.model.layers[0].register_forward_hook(partial(by_row, vectors))
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    # the first row ends before the others
+    # The first row ends before the others.
     options = {"eos_token_id": int(text[0, -8]), "max_new_tokens": NUM_NEW}
     plain = target.generate(**inputs, **options)
     options |= {

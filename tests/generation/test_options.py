@@ -1,4 +1,4 @@
-"""Options that steer a text, end it or add to the output act with an assistant as in plain `generate`."""
+"""Compare options that steer or end a text, or add to the output, with plain `generate`."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ from tests.support.tiny_tokenizers import byte_level_tokenizer
 
 K = 4
 NUM_NEW = 24
-# scores are rounded to float32, whose resolution at these magnitudes is 1e-6
+# Scores are rounded to float32, with a resolution of 1e-6 at these magnitudes.
 SCORE_TOLERANCE = 1e-5
 
 
 def new_ids(inputs: dict, row: int = 0) -> list[int]:
-    """The greedy text of a row that nothing ends."""
+    """Return the greedy text of a row without an end."""
     return (
         pair("llama")[0]
         .generate(**inputs, max_new_tokens=NUM_NEW)[row, inputs["input_ids"].shape[1] :]
@@ -54,9 +54,7 @@ def test_max_time_stops_soon():
 
 
 @each_value(batch_size=[1, 3], num_assistant_tokens=[2, 8], eos_token_id=[None, 63])
-def test_stop_strings_end_the_text_as_in_plain(
-    batch_size, num_assistant_tokens, eos_token_id
-):
+def test_stop_strings_end_the_text_as_in_plain(batch_size, num_assistant_tokens, eos_token_id):
     inputs = ragged_prompts(batch_size, seed=31)
     stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])  # spans two tokens
     options = {
@@ -82,8 +80,7 @@ def test_drafts_cut_off_by_a_stop_are_not_accepted():
     target.generate(
         **inputs, **options, assistant_model=noisy_copy(target, 0.0), speculation_stats=stats
     )
-    # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6
-    # drafts
+    # The prompt's token, a round of 6 drafts and a target token, and 2 of the next 6 drafts.
     assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (
         9,
         8,
@@ -93,7 +90,10 @@ def test_drafts_cut_off_by_a_stop_are_not_accepted():
 
 
 class Recorder(LogitsProcessor):
-    """A user's own processor: forbids the id that follows the last one, and keeps all that it was shown."""
+    """Custom processor that forbids the successor of the last id.
+
+    It records its input.
+    """
 
     def __init__(self):
         self.seen: list[list[list[int]]] = []
@@ -104,7 +104,10 @@ class Recorder(LogitsProcessor):
 
 
 class StopAtSum(StoppingCriteria):
-    """A user's own criterion: ends a row whose last three ids add up to a multiple of seven; answers as it is told."""
+    """Custom criterion that ends a row if its last three ids add up to a multiple of seven.
+
+    It answers in the given form.
+    """
 
     def __init__(self, answer=lambda stops: stops):
         self.seen: list[list[list[int]]] = []
@@ -158,7 +161,7 @@ def test_criteria_may_return_numbers(answer, criterion, batch_size):
         "stopping_criteria": [criterion(answer)],
     }
     stats = assert_decodes_as_plain(*pair("llama"), inputs, **options, num_assistant_tokens=K)
-    assert stats.num_rounds > 1  # else to stop at once is right
+    assert stats.num_rounds > 1  # otherwise stopping at once is correct
 
 
 @each_value(batch_size=[1, 4], eos_token_id=[17, None])
@@ -168,11 +171,11 @@ def test_stopped_rows_without_eos_continue_as_in_plain(batch_size, eos_token_id)
         "eos_token_id": eos_token_id,
         "return_dict_in_generate": True,
     }
-    # of 4 rows some run ahead of the end, and some lag behind it
+    # Of 4 rows, some run ahead of the end and some lag behind it.
     inputs = ragged_prompts(batch_size, seed=41)
     plain, ours = plain_and_ours(*pair("llama"), inputs, **options, stopping_criteria=[PureStop()])
     assert_equal_ids(plain.sequences, ours.sequences)
-    # else no row may run ahead of the end
+    # Otherwise no row may run ahead of the end.
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW
     assert not ours.speculation.lock_step
     for layer, our_layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
@@ -181,7 +184,7 @@ def test_stopped_rows_without_eos_continue_as_in_plain(batch_size, eos_token_id)
 
 @pytest.mark.fallback("lock step")
 def test_processor_writing_into_its_scores_leaves_the_logits():
-    """In float32, since logits of other dtypes are copied anyway."""
+    """Decode in float32, because logits of other dtypes are copied anyway."""
     target, draft = pair("llama", dtype=torch.float32)
     options = {
         "max_new_tokens": 6,
@@ -258,7 +261,7 @@ def test_large_length_bound_reserves_no_memory():
 
 @pytest.fixture(scope="module")
 def healed():
-    """A tokenizer in which words begin with others, and models of its size."""
+    """Return a tokenizer with words that begin with others, and models of its size."""
     words = ["http", "https", "https:", "hell", "hello", "help", " se", " see", " the", " their"]
     tokenizer = byte_level_tokenizer(words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     target = make_small_model(len(tokenizer), seed=6)

@@ -1,4 +1,4 @@
-"""`pipeline(..., assistant_model=draft)` hands the fields through: text, speech and images, one input and batches."""
+"""Test the fields of `pipeline(..., assistant_model=draft)` for text, speech and images."""
 
 import copy
 import functools
@@ -57,7 +57,10 @@ def texts(outputs) -> list[str]:
     batch_size=[1, 2, 4],
 )
 def test_fault_h_draft_of_other_special_ids_drafts(pipelines, field, sampling, batch_size):
-    """transformers asks for the assistant's tokenizer in the constructor, then raises at the call because of it."""
+    """Pass the assistant to the constructor.
+
+    transformers asks for its tokenizer there and then raises at the call because of it.
+    """
     plain, ours = pipelines
     stranger = copy.deepcopy(ours.assistant_model)
     setattr(stranger.config, field, 7)
@@ -132,7 +135,7 @@ def test_speech_text_is_the_same_with_a_draft(make_draft, batch_size):
     make |= {"model": hf_speculate.enable(make_whisper())}
     rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
     waves = [rng.normal(size=SAMPLING_RATE - 400 * num).astype(np.float32) for num in range(3)]
-    options = {"max_new_tokens": 16, "num_beams": 1}  # the pipeline would search beams
+    options = {"max_new_tokens": 16, "num_beams": 1}  # otherwise the pipeline searches beams
     own = {**options, "num_assistant_tokens": 3, "speculation_stats": stats}
     draft = make_draft(noisy_copy(make_whisper(), 0.01))
     plain, ours = pipeline(**make), pipeline(**make, assistant_model=draft)

@@ -1,4 +1,4 @@
-"""Images, sounds, types, positions and what else is read with the prompt only, by decoders or by an encoder."""
+"""Test images, sounds, types and positions that a decoder or an encoder reads with the prompt."""
 
 from functools import cache
 
@@ -33,17 +33,17 @@ from tests.support.tiny_readers import ENCODERS, READERS, READINGS
 from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 24
-LITTLE_NOISE = 0.01  # not every draft has read what the target has
-KEEPS_PICTURES = "because its cache would hold the states of pictures too"  # the draft's
-# Two masks, positions of three axes, positions that the forward does not name, and neither; the
-# others are slow.
+LITTLE_NOISE = 0.01  # a draft may not have read all the target's input
+KEEPS_PICTURES = "because its cache would hold the states of pictures too"  # of the draft
+# Two masks, positions of three axes, positions unknown to the forward, and neither. The others are
+# slow.
 VARIED = ("cohere2_vision", "glm46v", "moss_transcribe_diarize", "voxtral")
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 
 
 @cache
 def picture_pair(family):
-    """An enabled target and a draft of text alone. Shared between tests: change neither."""
+    """Return an enabled target and a text-only draft. Shared between tests: change neither."""
     target = hf_speculate.enable(MAKERS[family]())
     return target, text_draft(target)
 
@@ -55,7 +55,7 @@ def test_image_models_decode_as_plain(family, batch_size, cache_kind):
     stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert 0 < stats.num_accepted < stats.num_verified
     blind = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    # the picture was seen
+    # The picture was read.
     assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))
 
 
@@ -91,12 +91,12 @@ def test_feature_options_of_the_call_are_followed(options, num_tokens):
     }
     plain, ours = plain_and_ours(target, draft, {**inputs, **options}, max_new_tokens=NUM_NEW)
     assert_equal_ids(plain, ours)
-    if num_tokens == 4:  # else the default cannot read the prompt
+    if num_tokens == 4:  # otherwise the default cannot read the prompt
         assert not torch.equal(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
 
 
 def decode(model, inputs, **options):
-    torch.manual_seed(0)  # some readers draw noise
+    torch.manual_seed(0)  # some models draw noise
     options |= {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_logits": True}
     return model.generate(**inputs, **options)
 
@@ -117,16 +117,15 @@ def test_multimodal_model_decodes_as_plain(name):
     stats = ours.speculation
     assert stats.num_accepted > 0
     assert not stats.lock_step
-    # pictures in the cache
+    # Pictures in the cache.
     assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")
-    if reading is not None:  # else the prompt has no other reading
+    if reading is not None:  # otherwise the prompt has one reading only
         assert not torch.equal(
             decode(target, {**inputs, name: reading}, **options).sequences, ours.sequences
         )
 
 
-# Older versions make a static cache whose layers of pictures are as long as the text, and fail with
-# it.
+# Older versions make a static cache with picture layers as long as the text, and fail with it.
 HAS_STATIC = "_prepare_static_cache" in vars(transformers.MllamaForConditionalGeneration)
 
 
@@ -163,7 +162,7 @@ def test_cross_layers_outside_a_cut_config_are_ignored():
 )
 def test_cross_attention_layers_keep_their_length_in_next_turn(family, has_mask):
     target, inputs, _ = READERS["aspect_ratio_ids"]()
-    if not has_mask:  # then all tokens see all tiles, but for those of the prompt
+    if not has_mask:  # then all tokens see all tiles, except those of the prompt
         del inputs["cross_attention_mask"]
     hf_speculate.enable(target)
     draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
@@ -268,7 +267,7 @@ def test_second_turn_continues_from_the_cache():
 def test_threads_keep_their_positions_apart():
     target, draft = picture_pair("qwen2_vl")
     calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
-    # no picture, so another delta
+    # Without a picture the delta differs.
     calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}
     own = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
     wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
@@ -284,7 +283,7 @@ def test_failed_run_leaves_the_model_as_plain_generate():
     target, draft = picture_pair("qwen2_vl")
     left = []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another state to start from
+        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another initial state
         own["stopping_criteria"] = [FaultyCriterion(Fault(1, RuntimeError("on purpose")))]
         with pytest.raises(RuntimeError, match="on purpose"):
             target.generate(**picture_prompts(target, 2), **own, max_new_tokens=8)
@@ -331,7 +330,7 @@ NUM_READ = GPT2_INPUTS["input_ids"].shape[1]
 @pytest.mark.parametrize(
     ("read", "cache_kind"),
     [
-        # the last one is repeated
+        # The last one is repeated.
         ({"token_type_ids": torch.arange(3 * NUM_READ).view(3, -1) % 64}, "auto"),
         (
             {"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])},

@@ -1,4 +1,4 @@
-"""Prompts of embeddings, and masks of any form, are read as plain `generate` reads them."""
+"""Compare prompts of embeddings and masks of any form with plain `generate`."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ K = 4
 
 
 def embedded(target, inputs, *, with_ids, noise=0.3):
-    """The inputs as embeddings [B, P, hidden] near those of their ids, which stand beside them if wanted."""
+    """Return embeddings [B, P, hidden] near those of the input ids, with the ids if wanted."""
     embeds = target.get_input_embeddings()(inputs["input_ids"])
     generator = torch.Generator().manual_seed(3)
     embeds = embeds + noise * embeds.std() * torch.randn(
@@ -57,7 +57,7 @@ def test_greedy_text_of_embeddings_equals_plain(family, batch_size, with_ids, ca
     own = {"assistant_model": draft, "speculation_cache": cache_kind, **SOURCES[source]}
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, **own}
     stats = assert_decodes_as_plain(target, options.pop("assistant_model"), inputs, **options)
-    # without them the draft lacks the prompt
+    # Without ids the draft lacks the prompt.
     assert stats.num_accepted or source != "model" or not with_ids
     if not with_ids:  # fewer ids than embeddings
         inputs["input_ids"] = prompts["input_ids"][:, -3:]
@@ -68,7 +68,7 @@ def test_greedy_text_of_embeddings_equals_plain(family, batch_size, with_ids, ca
 
 @pytest.mark.parametrize("num_drafted", [None, K])
 def test_embeddings_of_ids_give_the_draws_of_the_ids(num_drafted):
-    """Positions of the noise count the real tokens that were read, whether or not they stand in the output."""
+    """Leave tokens out of the output: noise positions count all real tokens that were read."""
     target, draft = pair("llama")
     prompts = ragged_prompts(3, seed=5)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": NUM_NEW}
@@ -145,12 +145,10 @@ def test_unreadable_embeddings_are_refused(options, message):
     ("prompt", "cache_kind"),
     [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")],
 )
-def test_row_ending_at_its_first_token_leaves_other_rows(
-    prompt, cache_kind
-):
-    """Rows that stay in the batch are fed as many tokens as the others, although this one has fewer."""
+def test_row_ending_at_its_first_token_leaves_other_rows(prompt, cache_kind):
+    """Feed rows that stay in the batch as many tokens as the others; this row has fewer."""
     target = make_model("llama", dtype=torch.float64)
-    # each token follows from the one before it, so a draft needs no prompt
+    # Each token depends on the previous one only, so a draft needs no prompt.
     for layer in target.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     hf_speculate.enable(target)
@@ -172,7 +170,7 @@ def test_row_ending_at_its_first_token_leaves_other_rows(
 
 @each_value(family=["llama", "gpt2", "mistral_window", "bloom"], chunk_size=[None, 3])
 def test_fully_masked_row_equals_plain(family, chunk_size):
-    """The rows of `tests/pairs.json` mask tokens on either side and in the midst."""
+    """Mask a whole row; `tests/pairs.json` masks tokens on either side and inside."""
     inputs = ragged_prompts(3, seed=4, min_len=6, max_len=10)
     inputs["attention_mask"][1] = 0
     stats = assert_decodes_as_plain(

@@ -1,4 +1,4 @@
-"""Processors with state that can take calls back run inside a block, on the draft too, equal to plain decoding."""
+"""Test stateful processors with rollback: they run in a block, on the draft too, as in plain."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]  # outsi
 
 @cache
 def smallest() -> tuple[Any, Any]:
-    """A pair of one layer, for what does not depend on the model. Shared between tests: change neither."""
+    """Return a pair of one layer. Shared between tests: change neither."""
     target = make_small_model(VOCAB_SIZE, seed=0)
     return hf_speculate.enable(target), noisy_copy(target, 0.1)
 
@@ -33,7 +33,7 @@ def smallest() -> tuple[Any, Any]:
 def decode(
     processor: Any, inputs: dict, is_assisted: bool = True, family: str = "", **options: Any
 ) -> Any:
-    """One call of a pair's target, greedy unless told."""
+    """Run one call of a pair's target, greedy by default."""
     target, draft = pair(family) if family else smallest()
     own = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
     own = {"max_new_tokens": NUM_NEW, "pad_token_id": 0, **own, **options}
@@ -55,7 +55,7 @@ def test_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_id
         )
         assert stats.lock_step == bool(stats.fallbacks) == (grammar is Grammar)
         acceptance.append(stats.verified_acceptance_rate)
-    assert acceptance[1] > acceptance[0]  # for drafts obey the grammar too
+    assert acceptance[1] > acceptance[0]  # drafts follow the grammar too
 
 
 @each_value(keeps_rows=[False, True], batch_size=[1, 4, 4])
@@ -74,10 +74,8 @@ def test_state_is_never_left_on_a_rejected_prefix(batch_size, keeps_rows):
 @pytest.mark.parametrize(
     ("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)]
 )
-def test_verifiers_decode_as_with_a_stateless_grammar(
-    verifier, drafter
-):
-    """So sampled texts keep their distribution: a pure processor's do."""
+def test_verifiers_decode_as_with_a_stateless_grammar(verifier, drafter):
+    """Sample too: texts keep their distribution, as with a pure processor."""
     target, draft = smallest()
     inputs, results = ragged_prompts(3, seed=5), []
     own = {"assistant_model": draft, **VERIFIERS[verifier], **DRAFTERS[drafter], "seed": [4, 5, 6]}
@@ -117,7 +115,7 @@ def test_grammar_beside_a_custom_processor_is_forked():
 
 
 class Incomparable(RollbackGrammar):
-    """Has no hash, and must not be compared."""
+    """Processor without a hash that must not be compared."""
 
     __hash__ = None
 
@@ -138,7 +136,10 @@ def test_used_processor_is_refused_by_a_later_call():
 
 
 class ForbidsAllWhenLost(RollbackGrammar):
-    """Gives -inf everywhere after a token that it has forbidden, where it should leave the scores as they are."""
+    """Processor that returns -inf everywhere after a forbidden token.
+
+    It should leave the scores unchanged there.
+    """
 
     num_lost = 0
 
@@ -152,7 +153,7 @@ class ForbidsAllWhenLost(RollbackGrammar):
 @pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_scores_after_a_forbidden_token_are_ignored(verifier):
-    """Matches do not obey the grammar, so forbidden tokens are proposed."""
+    """Draft matches, which ignore the grammar, so forbidden tokens are proposed."""
     inputs = ragged_prompts(3, seed=1, min_len=8, max_len=16, vocab_size=6)
     options = {
         "max_new_tokens": NUM_NEW,

@@ -1,4 +1,4 @@
-"""Rounds of changing length, and of another length in every row, decode what plain `generate` does."""
+"""Compare rounds with changing draft lengths, also by row, with plain `generate`."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_schedule_gets_the_outcome_of_every_round(scripted):
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
     assert outcomes[1].num_fed > 3  # the prompt
-    # the round before emitted one token that was not read, or two; then two steps
+    # The round before emitted one unread token, or two. Two steps follow.
     assert outcomes[4].num_fed in (3, 4)
     assert all(
         outcome.draft_s >= 0 and outcome.score_s > 0 and outcome.other_s > 0 for outcome in outcomes
@@ -124,7 +124,7 @@ LOCK_STEP = {"logits_processor": [Unchanged()]}
 
 
 def decoded(family, lens, inputs, **options):
-    """The new tokens, and the statistics."""
+    """Return the new tokens and the statistics."""
     target, draft = pair(family)
     stats = hf_speculate.SpeculationStats()
     options = {"assistant_model": draft, "max_new_tokens": NUM_NEW, **options}

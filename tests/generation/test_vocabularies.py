@@ -1,4 +1,4 @@
-"""Drafts whose vocabulary is not the target's, and which tokens of two tokenizers are the same."""
+"""Test drafts with another vocabulary, and shared tokens of two tokenizers."""
 
 import copy
 import gc
@@ -39,8 +39,11 @@ def target():
 
 @pytest.fixture(scope="module")
 def foreign(target):
-    """A draft that knows seven of eight letters, in another order, beside some that the target lacks; its tokenizer."""
-    # the target's ids, by the draft's
+    """Return a draft with seven of eight letters in another order, and its tokenizer.
+
+    It also has letters that the target lacks.
+    """
+    # ids of the target, by id of the draft
     order = [index for index in range(63, -1, -1) if index % 8 != 5]
     tokens = [*(CHARACTERS[index] for index in order), *"?!;:-+"]
     draft = noisy_copy(make_model("llama", vocab_size=len(tokens)), 0.0)
@@ -54,7 +57,7 @@ def foreign(target):
 
 
 def padded_draft(target, size: int):
-    """A good draft whose table ends elsewhere, and whose extra ids are the likeliest of all."""
+    """Return a good draft of another size whose extra ids are the most probable of all."""
     draft, both = noisy_copy(target, 0.03), min(size, target.config.vocab_size)
     tables = [table.weight[:both].clone() for table in (draft.model.embed_tokens, draft.lm_head)]
     draft.resize_token_embeddings(size, mean_resizing=False)
@@ -66,7 +69,7 @@ def padded_draft(target, size: int):
 
 @each_value(verifier=VERIFIERS, size=[72, 62])
 def test_fault_d_padded_vocabulary_samples(target, size, verifier):
-    """Another size of the same vocabulary raises an AttributeError in transformers, under sampling."""
+    """Draw with another size; transformers raises an AttributeError under sampling."""
     stats, inputs = hf_speculate.SpeculationStats(), ragged_prompts(3, seed=4)
     options = {
         "tokenizer": OURS,
@@ -89,7 +92,7 @@ def test_fault_d_padded_vocabulary_samples(target, size, verifier):
     [("abcdefgh???", "block"), ("hgfexyzda", "rejection"), ("hgfexyzda", "coupled")],
 )
 def test_draws_follow_the_target_distribution(letters, verifier):
-    """With a table that is padded to another size, and with a tokenizer of some of the target's letters and others."""
+    """Draw with a table padded to another size, and with a tokenizer of other letters."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     draft = make_small_model(len(letters), seed=1, sharpness=1.5, dtype=torch.float32)
     theirs = letters if len(set(letters)) == 9 else "abcdefgh"
@@ -120,7 +123,7 @@ def test_greedy_text_with_another_tokenizer_equals_plain(target, foreign, batch_
 
 
 def test_fault_e_draft_model_is_unchanged(target, foreign):
-    """transformers replaces the draft's head and embeddings, under sampling."""
+    """Check under sampling, because transformers replaces the draft's head and embeddings."""
     draft, theirs = foreign
     modules = [id(module) for module in draft.modules()]
     weights, config = copy.deepcopy(draft.state_dict()), draft.generation_config.to_dict()
@@ -162,7 +165,7 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
                 num_assistant_tokens=2,
                 max_new_tokens=3,
             )
-    # once for all calls
+    # Once for all calls.
     assert looked_up == [(str(tmp_path / name), True) for name in ("ours", "theirs")]
     draft.name_or_path = str(tmp_path / "other")
     with pytest.raises(UnsupportedModelError, match="their tokenizers differ; pass tokenizer= and"):
@@ -193,15 +196,13 @@ def test_different_sizes_or_eos_ids_are_refused(target, size, eos_token_id):
         target.generate(**ragged_prompts(1, seed=11), assistant_model=draft)
 
 
-def test_low_acceptance_over_calls_warns_once_with_both_names(
-    target, monkeypatch
-):
+def test_low_acceptance_over_calls_warns_once_with_both_names(target, monkeypatch):
     draft, good, prompts = (
         noisy_copy(target, 0.0),
         noisy_copy(target, 0.03),
         ragged_prompts(3, seed=13),
     )
-    # every token is wrong, as with another vocabulary
+    # Every token is wrong, as with another vocabulary.
     draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))
     monkeypatch.setattr(target, "name_or_path", "the/target")
     draft.name_or_path = "the/draft"
@@ -217,7 +218,7 @@ def test_low_acceptance_over_calls_warns_once_with_both_names(
                 max_new_tokens=16,
                 num_assistant_tokens=5,
             )
-        # a call verifies 45 tokens of the draft, and no pair is warned of before 64
+        # A call verifies 45 draft tokens, and no pair warns before 64.
         assert not caught
         for _ in range(3):
             target.generate(
@@ -248,7 +249,7 @@ def table(target, draft, num_target=None, num_draft=None):
 
 
 def pairs_of(target, draft) -> dict[str, str]:
-    """The shared tokens, as each writes them."""
+    """Return the shared tokens, in both spellings."""
     mapping = table(target, draft)
     ids = (
         mapping.table.is_shared.nonzero()[:, 0].tolist(),
@@ -264,7 +265,7 @@ def test_spaces_and_bytes_of_all_formats_match():
     draft = metaspace_tokenizer([" the", " rain", "ing"], LETTERS + "é")
     pairs = pairs_of(target, draft)
     expected = {"Ġthe": f"{WORD_MARK}the", "Ġ": WORD_MARK, "ing": "ing"}
-    # two bytes and a letter, what only bytes spell, not <0x61>
+    # Two bytes and a letter; only bytes spell it, not <0x61>.
     expected |= {"Ã©": "é", "Ċ": "<0x0A>", "a": "a"}
     assert expected.items() <= pairs.items()
     assert pairs_of(draft, target) == {theirs: ours for ours, theirs in pairs.items()}
@@ -318,7 +319,7 @@ READING_S = 0.02
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):
-    """Counts what takes long in large vocabularies."""
+    """Tokenizer that counts slow operations on large vocabularies."""
 
     num_read = num_encoded = 0
 
@@ -377,7 +378,7 @@ def test_vocabulary_is_read_and_tokens_encoded_once(target, foreign):
     target.generate(**inputs, **options, speculation_stats=stats)
     assert stats.vocabulary_s >= 2 * READING_S
     counts = ours.num_read, theirs.num_read, theirs.num_encoded
-    assert 0 < counts[2] < 8  # of the 8 tokens that the draft lacks, those that have occurred
+    assert 0 < counts[2] < 8  # those of the 8 missing tokens that have occurred
     target.generate(**inputs, **options)
     assert (ours.num_read, theirs.num_read, theirs.num_encoded) == counts
 

@@ -1,4 +1,4 @@
-"""Attention for few queries, in torch: SDPA's result, and that of a softmax written out."""
+"""Compare torch attention for few queries with SDPA and with a softmax written out."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernels of attention for few queries against their reference."""
+"""Compare the kernels of attention for few queries with their reference."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels import kernels
 from hf_speculate.kernels._inputs import Attention
 
-# Outputs are below 4. Half precision rounds weights and results; the interpreter cuts digits of
-# bfloat16 off.
+# Outputs are below 4. Half precision rounds weights and results. The interpreter truncates
+# bfloat16.
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 CASES = {
@@ -38,7 +38,7 @@ CASES = {
 
 
 def run(inputs: dict[str, Any], spans: Tensor, num_parts: int | None) -> Tensor:
-    """What the kernels give, on the CPU."""
+    """Return the kernels' result on the CPU."""
     return moved(
         kernels.attend(Attention(**moved_all(inputs), spans=moved(spans, DEVICE)), num_parts), "cpu"
     )

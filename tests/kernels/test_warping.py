@@ -107,7 +107,7 @@ def test_warped_draws_are_those_of_sample_from_warped_logits(
     ).bfloat16()
     logits[1, 1, 7] = torch.nan
     there = "cuda:0"
-    with nullcontext() if DEVICE == "cuda" else FakeCuda():  # which has atomics, unlike a CPU
+    with nullcontext() if DEVICE == "cuda" else FakeCuda():  # it has atomics, unlike a CPU
         assert WarpedDraws.can_run("auto", torch.device(there))
         draws = WarpedDraws(moved(keys, there), stream, 2, keeps_logits, rule)
         drawn = [moved(draws.draw(step), "cpu") for step in logits.to(there).unbind(1)]

@@ -1,4 +1,4 @@
-"""Mutants of drafters, schedules and spans."""
+"""List mutants of drafters, schedules and spans."""
 
 from tests.mutants.base import Fault, mutants_of
 

@@ -114,9 +114,7 @@ def assert_equal_states(one: Any, other: Any) -> None:
     [(embedding_is_nan, *call) for call in CALLS]
     + [(written_states_are_nan, *call) for call in BUFFERED],
 )
-def test_text_scores_and_caches_equal_plain(
-    spoil, family, batch_size, options, own, scripted
-):
+def test_text_scores_and_caches_equal_plain(spoil, family, batch_size, options, own, scripted):
     target, draft, inputs = call_of(family, batch_size)
     options = {
         "max_new_tokens": NUM_NEW,

@@ -122,9 +122,7 @@ def test_target_keeps_no_hook(pair):
         (DSPARK, "coupled", {}),
     ],
 )
-def test_joint_distribution_is_exact_with_a_smaller_vocabulary(
-    design, verifier, options, tmp_path
-):
+def test_joint_distribution_is_exact_with_a_smaller_vocabulary(design, verifier, options, tmp_path):
     target = hf_speculate.enable(
         make_small_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2)
     )

@@ -109,9 +109,7 @@ def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
         ),
     ],
 )
-def test_greedy_text_equals_plain_for_all_accepted_counts(
-    family, batch_size, num_drafted
-):
+def test_greedy_text_equals_plain_for_all_accepted_counts(family, batch_size, num_drafted):
     assert_plain_whatever_is_accepted(target_of(family), batch_size, num_drafted)
 
 

@@ -121,9 +121,7 @@ def test_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
     model_class=[Strides, Counts],
     dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16],
 )
-def test_model_that_differs_is_refused_and_round_off_passes(
-    model_class, dtype
-):
+def test_model_that_differs_is_refused_and_round_off_passes(model_class, dtype):
     model, name = own_model(model_class, dtype), str(dtype).removeprefix("torch.")
     for _ in range(2):  # the result is kept
         with pytest.raises(

@@ -43,9 +43,7 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize(("enabled", "options"), [(False, {}), (True, {"repetition_penalty": 1.8})])
-def test_greedy_methods_ignore_settings_in_configs(
-    method, enabled, options, target, batch
-):
+def test_greedy_methods_ignore_settings_in_configs(method, enabled, options, target, batch):
     model, draft, lens = copy.deepcopy(target), cheaper_copy(target), []
     ours = {"verifier": "typical", "posterior_threshold": 0.5, "num_assistant_tokens": 7}
     for config in (model.generation_config, draft.generation_config) if enabled else ():

@@ -179,9 +179,7 @@ def test_grid_holds_the_methods_allowed_by_the_rule():
 FIELDS = {"verifier": "typical", "posterior_threshold": 0.2, "num_assistant_tokens": 5}
 
 
-def test_winner_replaces_earlier_fields_and_keeps_others(
-    tmp_path, monkeypatch
-):
+def test_winner_replaces_earlier_fields_and_keeps_others(tmp_path, monkeypatch):
     kept = {"eos_token_id": 7, "temperature": 0.5, "draft_sampling": "argmax"}
     tuned = {
         "_from_model_config": True,

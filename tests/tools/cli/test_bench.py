@@ -59,9 +59,7 @@ def run(pair, prompts, *extra):
     return status, json.loads(out.read_text())
 
 
-def test_greedy_and_lossy_methods_are_compared_with_plain(
-    pair, questions, capsys
-):
+def test_greedy_and_lossy_methods_are_compared_with_plain(pair, questions, capsys):
     page = questions.with_name("report.html")
     status, result = run(
         pair, questions, "-k", "3,adaptive", "--thresholds", "0.05,0.2", "--html", str(page)
@@ -166,9 +164,7 @@ def test_draft_may_have_another_tokenizer(pair, questions, tmp_path):
     assert (status, result["methods"][-1]["checked"]) == (0, "2 of 2 rows equal")
 
 
-def test_method_with_a_different_text_shows_no_speedup(
-    questions, tmp_path, registry, capsys
-):
+def test_method_with_a_different_text_shows_no_speedup(questions, tmp_path, registry, capsys):
     hf_speculate.register_verifier("keeps all", lambda config: KeepsAll(), lossless=True)
     status, result = run(save_pair(tmp_path, noise=0.5), questions, "-v", "greedy,keeps all")
     assert status == 1
@@ -179,9 +175,7 @@ def test_method_with_a_different_text_shows_no_speedup(
     assert "keeps all" not in capsys.readouterr().out
 
 
-def test_winner_is_saved_unless_plain_decoding_wins(
-    questions, tmp_path, monkeypatch, capsys
-):
+def test_winner_is_saved_unless_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
     generate, now = GenerationMixin.generate, [0.0]
     default = SpeculationConfig().posterior_threshold
     # of a call by threshold and K; models decode all the same

@@ -111,9 +111,7 @@ class EndsAtPair(StoppingCriteria):
         (hf_speculate.register_row_wise(type("RowWiseEnd", (EndsAtPair,), {})), None, {}),
     ],
 )
-def test_text_after_a_stop_is_in_no_result(
-    stop, eos, options, plain, tmp_path
-):
+def test_text_after_a_stop_is_in_no_result(stop, eos, options, plain, tmp_path):
     """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
     long = [
         (prompt, text)
@@ -175,9 +173,7 @@ def test_finished_rows_and_the_drawn_seed_are_kept(num_bytes, tmp_path):
         ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more of them
     ],
 )
-def test_run_with_other_prompts_or_settings_is_refused(
-    begun, resumed, words, tmp_path
-):
+def test_run_with_other_prompts_or_settings_is_refused(begun, resumed, words, tmp_path):
     first, output = decode(tmp_path, **begun)
     before = output.read_bytes()
     with pytest.raises(ConfigError, match=words):

@@ -85,9 +85,7 @@ def test_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_actors_resume_the_run_of_one_process(
-    cluster, folder, tmp_path, capsys
-):
+def test_actors_resume_the_run_of_one_process(cluster, folder, tmp_path, capsys):
     ids, output = write_prompts(tmp_path / "prompts.jsonl", TEXTS), tmp_path / "out.jsonl"
     words = batch_words(folder, output, "-k", "3")
     assert main(words) == 0

@@ -72,7 +72,9 @@ def test_failing_check_is_named_with_its_setting(
     assert (report.ok, report.advice) == (False, f"cuda:0: set {setting}")
 
 
-def test_command_ends_with_the_settings_to_use(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_command_ends_with_the_settings_to_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     never_ends = functools.partial(
         examined, fake("texts"), limit_s=3.0, enter=simulated_doctor.hanging
     )

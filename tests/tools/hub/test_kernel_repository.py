@@ -68,9 +68,7 @@ def load_with_the_library(build: Path) -> ModuleType:
     "load", [load_by_hand, pytest.param(load_with_the_library, marks=pytest.mark.hub_kernels)]
 )
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_loaded_kernels_decide_as_the_library(
-    load, backend: str, build: Path, monkeypatch
-) -> None:
+def test_loaded_kernels_decide_as_the_library(load, backend: str, build: Path, monkeypatch) -> None:
     target, ids, draft = make_round(3, 3, 40, seed=5)
     keys = make_keys(3, rounds=2, positions=7)
     expected = verify_rejection(target, ids, draft, keys=keys, backend="torch")

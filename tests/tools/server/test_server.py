@@ -390,9 +390,7 @@ def test_text_far_beyond_the_context_is_refused_unread(client, engine, monkeypat
         ]
 
 
-def test_streams_continue_while_a_long_text_is_tokenised(
-    client, engine, text, monkeypatch
-):
+def test_streams_continue_while_a_long_text_is_tokenised(client, engine, text, monkeypatch):
     tokenizer, may_end, is_long = engine.tokenizer, threading.Event(), "a" * (engine.max_chars - 8)
 
     class Slow:
