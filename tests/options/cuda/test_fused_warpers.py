@@ -1,4 +1,4 @@
-"""Fused warpers: runs of temperature, top-k, top-p and min-p in one kernel."""
+"""Test fused warpers: temperature, top-k, top-p and min-p in one kernel."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.processors.test_processors import (
             [HEAT, TOP_K, TOP_P, MIN_P],
             [{"temperature": 0.7, "top_k": 7, "top_p": 0.8, "min_p": 0.05}],
         ),
-        # not in the usual order
+        # Not in the usual order.
         ([TOP_P, HEAT, TOP_K], [{"top_p": 0.8}, {"temperature": 0.7, "top_k": 7}]),
         ([PENALTY, TOP_K, TYPICAL, TOP_P], [PENALTY, {"top_k": 7}, TYPICAL, {"top_p": 0.8}]),
         ([SUBCLASSED, KEEPS_3, FILLS_K], [SUBCLASSED, KEEPS_3, FILLS_K]),

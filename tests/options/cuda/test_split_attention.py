@@ -1,4 +1,4 @@
-"""Our kernel of attention for few queries: calls on a GPU use it where its trial found it right and faster."""
+"""Test our kernel of attention for few queries: calls on a GPU use it after a successful trial."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,14 +22,14 @@ K = 3
 
 
 class AllUsed(dict[Build, str]):
-    """Verdicts by which every build is used."""
+    """Verdicts in favour of every build."""
 
     def get(self, *args: Any) -> str:
         return ""
 
 
 class Clock:
-    """Seconds that calls take as tests say."""
+    """Clock with given seconds of calls."""
 
     now = 0.0
 
@@ -69,12 +69,12 @@ def test_verification_through_the_kernel_gives_plain_ids(
         launches[f"triton {name}_kernel"] for name in ("key_spans", "attend", "merge")
     )
     assert num_attend == num_merge == target.config.num_hidden_layers * num_spans
-    # Not the prompt, nor a single token at the end, which needs no mask of ours.
+    # Neither the prompt nor a single token at the end needs a mask of ours.
     assert num_spans == launches["embedding"] - 2
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """Arguments of `serves`, some of them changed."""
+    """Return arguments of `serves`, with some changes."""
     query, key = (
         torch.zeros(1, 4, 6, 16, dtype=torch.bfloat16),
         torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Top-p on a GPU drops what transformers' class drops."""
+"""Compare top-p on a GPU with transformers' class."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gemma 4 assistants in whole calls: every draft of every row is that of the formula for this row alone."""
+"""Compare every draft of Gemma 4 assistants in whole calls with the formula for its row alone."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from tests.options.gemma4.reference import Reference
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 
 TOLERANCE = 1e-5  # transformers takes norms in float32
-STALE = 1e4  # what columns without a token of the row hold; masks hide finite numbers alone
+STALE = 1e4  # content of columns without a token of the row; masks hide finite numbers only
 CAP = {"final_logit_softcapping": 1.0}
 DRAFT_LENS = (3, 0, 0, 5, 1, 0, 2)  # the first right after the prompt
 ENDS = {"eos_token_id": [3, 9, 17, 30, 44]}
@@ -36,7 +36,10 @@ class Record(NamedTuple):
 
 
 class Recording(Gemma4Drafter):
-    """Keeps every draft with the rows' texts; before it, fills what no row may read of the target's cache."""
+    """Drafter that keeps every draft with the rows' texts.
+
+    It first fills the columns of the target's cache that no row may read.
+    """
 
     def __init__(self, assistant, setup, records):
         super().__init__(assistant, setup)
@@ -88,7 +91,7 @@ def fill_stale(cache):
 
 
 def recorded(assistant, target, inputs, position=-1, **options):
-    """The drafts of a call, and its statistics."""
+    """Return the drafts of a call, and its statistics."""
     records, wrapped = [], Gemma4Assistant(assistant, position)
     stats = hf_speculate.SpeculationStats()
     hf_speculate.generate(
@@ -102,12 +105,15 @@ def recorded(assistant, target, inputs, position=-1, **options):
 
 
 def window_of(stats):
-    """Tokens that layers with a window see: a dynamic cache keeps no more than the target needs for its next one."""
+    """Return the number of tokens visible to window layers.
+
+    A dynamic cache keeps no more than the target needs for its next token.
+    """
     return SLIDING_WINDOW - (stats.cache == "dynamic")
 
 
 def assert_drafts_are_the_references(reference, records, ends=()):
-    """Of rows that have not ended."""
+    """Compare the drafts of rows that have not ended."""
     for record in records:
         num = record.draft.token_ids.shape[1]
         for row, (text, ids) in enumerate(
@@ -121,8 +127,8 @@ def assert_drafts_are_the_references(reference, records, ends=()):
             )
 
 
-# Rows, layers of the target that share states, whether embeddings are ordered, the cache, position,
-# and options.
+# Rows, layers of the target with shared states, ordered embeddings, the cache, position, and
+# options.
 CALLS = {
     "one row": (1, 2, False, "preallocated", -1, {}),
     "rows that leave": (4, 0, False, "preallocated", -1, ENDS),
@@ -144,7 +150,7 @@ def test_drafts_equal_the_reference(name, scripted):
         target, is_ordered=is_ordered, scale=0.3, **({} if is_ordered else CAP)
     )
     inputs = ragged_prompts(batch_size, seed=2, max_len=2 * SLIDING_WINDOW)
-    if CACHE_NAME in options:  # which outlives the call, so that rows that have ended stay
+    if CACHE_NAME in options:  # it outlives the call, so ended rows stay
         options = {**options, CACHE_NAME: DynamicCache(config=target.config)}
     records, stats = recorded(
         assistant, target, inputs, position, speculation_cache=cache, **options

@@ -1,4 +1,4 @@
-"""The state of each row's newest token, which is all that a Gemma 4 assistant reads of the target's states."""
+"""Test the state of each row's newest token, the only target state that an assistant reads."""
 
 import torch
 
@@ -7,7 +7,7 @@ from hf_speculate.types import Scored
 
 
 def states_of(*rows):
-    """States whose number in row r is 10 r and the column, as a forward of that many columns returns them."""
+    """Return states as a forward with so many columns does; row r has 10 r plus the column."""
     hidden = torch.tensor(rows, dtype=torch.float64)[..., None]  # [B, Q, 1]
     return Scored(hidden, (hidden,))
 
@@ -23,7 +23,7 @@ def test_plain_rounds_keep_the_newest_state_and_a_count():
         states.add(states_of([3, 4, 5], [13, 14, 15]), counts)
     assert states.counts == [5, 3]
     sizes = [value.shape[1] for value in vars(states).values() if isinstance(value, torch.Tensor)]
-    assert sizes == [1]  # nothing that grows with the rounds
+    assert sizes == [1]  # Nothing grows with the rounds.
     assert states.take(torch.device("cpu"))[..., 0].tolist() == [[3.0], [13.0]]
     assert states.counts == [0, 0]
 

@@ -1,4 +1,4 @@
-"""Heads of targets that read pictures: positions in time, height and width (M-RoPE)."""
+"""Test heads of targets that read pictures, with positions in time, height and width (M-RoPE)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ HEAD = replace(EAGLE3, hidden_size=32, target_hidden_size=32, vocab_size=64, aux
 
 
 def of_rope(rope: dict[str, Any] | None):
-    """A head with such an entry of its config."""
+    """Return a head with this entry in its config."""
     return replace(
         HEAD, rope={"rope_theta": 1000.0} | ({} if rope is None else {"rope_scaling": rope})
     )
@@ -90,12 +90,12 @@ def test_positions_continue_from_the_prompt_in_every_row():
 
 @cache
 def target() -> PreTrainedModel:
-    """An enabled target. Shared between tests: do not change it."""
+    """Return an enabled target. Shared between tests: do not change it."""
     return hf_speculate.enable(make_qwen2_vl())
 
 
 class Recorder:
-    """A drafter that records what another one drafts: (row, tokens known of it, drafted tokens)."""
+    """Drafter that records another one's drafts: (row, its known tokens, drafted tokens)."""
 
     drafts_fewer = True
 
@@ -131,7 +131,7 @@ class Recorder:
 def rows_alone(
     model: PreTrainedModel, inputs: dict[str, Tensor], outputs: Tensor
 ) -> list[dict[str, Tensor]]:
-    """The arguments of a plain forward over each row's own text and pictures, without padding."""
+    """Return arguments of plain forwards over each row's text and pictures, without padding."""
     rows, begin = [], 0
     num_prompt = inputs["input_ids"].shape[1]
     for row, num in enumerate(PICTURES_OF_ROWS):
@@ -150,7 +150,7 @@ def rows_alone(
 
 
 def axes_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], num_more: int = K) -> Tensor:
-    """[3, T + num_more], the positions of a row and of tokens that follow it."""
+    """Return positions [3, T + num_more] of a row and of the tokens after it."""
     ids = torch.nn.functional.pad(arguments["input_ids"], (0, num_more), value=5)
     if "image_grid_thw" not in arguments:
         return torch.arange(ids.shape[1]).expand(3, -1)
@@ -162,7 +162,7 @@ def axes_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], num_more: 
 def states_of_row(
     model: PreTrainedModel, arguments: dict[str, Tensor], layers: Sequence[int]
 ) -> Tensor:
-    """[T, A * D] of a forward without a cache."""
+    """Return states [T, A * D] of a forward without a cache."""
     given = model(**arguments, use_cache=False, output_hidden_states=True).hidden_states
     return torch.cat([given[layer][0] for layer in layers], dim=-1)
 
@@ -170,7 +170,7 @@ def states_of_row(
 def recorded(
     head: Any, inputs: dict[str, Tensor], model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[list[Any], Tensor, Any]:
-    """What a head drafts in a call, its output, and its statistics."""
+    """Return a head's drafts in a call, its output, and its statistics."""
     records: list[Any] = []
     stats = hf_speculate.SpeculationStats()
     own = {"drafter": lambda setup: Recorder(head(setup), records), "num_assistant_tokens": K}

@@ -1,4 +1,4 @@
-"""Folders that are damaged, or hold something else than they say: an error of ours names the file."""
+"""Test damaged folders and folders with wrong content: the error names the file."""
 
 import copy
 import json
@@ -65,7 +65,7 @@ def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], N
 
 
 def with_json(name: str, **fields: Any) -> Callable[[Path], None]:
-    """Fields of a JSON file, None to remove one."""
+    """Change fields of a JSON file; None removes one."""
 
     def change(content: bytes) -> bytes:
         new = {
@@ -111,7 +111,7 @@ def one_layer_less(weights):
 
 
 EXTRA = "model.layers.1.mlp.extra.weight"
-FAULTS = {  # what writes a folder, what damages it, and what the error says
+FAULTS = {  # writer of a folder, damage, and error message
     "cut off": (
         eagle,
         rewritten(SAFE, lambda content: content[:-9]),
@@ -271,7 +271,7 @@ JUNK: tuple[Any, ...] = (MISSING, None, "junk", -1, [["junk"]], {"junk": 1})
 
 
 def damaged(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config with one field missing or of another type, whichever it is."""
+    """Yield the config with one field missing or of another type, for every field."""
     for part in (None, "transformer_layer_config", "speculators_config"):
         for field in config if part is None else config[part]:
             for junk in JUNK:
@@ -303,7 +303,7 @@ def test_damaged_config_loads_or_is_named(name, tmp_path):
 
 @pytest.mark.parametrize("name", DESIGNS)
 def test_damaged_weights_load_or_are_named(name, tmp_path):
-    """One missing, without rows, and without dimensions, whichever it is."""
+    """Remove each weight, its rows, or its dimensions."""
     weights, errors = make_weights(DESIGNS[name]), []
     folder = write(tmp_path, DESIGNS[name], weights)
     for weight_name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""Heads of all kinds: drafts leave no trace, and in `generate()` the text is plain decoding's whatever is proposed."""
+"""Test heads of all kinds in `generate()`: plain text, and no trace of the drafts."""
 
 import copy
 import pickle
@@ -54,13 +54,13 @@ FITTED = replace(
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A folder with a head that knows the greedy texts of `prompts()` but for some tokens, and these texts."""
+    """Write a head that knows the greedy texts of `prompts()` except some tokens; return both."""
     return write_fitted(tmp_path_factory.mktemp("head"), FITTED, target_of(), prompts(), NUM_NEW)
 
 
 @pytest.fixture(scope="module")
 def pair(fitted):
-    """The target, enabled, and the head."""
+    """Return the enabled target and the head."""
     target = copy.deepcopy(target_of())
     return hf_speculate.enable(target), load_drafter(fitted[0], target)
 
@@ -83,7 +83,10 @@ def test_greedy_text_equals_plain_for_every_kind(kind, batch_size, tmp_path):
 
 @pytest.mark.parametrize("design", [EAGLE3, DFLASH, MTP])
 def test_head_reads_a_target_with_shared_keys(design, tmp_path):
-    """Of such layers, the aux layers of the first two kinds name both the first and the last."""
+    """Share keys between the last layers.
+
+    The aux layers of EAGLE-3 and DFlash include the first and the last of them.
+    """
     layers = {
         "num_hidden_layers": NUM_TARGET_LAYERS,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -133,12 +136,12 @@ def test_joint_distribution_is_exact_with_a_smaller_vocabulary(design, verifier,
         "num_heads": 2,
         "num_kv_heads": 1,
     }
-    if design.kind != "dflash2":  # which proposes three of the 8 tokens
+    if design.kind != "dflash2":  # it proposes three of the 8 tokens
         fields["draft_ids"] = (1, 2, 3, 5, 6, 7)
     design = replace(design, **fields, aux_layers=(0, 1, 2))
     weights = make_weights(design, seed=1)
     if "lm_head.weight" in weights:
-        weights["lm_head.weight"] /= 8  # flat enough that every token comes
+        weights["lm_head.weight"] /= 8  # flat enough for every token
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
     stats = hf_speculate.SpeculationStats()
     options |= {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier}
@@ -149,7 +152,7 @@ def test_joint_distribution_is_exact_with_a_smaller_vocabulary(design, verifier,
 
 @pytest.mark.parametrize("form", [str, Path])
 def test_head_is_loaded_by_name(form, pair, tmp_path):
-    """It is loaded for the first call and kept with the target."""
+    """Load the head for the first call and keep it with the target."""
     folder = write_speculators(tmp_path / "head", FITTED, make_weights(FITTED))
     for _ in range(2):
         assert (
@@ -183,7 +186,7 @@ def test_pipelines_accept_a_head(pair):
     ],
 )
 def test_low_first_token_acceptance_warns_once(pair, design, cause, tmp_path):
-    """Counted over calls, because a schedule stops drafting early in one."""
+    """Count over calls, because a schedule stops drafting early in one."""
     target, fitted = pair
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design, seed=2)), target)
     options = {"max_new_tokens": 45, "num_assistant_tokens": 1}
@@ -220,7 +223,7 @@ def test_options_unsupported_with_a_head_are_refused(pair, tmp_path):
 
 
 def test_default_number_of_tokens_bounds_the_adaptive_length(pair):
-    # without estimates of other calls
+    # No estimates of other calls are left.
     target, head = pair[0], pair[1].with_layers(pair[1].hidden_layers)
     assert head.default_draft_tokens == 4
     stats = hf_speculate.SpeculationStats()
@@ -233,7 +236,7 @@ def test_default_number_of_tokens_bounds_the_adaptive_length(pair):
 
 
 def decoded(target, head, **options):
-    """Ids and statistics."""
+    """Return ids and statistics."""
     stats = hf_speculate.SpeculationStats()
     options |= {
         "num_assistant_tokens": 3,
@@ -246,7 +249,7 @@ def decoded(target, head, **options):
 
 
 class Overwriting(nn.Module):
-    """A module that overwrites its input once it has read it."""
+    """Module that overwrites its input after reading it."""
 
     def __init__(self, module):
         super().__init__()
@@ -345,7 +348,7 @@ def test_check_layers_of_a_head_is_deprecated(fitted):
 
 
 K = 3
-TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32
+TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, with norms in float32
 LONG = 530  # tokens, more than a head reads in one forward
 
 
@@ -355,7 +358,7 @@ def loaded(request, tmp_path_factory):
 
 
 def test_text_read_in_pieces_drafts_as_text_read_at_once(loaded):
-    """Whatever was drafted between, and after a row has left."""
+    """Draft between the pieces, and go on after a row has left."""
     head, target = loaded
     texts = random_texts([LONG, 30, 40], seed=4)
     pieces = Rounds(head, target, [text[:20] for text in texts])
@@ -366,13 +369,13 @@ def test_text_read_in_pieces_drafts_as_text_read_at_once(loaded):
             pieces.rows([2, 0])
             texts = [texts[2], texts[0]]
     at_once = Rounds(head, target, texts)
-    at_once.num_rounds = pieces.num_rounds  # the noise is of the round
+    at_once.num_rounds = pieces.num_rounds  # the noise depends on the round
     ours, theirs = (one.draft(K, SampleStrategy.RANDOM, seeds=[2, 0]) for one in (at_once, pieces))
     torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
 
 
 def recording(head, drafts):
-    """Makes the head's drafters, which add the tokens of each draft to a list."""
+    """Return a factory of the head's drafters that append each draft's tokens to a list."""
 
     def make(setup):
         drafter = head(setup)
@@ -384,7 +387,7 @@ def recording(head, drafts):
 
 
 def test_chunked_prompt_gives_the_drafts_of_a_whole_one(loaded):
-    """And the text of a prompt whose beginning lies in a cache, which the head has not read, is plain."""
+    """Decode also a prompt with its beginning in a cache, unread by the head: its text is plain."""
     head, target = loaded[0], hf_speculate.enable(copy.deepcopy(loaded[1]))
     ids = torch.tensor(random_texts([9, 9], seed=5))
     expected, drafts = target.generate(ids, max_new_tokens=12), {}
@@ -407,7 +410,7 @@ def test_chunked_prompt_gives_the_drafts_of_a_whole_one(loaded):
 
 
 def test_processors_see_the_text_and_earlier_drafts(loaded):
-    """Over rounds in which drafts are refused, and after a row has left."""
+    """Reject drafts in some rounds, and go on after a row has left."""
     head, target = loaded
     rounds = Rounds(
         head,
@@ -448,5 +451,5 @@ def test_pickled_head_drafts_the_same_and_copies_are_the_head(loaded):
     )
     assert torch.equal(ours.token_logits, theirs.token_logits)
     assert twin.network is not head.network
-    # `generate` copies a `GenerationConfig`, and the head in it, in every call
+    # `generate` copies a `GenerationConfig`, with its head, in every call.
     assert copy.deepcopy(head) is head

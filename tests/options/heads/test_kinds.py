@@ -1,4 +1,4 @@
-"""What is recognised in a folder, what is refused by name, what its config means, and whether a head fits a target."""
+"""Test recognised and refused folders, their configs, and the fit of a head and a target."""
 
 import json
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_unsupported_head_error_lists_supported_kinds(config, names, got):
     ) as caught:
         recognise(config, lambda: names, "deepseek_v3")
     assert got in str(caught.value)
-    # not taken for a draft model
+    # It is not taken for a draft model.
     assert is_head(config) or config.get("model_type") in ("llama", "deepseek_v3")
 
 
@@ -353,7 +353,7 @@ REVISION = "0" * 40
 
 @pytest.mark.parametrize("is_repository", [False, True])
 def test_head_in_a_subfolder_is_loaded(is_repository, tmp_path, monkeypatch):
-    """Of a folder, or of a repository that the cache holds."""
+    """Load from a folder, or from a cached repository."""
     root, source = tmp_path, str(tmp_path)
     if is_repository:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -425,7 +425,7 @@ def test_pickled_file_cannot_run_code(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts of reads come from Linux")
 @pytest.mark.parametrize("is_old", [False, True])
 def test_single_weight_of_a_pickled_file_is_read_alone(is_old, tmp_path):
-    """Files of torch before 1.6 cannot be mapped."""
+    """Read files of torch before 1.6, which cannot be mapped."""
     weights = {"small": torch.arange(9), "large": torch.zeros(1 << 23)}
     torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not is_old)
 

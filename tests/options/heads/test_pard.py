@@ -1,4 +1,4 @@
-"""PARD drafts: one forward over slots, against the model's own forward without cache."""
+"""Compare PARD drafts, one forward over slots, with the model's forward without a cache."""
 
 import json
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-5  # Qwen 2 computes its norms in float32
 
 
 def write_pard(folder, kind="qwen2"):
-    """A folder as AMD's, and the model that it holds."""
+    """Write a folder as AMD does, and return its model."""
     model = make_model(kind, seed=7, vocab_size=VOCAB_SIZE)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -36,7 +36,7 @@ def test_drafts_equal_a_plain_forward(vocab_size, tmp_path):
         draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=range(len(rounds.texts)))
         for row, text in enumerate(rounds.texts):
             logits = model(torch.tensor([text + [PARD_TOKEN] * (K - 1)])).logits[0, -K:]
-            # or cut
+            # The logits are padded, or cut.
             expected = torch.nn.functional.pad(
                 logits, (0, vocab_size - VOCAB_SIZE), value=-torch.inf
             )

@@ -1,4 +1,4 @@
-"""A head drafts for the target of the call as it then is, whichever target it was loaded for."""
+"""Test that a head drafts for the present state of the call's target."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ from tests.support.gpu_rounds import counted, on_gpu
 from tests.support.tiny import make_model, ragged_prompts
 
 K = 3
-TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32
+TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, with norms in float32
 
 
 def with_embeddings(target):
@@ -77,8 +77,8 @@ CHANGES: dict[str, Callable] = {
 }
 
 
-CHECKPOINT = "MTP, two layers of a checkpoint"  # which transformers' modules run
-# every change meets the layers of a checkpoint, and other kinds of heads in turn
+CHECKPOINT = "MTP, two layers of a checkpoint"  # transformers' modules run these
+# Every change is tested with a checkpoint's layers, and with other kinds of heads in turn.
 OTHERS = [name for name in KINDS if name != CHECKPOINT]
 PAIRS = [(CHECKPOINT, change) for change in CHANGES]
 PAIRS += [(name, change) for change, name in zip(CHANGES, OTHERS * 2, strict=False)]
@@ -87,7 +87,7 @@ PAIRS += [(name, "embeddings") for name in OTHERS[1:]]
 
 @pytest.fixture(scope="module")
 def load_kind(tmp_path_factory):
-    """Makes a head by the name of its kind, the target that it was loaded for, and what loads it anew."""
+    """Return a maker of heads by kind, with their target and a function to load them again."""
 
     @functools.cache
     def load(name):
@@ -119,7 +119,7 @@ def test_drafts_equal_a_head_loaded_for_the_changed_target(kind, change, load_ki
     )
     expected = draft_of(Rounds(load(target), target, texts))
     assert_same(draft_of(ours), draft_of(theirs))
-    # of its own target, though a call of another one came between
+    # A call of another target in between changes nothing.
     assert_same(draft_of(others), expected)
 
 
@@ -174,12 +174,12 @@ SIZED = {
 @pytest.mark.parametrize("size", [VOCAB_SIZE + 8, VOCAB_SIZE - 4])
 @pytest.mark.parametrize("name", SIZED)
 def test_ids_missing_on_one_side_are_not_drafted(name, size, strategy, tmp_path):
-    """A head is fed its last id for those that it lacks, and proposes none that the target lacks."""
+    """Feed a head its last id for ids that it lacks; it proposes no id that the target lacks."""
     design, target = SIZED[name], copy.deepcopy(target_of())
     target.resize_token_embeddings(size)
     weights = make_weights(design)
     if "lm_head.weight" in weights:
-        weights["lm_head.weight"][-1] *= 9  # chosen where it can be
+        weights["lm_head.weight"][-1] *= 9  # chosen wherever possible
     with pytest.warns(
         UserWarning,
         match=f"vocabulary has 32 tokens, and the target's {size}; ids are taken to mean",
@@ -243,7 +243,7 @@ def test_target_of_another_shape_is_refused(tmp_path):
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("is_wrapped", [True, False])
 def test_embeddings_follow_the_scale_of_the_family(is_wrapped, is_scaled):
-    """Of Gemma's table, also with what an adapter adds to it."""
+    """Use Gemma's scaled table, also with an adapter."""
     target = copy.deepcopy(make_model("gemma3"))
     config = LoraConfig(
         target_modules=["embed_tokens"] if is_wrapped else ["q_proj"], init_lora_weights=False
@@ -259,7 +259,7 @@ def test_embeddings_follow_the_scale_of_the_family(is_wrapped, is_scaled):
 
 
 class Packed(nn.Module):
-    """A linear layer or a table in 8 bits, which computes in float64 whatever its weights are stored in."""
+    """Linear layer or table in 8 bits that computes in float64."""
 
     def __init__(self, module, stored=torch.uint8, has_weight=True):
         super().__init__()
@@ -280,7 +280,7 @@ class Packed(nn.Module):
 
 
 def with_plain_weights(target):
-    """The target with what its packed tables stand for."""
+    """Return the target with unpacked tables."""
     twin = copy.deepcopy(target_of())
     for name in ("input", "output"):
         table = getattr(twin, f"get_{name}_embeddings")()
@@ -336,7 +336,7 @@ def test_bitsandbytes_lm_head_is_shared(layer, tmp_path):
     ours = draft_of(Rounds(load_drafter(folder, packed), packed, random_texts([9], seed=2)))
     plain = draft_of(Rounds(load_drafter(folder, target), target, random_texts([9], seed=2)))
     gaps = [(logits - plain).norm() / plain.norm() for logits in (ours, ours.roll(1, -1))]
-    assert gaps[0] < 0.2 < gaps[1]  # as rounded weights differ, and wrong states do not
+    assert gaps[0] < 0.2 < gaps[1]  # rounded weights differ, wrong states do not
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])

@@ -1,4 +1,4 @@
-"""Draft models that read the pictures of the prompt themselves, in batches."""
+"""Test draft models that read the pictures of the prompt themselves, in batches."""
 
 from functools import cache
 
@@ -33,18 +33,18 @@ NUM_NEW = 16
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
-    """An enabled target. Shared between tests: do not change it."""
+    """Return an enabled target. Shared between tests: do not change it."""
     return hf_speculate.enable(MAKERS[family]())
 
 
 @cache
 def same_weights(family: str) -> PreTrainedModel:
-    """A copy of the target that drafts. Shared between tests: do not change it."""
+    """Return a drafting copy of the target. Shared between tests: do not change it."""
     return noisy_copy(target_of(family), ACCEPTED_ALL)
 
 
 def prompts(family: str) -> dict[str, Tensor]:
-    """Rows with no, one and two pictures."""
+    """Return rows with no, one and two pictures."""
     return mixed_prompts(target_of(family))
 
 
@@ -53,7 +53,7 @@ def encoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def eos_of_row(family: str, inputs: dict[str, Tensor], row: int, num_tokens: int) -> int:
-    """A token with which a row ends after at most so many tokens."""
+    """Return a token that ends a row after at most this many tokens."""
     text = target_of(family).generate(**inputs, max_new_tokens=NUM_NEW)
     return int(text[row, num_tokens - 1 - NUM_NEW])
 
@@ -136,7 +136,7 @@ def test_positions_come_from_the_call_and_draft_is_unchanged(family):
 def test_picture_draft_works_with_other_sources_and_schedules(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft = noisy_copy(target, DRAFT_NOISE)
-    # a draft state that had kept the first call's prompt would be of other pictures
+    # A draft state with the first call's prompt would hold other pictures.
     for _ in range(2):
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
         assert "text and pixel_values" in stats.plan
@@ -162,7 +162,7 @@ def test_idle_draft_encodes_no_pictures(own):
 @pytest.mark.usefixtures("scripted")
 def test_rows_leaving_before_the_first_draft_take_their_images():
     target, draft, inputs = target_of("qwen2_vl"), same_weights("qwen2_vl"), prompts("qwen2_vl")
-    eos = eos_of_row("qwen2_vl", inputs, 0, 1)  # with the token that follows the prompt
+    eos = eos_of_row("qwen2_vl", inputs, 0, 1)  # the token after the prompt
     stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, eos_token_id=eos)
     assert stats.num_accepted == stats.num_verified > 0
 
@@ -191,7 +191,7 @@ def test_padded_vocabulary_keeps_the_picture_ids():
 
 
 def with_other_patches() -> PreTrainedModel:
-    """A LLaVA for which a picture has sixteen tokens."""
+    """Make a LLaVA with sixteen tokens per picture."""
     fields = {
         **CLIP_AND_LLAMA,
         "vision_config": {**CLIP_AND_LLAMA["vision_config"], "patch_size": 2},
@@ -205,7 +205,7 @@ def with_another_id() -> PreTrainedModel:
     return draft
 
 
-# older versions encode pictures in the forward of the prompt
+# Older versions encode pictures in the forward of the prompt.
 ENCODES_FIRST = "mm_encoder_outputs" in READINGS
 
 
@@ -258,7 +258,10 @@ def test_draft_does_not_read_states_of_the_target_encoder():
     not hasattr(transformers, "Granite4VisionConfig"), reason="transformers lacks Granite 4 Vision"
 )
 def test_encoders_with_states_by_layer_are_read():
-    """Granite 4 Vision adds states of two layers of its encoder in two of the text's, and pools none."""
+    """Use Granite 4 Vision, which adds encoder states of two layers to two text layers.
+
+    It pools none of them.
+    """
     vision = {
         "model_type": "siglip_vision_model",
         **VISION,
@@ -287,7 +290,7 @@ def test_encoders_with_states_by_layer_are_read():
     target = make(
         "Granite4VisionForConditionalGeneration", **own, vision_feature_select_strategy="full"
     )
-    sizes = torch.tensor([[8, 16], [8, 16]])  # as LLaVA-NeXT's
+    sizes = torch.tensor([[8, 16], [8, 16]])  # as in LLaVA-NeXT
     pictures = {"pixel_values": noise(2, 3, 3, 8, 8), "image_sizes": sizes}
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), **pictures)
     draft = noisy_copy(target, ACCEPTED_ALL)

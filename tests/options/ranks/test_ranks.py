@@ -1,4 +1,4 @@
-"""Ranks of one call: with `synced_gpus` they run equally many forwards, and with a split target they choose alike."""
+"""Test ranks of one call: equal forwards with `synced_gpus`, equal choices with a split target."""
 
 import datetime
 import functools
@@ -40,7 +40,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts, with_cont
 
 NUM_RANKS = 2
 NUM_NEW = 16
-TIMEOUT_S = 60  # a rank that waits so long for another waits for a forward that never comes
+TIMEOUT_S = 60  # a rank waiting this long waits for a forward that never comes
 K = {"num_assistant_tokens": 3}
 SAMPLED = {"do_sample": True, "seed": 3}
 
@@ -68,7 +68,7 @@ def of_all_ranks(value):
 
 
 class FailsInBatches(LlamaForCausalLM):
-    """Several tokens together give something else where there are several rows."""
+    """Llama that gives other logits for several tokens of several rows."""
 
     def forward(self, input_ids, past_key_values=None, **kwargs):
         output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
@@ -79,8 +79,8 @@ class FailsInBatches(LlamaForCausalLM):
 
 NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
 COUPLED = {**SAMPLED, "verifier": "coupled"}
-# What a call is given beside its prompt; "noise" is the draft's, "ends" which token of each row of
-# rank 1 ends it.
+# Arguments of a call beside its prompt. "noise" is that of the draft. "ends" names the tokens of
+# rank 1 that end its rows.
 CALLS = {
     "window": {
         "family": "mistral_window",
@@ -111,11 +111,11 @@ CALLS = {
     },
     "unknown type": {**K, "model_class": Own},
     "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
-    # of rank 1, while rank 0 has room for drafts
+    # Rank 1 has little room, while rank 0 has room for drafts.
     "full table": {**K, "family": "gpt_neo", "most": 8},
     "drafts of NaN": {**K, "ends": (3, 3)},
     "sampled drafts of NaN": {**K, **SAMPLED, "verifier": "rejection", "ends": (3, 3)},
-    "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # which a row of rank 1 outgrows
+    "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # a row of rank 1 outgrows it
     "context by columns": {**K, "family": "gpt_neo", "noise": ACCEPTED_ALL, "context": 24},
 }
 OF_NAN = ("drafts of NaN", "sampled drafts of NaN")
@@ -133,7 +133,7 @@ REFUSED = {
 
 @contextmanager
 def gathering(*models):
-    """Forwards that wait for the same forward of all ranks, as with sharded weights; how many each model ran."""
+    """Let forwards wait for the same forward of all ranks, as with sharded weights; count them."""
     num_forwards = [0] * len(models)
 
     def wait_for(code):
@@ -154,12 +154,12 @@ def gathering(*models):
 
 
 def prompts_of(rank):
-    """One short prompt, or two longer ones."""
+    """Return one short prompt, or two longer ones."""
     return ragged_prompts(rank + 1, seed=rank + 1, min_len=4 + 5 * rank, max_len=6 + 9 * rank)
 
 
 def run_call(rank, name):
-    """One call of one rank: its text and cache are those of a call alone, and its forwards those of the other rank."""
+    """Compare text and cache with a call alone, and the forwards with those of the other rank."""
     own = {
         "family": "llama",
         "noise": DRAFT_NOISE,
@@ -196,39 +196,39 @@ def run_call(rank, name):
                 int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)
             ]
         alone = target.generate(**inputs, **shared, **plain)
-        # in the second call the draft has read its prompt
+        # In the second call the draft has read its prompt.
         for _ in range(1 + ("draft_state" in own)):
             with gathering(target, draft) as num_forwards:
                 ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
-    # which attends in float32
+    # GPT-Neo attends in float32.
     tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE
     assert_same_contents(
         *(cache_contents(output[CACHE_NAME]) for output in (alone, ours)), tolerance
     )
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
-    # all in one round, so that one lacks what follows its end
+    # All tokens come in one round, so the token after one row's end is missing.
     num_more += name == "rows of rank 1 end apart"
     first, second = of_all_ranks(num_forwards[0] - (1 + max(num_rounds) + num_more))
-    # drafts of an early exit are forwards of the target
+    # Drafts of an early exit are forwards of the target.
     assert first == second and (first > 0) == (name == "early exit" or name in OF_NAN), name
     assert (num_forwards[1] > 0) == (noise is not None), name
     assert rank or ours.speculation.num_drafted > 0 or name == "alone", name
     assert (max(of_all_ranks(ours.speculation.num_rescored)) > 0) == (name in OF_NAN), name
     if name != "rows of rank 1 end apart" and (ends or most < NUM_NEW):
-        assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for the sake of rank 0
+        assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for rank 0
     if context is not None:
         assert ours.speculation.num_accepted == ours.speculation.num_drafted, name
         has_ended = [
             bool(without_caches(reasons)) for reasons in of_all_ranks(ours.speculation.fallbacks)
         ]
-        # columns end for all ranks, positions for a row
+        # Columns end for all ranks, positions for a row.
         assert has_ended == [family == "gpt_neo", True], name
 
 
 def run_faults(rank):
-    """An error of one rank's draft ends the call in all ranks, wherever it comes from."""
+    """Raise an error in one rank's draft: it ends the call in all ranks."""
     target, draft = pair("llama")
     options = {**K, "assistant_model": draft, "max_new_tokens": NUM_NEW, "synced_gpus": True}
     modules = {"draft": draft, "layer": draft.model.layers[0]}
@@ -237,7 +237,7 @@ def run_faults(rank):
     ):
         own, inside = dict(options), nullcontext()
         is_processor, fault = part == "processor", Fault(at, Mistake("on purpose"))
-        if is_processor:  # its first call is that of the prompt, and three are the draft's steps
+        if is_processor:  # the first call is that of the prompt, and three are draft steps
             fault.at = 1 + min(at, 3) if rank == failing else 10**9
             own["logits_processor"] = LogitsProcessorList([RowWiseProcessor(fault)])
         elif rank == failing:
@@ -249,7 +249,7 @@ def run_faults(rank):
         ):
             target.generate(**prompts_of(rank), **own)
     with gathering(target, draft):
-        # and the next call goes on
+        # The next call succeeds.
         assert target.generate(**prompts_of(rank), **options).shape[0] == rank + 1
 
 
@@ -303,14 +303,13 @@ def test_single_rank_decodes_as_without_ranks(has_group):
     assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
 
 
-# What follows is of targets that are split by tensor parallelism.
+# The calls below have targets split by tensor parallelism.
 TINY_FAMILIES = ("llama", "mistral_window", "qwen2_moe")
-# below half of the target, which is what a process holds
+# Below half of the target, the share of one process.
 SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}
 ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5}
 
-# What a call is given beside its prompt: "small" says whose size the draft has, "ends" whether rows
-# end by an EOS.
+# Arguments of a call beside its prompt. "small" makes the draft small. "ends" gives rows an EOS.
 SPLIT_CALLS = {
     "one row": {**K, "num_rows": 1},
     "dynamic": {**K, "speculation_cache": "dynamic", "ends": True},
@@ -328,23 +327,26 @@ SPLIT_CALLS = {
 
 
 def jumping(seed):
-    """A clock whose every reading is some seconds later, by a generator of its own."""
+    """Return a clock that advances by random seconds at every reading."""
     draw = random.Random(seed)
     return functools.partial(next, itertools.accumulate(iter(lambda: draw.expovariate(1.0), None)))
 
 
 def fires_after(num_calls):
-    """A criterion that fires when it was asked often enough."""
+    """Return a criterion that fires after this many calls."""
     asked = itertools.count()
     return lambda ids, scores, **kwargs: torch.full((len(ids),), next(asked) >= num_calls)
 
 
 def clock(is_due):
-    """What `max_time` reads; it is over in one process only, which would leave the others alone in the next forward."""
+    """Return the clock for `max_time`; time is over in one process only.
+
+    A wrong decoder would leave the others alone in the next forward.
+    """
     return types.SimpleNamespace(time=functools.partial(next, iter([0.0] + [1e6 * is_due] * 1000)))
 
 
-# Calls in which each process would choose for itself: what it is given there, by its rank.
+# Calls with different arguments by rank, so each process alone would choose differently.
 APART = {
     "clocks": lambda rank: {**ADAPTIVE, "small": True},
     "seeds": lambda rank: {**K, "do_sample": True},
@@ -360,7 +362,7 @@ def assert_equal_everywhere(ids, name):
 
 
 def draft_of(options, draft_seed=1):
-    """What the options ask for, which they lose; a process may have a draft of its own."""
+    """Pop the draft's options and make the draft; processes may have different ones."""
     small = make_model("llama", **SMALL) if options.pop("small", False) else None
     return {
         "assistant_model": small
@@ -369,7 +371,7 @@ def draft_of(options, draft_seed=1):
 
 
 def run_apart(models, rank, name):
-    """A call in which each process would choose for itself: all do what the first one chose."""
+    """Run a call with different arguments by process: all follow the choices of the first one."""
     (target, whole), inputs, stats = (
         models["llama"],
         ragged_prompts(3, seed=1),
@@ -397,12 +399,12 @@ def run_apart(models, rank, name):
     assert name != "time at once" or num_new < NUM_NEW
     assert name != "criteria" or num_new == 7  # asked once a token, the seventh fires
     assert name != "clocks" or len(stats.rounds_by_draft_len) > 1
-    assert name != "compiled" or stats.compiled == ["draft"]  # and not the split target
+    assert name != "compiled" or stats.compiled == ["draft"]  # not the split target
 
 
 def loaded(folder, family):
-    """The split model, and the whole one."""
-    # as in tests/support/tiny.py
+    """Return the split model, and the whole one."""
+    # As in tests/support/tiny.py.
     options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}
     model = AutoModelForCausalLM.from_pretrained(
         folder / family, tp_plan="auto", dtype=torch.float64, **options
@@ -411,7 +413,7 @@ def loaded(folder, family):
 
 
 def run_split_call(models, name):
-    """One call, on the split model and on the whole one."""
+    """Run one call on the split model and on the whole one."""
     own = {
         "family": "llama",
         "max_new_tokens": NUM_NEW,
@@ -449,7 +451,7 @@ def run_split_call(models, name):
 
 
 def run_split_fault(target, rank, failing):
-    """An error of the draft in one process, which has it whole: no process waits for the draft of another."""
+    """Raise an error in one process's whole draft: no process waits for another's draft."""
     draft = noisy_copy(make_model("llama"))
     fault = Fault(4 if rank == failing else 10**9, Mistake("on purpose"))
     with hook(draft, fault), pytest.raises(Mistake if rank == failing else OtherRankError):
@@ -471,7 +473,7 @@ def run_split_rank(rank, port, folder):
     split, whole = (
         cost_ratio(model, make_model("llama", num_hidden_layers=1)) for model in models["llama"]
     )
-    assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its part
+    assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its share
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
+"""Compare greedy text of hybrid and recurrent models with plain `generate`, for every drafter."""
 
 import gc
 from collections import Counter
@@ -25,19 +25,22 @@ from tests.support.recurrent_cases import assert_equal_caches, hooks_of, recurre
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_configs import RECURRENT_FAMILIES, fill
 
-NUM_NEW = 24  # with 5 drafted tokens a row accepts every number of them
+NUM_NEW = 24  # with 5 drafted tokens, rows accept every number of them
 FEW_FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba2")
 
 
 class Oracle:
-    """Drafts each row's new tokens [B, N]; in round r of row b the first (r + b) mod (K + 1) of them are right."""
+    """Drafter of each row's new tokens [B, N], partly wrong.
+
+    In round r of row b, the first (r + b) mod (K + 1) of them are right.
+    """
 
     def __init__(self, texts: Tensor):
         self.texts = texts.tolist()
         self.places = [1] * len(self.texts)  # the token after the prompt is the target's
         self.row_ids = list(range(len(self.texts)))
         self.num_rounds = 0
-        # how many tokens of a draft stayed, over all rows and rounds
+        # Accepted tokens of every draft, over all rows and rounds.
         self.accepted: set[int] = set()
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
@@ -117,7 +120,7 @@ def test_greedy_text_equals_plain_for_all_accepted_counts(family, batch_size, nu
     not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2"
 )
 def test_greedy_text_of_inkling2_equals_plain():
-    """In float32, for its router stays in float32."""
+    """Decode in float32, because the model's router stays in float32."""
     config = fill(
         transformers.Inkling2TextConfig,
         num_hidden_layers=3,
@@ -138,7 +141,7 @@ def test_greedy_text_of_inkling2_equals_plain():
 
 @each_value(batch_size=[1, 3], family=FEW_FAMILIES)
 def test_passed_cache_continues_over_calls(family, batch_size):
-    """Rows end early in the first call."""
+    """End rows early in the first call."""
     target, inputs = target_of(family), ragged_prompts(batch_size, seed=batch_size)
     new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
     ends = [int(new_ids[0, 4]), int(new_ids[-1, 9])] if batch_size > 1 else None
@@ -150,7 +153,7 @@ def test_passed_cache_continues_over_calls(family, batch_size):
         more = torch.cat([first, torch.full((batch_size, 3), 7)], dim=1)
         mask = torch.ones_like(more)
         mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-        if not has_attention(target):  # which does not tell how much it holds
+        if not has_attention(target):  # it does not tell its length
             more, mask = more[:, -4:], mask[:, -4:]
         texts += [first, target.generate(more, attention_mask=mask, **options)]
     assert_equal_ids(texts[0], texts[2])
@@ -160,13 +163,13 @@ def test_passed_cache_continues_over_calls(family, batch_size):
 
 def test_prompts_are_chunked_if_several_tokens_are_exact():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
-    # the latter reads a chunk as if nothing were before it, in plain decoding too
+    # Jamba reads a chunk as if nothing were before it, in plain decoding too.
     for family in ("qwen3_5", "jamba"):
         assert_decodes_as_plain(
             target_of(family), draft_of(family), inputs, **options, num_assistant_tokens=3
         )
     ours = target_of("mamba2").generate(**inputs, **options, prompt_lookup_num_tokens=3)
-    # plain decoding cuts no prompt
+    # Plain decoding cuts no prompt.
     assert_equal_ids(target_of("mamba2").generate(**inputs, max_new_tokens=8), ours)
     with pytest.raises(
         UnsupportedModelError, match="prefill_chunk_size must be left out for MambaForCausalLM"
@@ -177,7 +180,10 @@ def test_prompts_are_chunked_if_several_tokens_are_exact():
 @pytest.mark.fallback("lock step")
 @pytest.mark.skipif("inkling" not in RECURRENT_FAMILIES, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_if_attention_counts_columns():
-    """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
+    """Use Inkling: its temperature grows with the column.
+
+    The rows of its draft hold four convolutions a layer.
+    """
     target = hf_speculate.enable(
         make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0)
     )

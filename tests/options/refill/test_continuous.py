@@ -1,4 +1,4 @@
-"""Continuous batching: every row gets the tokens that its prompt gets alone, whatever its neighbours."""
+"""Test continuous batching: every row gets the tokens of its prompt alone."""
 
 import gc
 import itertools
@@ -21,12 +21,12 @@ NUM_ROWS = 3
 
 
 def source_of(prompts):
-    """Hands out prompts until none is left."""
+    """Return a source that hands out the prompts."""
     return partial(next, iter(prompts), None)
 
 
 def make_prompts(num=8, **arguments):
-    """Prompts of 2 to 30 tokens, to be continued by 1 to 40."""
+    """Make prompts of 2 to 30 tokens, with 1 to 40 new tokens."""
     random = torch.Generator().manual_seed(3)
     draw = lambda low, high, size=(): torch.randint(low, high, size, generator=random).tolist()  # noqa: E731
     lens = [draw(2, 31) for _ in range(num)]
@@ -42,14 +42,14 @@ def make_prompts(num=8, **arguments):
 
 
 def alone(target, prompt, **options):
-    """The new tokens of one prompt in a call of its own."""
+    """Return the new tokens of one prompt in a separate call."""
     ids = torch.tensor([prompt.token_ids])
     output = generate(target, input_ids=ids, seed=prompt.seed, **{**options, **prompt.arguments})
     return output[0, ids.shape[1] :].tolist()
 
 
 def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
-    """The results by key, and the decoder."""
+    """Return the results by key, and the decoder."""
     decoder = ContinuousDecoder(target, num_rows, options, on_tokens=on_tokens)
     results = {
         result.prompt.key: result
@@ -61,7 +61,7 @@ def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
 
 
 def sources(draft):
-    """What drafts: a model, its history, both, or nothing."""
+    """Return draft sources: a model, the history, both, or none."""
     return {
         "model": {"assistant_model": draft, "num_assistant_tokens": 3},
         "lookup": {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"},
@@ -214,7 +214,7 @@ def test_short_prompt_overtakes_a_long_one_between_chunks(source):
     assert len(asked) == len(begun) == 3
     for ask, begin in zip(asked, begun, strict=True):
         assert "chunk" not in events[ask:begin]
-    # 320 tokens, read by each model
+    # 320 tokens, read by each model.
     assert events.count("chunk") == (20 if source == "model" else 10)
     for result in results:
         assert result.token_ids == alone(target, result.prompt, **options), result.prompt.key
@@ -239,7 +239,7 @@ def test_draft_reads_a_prompt_before_its_next_draft(scripted, reads, chunk):
 
 
 class MakesNan(LogitsProcessor):
-    """Gives rows with a token no distribution, or raises an error for them."""
+    """Processor that gives rows with a token no distribution, or raises an error for them."""
 
     def __init__(self, bad, raises):
         self.bad, self.raises = bad, raises
@@ -257,7 +257,7 @@ def test_failing_row_ends_alone(raises, message):
     target, draft = pair("llama")
     options, prompts = {**sources(draft)["model"], "do_sample": True}, make_prompts(9)
     texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
-    bad = texts[2][20]  # which comes late in one row at least, and at once in others
+    bad = texts[2][20]  # it comes late in at least one row, and at once in others
     results, _ = decoded(
         target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options
     )
@@ -328,7 +328,7 @@ def test_finished_rows_free_their_memory():
         if number % 10 == 9:
             gc.collect()
             sizes.append(len(gc.get_objects()))
-    # samples differ by the rows in flight; half is about a hundred rows later
+    # Samples differ by the rows in flight. Half is about a hundred rows later.
     assert max(sizes[4:]) <= max(sizes[:4]) + 50, sizes
 
 

@@ -1,4 +1,4 @@
-"""Rows of draft heads in a running batch: a row that joins brings the context of its head with it."""
+"""Test rows of draft heads in a running batch: a joining row brings the context of its head."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rows of recurrent states and of the dynamic cache in a running batch get the texts that they get alone."""
+"""Test rows of recurrent states and of the dynamic cache in a running batch against rows alone."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_recurrent_rows_equal_rows_alone(family, source):
     assert decoder.num_live == 0
 
 
-# Mixers whose forward of several tokens loses earlier states, or gives others than steps do.
+# These mixers lose earlier states in a forward of several tokens, or differ from single steps.
 UNCUT_CALLS = [
     *(
         ("jamba", {}),
@@ -61,7 +61,7 @@ def test_rows_with_states_lost_by_chunks_equal_rows_alone(family, options):
 
 @pytest.mark.parametrize("family", ["jamba", "zamba2"])
 def test_drafts_with_states_lost_by_chunks_equal_rows_alone(family):
-    """The target reads the prompts in chunks, and the draft model reads them whole."""
+    """Let the target read prompts in chunks, and the draft model read them whole."""
     target, draft = pair("llama")[0], pair(family)[1]
     options = {
         "assistant_model": draft,

@@ -1,4 +1,4 @@
-"""Models of unknown types are compared with plain decoding once, refused if they differ, and left as they were."""
+"""Test the comparison of unknown model types with plain decoding: once, and without a trace."""
 
 import gc
 import weakref
@@ -19,16 +19,16 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
 
 NUM_NEW = 9
-# plain steps after the prompt; ours: the prompt, a block, a block after a rollback
+# Plain steps after the prompt. Ours: the prompt, a block, a block after a rollback.
 NUM_FORWARDS = (1 + NUM_TOKENS) + 3
 
 
 class Own(LlamaForCausalLM):
-    """Decodes as Llama does."""
+    """Llama of another class."""
 
 
 class Strides(LlamaForCausalLM):
-    """Plain decoding places the tokens after the prompt two apart."""
+    """Model that places tokens after the prompt two apart in plain decoding."""
 
     def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
         inputs = super().prepare_inputs_for_generation(
@@ -40,9 +40,9 @@ class Strides(LlamaForCausalLM):
 
 
 class Counts(LlamaForCausalLM):
-    """Counts the tokens that it has read, beside the cache, so that a rollback leaves it with too many."""
+    """Model that counts its read tokens outside the cache, so a rollback leaves too many."""
 
-    # older versions look for the cache's name
+    # Older versions look for the cache's name.
     def forward(self, input_ids, past_key_values=None, **kwargs):
         cache = kwargs.get(CACHE_NAME, past_key_values)
         num_past = 0 if cache.get_seq_length() == 0 else self.num_read
@@ -181,7 +181,7 @@ def test_self_test_leaves_no_trace_on_the_model():
 )
 def test_models_of_every_kind_can_be_tested(make, is_lock_step):
     model = make()
-    # transformers looks for "mamba" in it
+    # transformers looks for "mamba" in the name.
     model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})
     inputs, draft = ragged_prompts(3, seed=1, vocab_size=48), noisy_copy(model)
     stats = assert_decodes_as_plain(

@@ -1,4 +1,4 @@
-"""Early exit: the first layers of the target as a draft model that shares its weights."""
+"""Test early exit: the first layers of the target draft and share its weights."""
 
 import copy
 

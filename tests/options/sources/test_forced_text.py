@@ -1,4 +1,4 @@
-"""Drafts of the text that a grammar forces: texts are those of decoding under the grammar token by token."""
+"""Compare drafts of text forced by a grammar with decoding token by token."""
 
 from functools import cache
 from typing import Any
@@ -33,7 +33,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 @cache
 def smallest() -> tuple[Any, Any]:
-    """A pair of one layer, for what does not depend on the model. Shared between tests: change neither."""
+    """Return a pair of one layer. Shared between tests: change neither."""
     target = make_small_model(SIZE, seed=0)
     return hf_speculate.enable(target), noisy_copy(target, 0.3)
 
@@ -41,7 +41,7 @@ def smallest() -> tuple[Any, Any]:
 def decode(
     source: str, inputs: dict, models: Any = None, grammar: Any = None, **options: Any
 ) -> Any:
-    """Ids and statistics of one call; without a source its plain twin."""
+    """Return ids and statistics of one call; without a source, those of plain decoding."""
     target, draft = models or smallest()
     stats = hf_speculate.SpeculationStats()
     own = {
@@ -98,7 +98,7 @@ def test_sampled_rows_equal_those_of_a_stateless_grammar(verifier, source):
 
 
 def test_sampled_text_keeps_its_distribution():
-    """The target splits the forced text in any way, so that drafts are refused."""
+    """Let the target split the forced text in any way, so drafts are rejected."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     machine, num_new, num_rows = TextMachine(8, ("abc", "a", "b", "c", "d", "ab")), 4, 2_000
     prompt = torch.tensor([[1, 5, 2, 7]])
@@ -132,7 +132,7 @@ def test_sampled_text_keeps_its_distribution():
 def _masked(
     target: Any, machine: TextMachine, state: int, prompt: torch.Tensor, ids: tuple[int, ...]
 ) -> list[float]:
-    """The distribution of the next token under the mask."""
+    """Return the distribution of the next token under the mask."""
     text = torch.cat([prompt, torch.tensor([ids], dtype=torch.int64)], dim=1)
     allowed = torch.tensor(machine.allowed(state, 8))
     logits = target(text).logits[:, -1].masked_fill(~allowed, -torch.inf)
@@ -198,7 +198,7 @@ def test_missing_tokenizer_falls_back_to_lookup():
 
 
 class Wrong(ForcedGrammar):
-    """Returns what it was told to, or raises it."""
+    """Grammar that returns a given value or raises it."""
 
     value: Any = None
 
@@ -217,7 +217,7 @@ def test_error_in_forced_text_is_raised_to_the_caller(value, error):
 
 
 class NoTokenizer:
-    """Fails."""
+    """Tokenizer that fails."""
 
     def encode(self, text, add_special_tokens):
         raise ValueError("no such text")
@@ -233,7 +233,7 @@ def test_error_in_the_tokenizer_ends_the_drafts_only():
 
 
 class Accumulates:
-    """A user's drafter that keeps the text itself: the first query, then what was kept."""
+    """Custom drafter that keeps the text itself: the first query, then accepted tokens."""
 
     def __init__(self, setup):
         self.rows_of_text = []
@@ -275,7 +275,8 @@ TOKENIZERS = {
     ("before", "forced", "expected"),
     [
         (["a", '{"'], 'name": ', ["name", '":', " "]),
-        (["a", "{"], '"name":', ['"', "name", '":']),  # the tokenizer would write {" in front
+        # Otherwise the tokenizer would write {" in front.
+        (["a", "{"], '"name":', ['"', "name", '":']),
         (["a b"[:1]], " bc", [" ", "b", "c"]),
         (["n"], "am", ["a", "m"]),
         ([], "size", ["size"]),
@@ -297,13 +298,13 @@ def test_forced_text_follows_the_emitted_tokens():
     drafter.begin(torch.tensor([[brace], [newline]]))
     drafter.force(["\nname", "\nname"])
     drafter.look_up([[newline], [brace]])
-    # two newlines would be one token
+    # Two newlines would be one token.
     assert drafter.cut_proposal(5).token_ids.tolist()[1] == [newline, *tokenizer.encode("name")]
     assert drafter.cut_proposal(5).lens.tolist() == [0, 2]
 
 
 class Counted:
-    """Counts the characters that are tokenised."""
+    """Tokenizer that counts tokenised characters."""
 
     def __init__(self):
         self.num = 0
@@ -328,11 +329,11 @@ def test_tokenised_length_of_a_huge_text_is_bounded():
 
 
 class Fails(LookupError):
-    """Of one row."""
+    """Error of one row."""
 
 
 class PureWrong(PureForcedGrammar):
-    """Fails after some tokens."""
+    """Stateless grammar that fails after some tokens."""
 
     def forced_text(self, row, input_ids):
         if len(input_ids) > self.prompt_len + 5:

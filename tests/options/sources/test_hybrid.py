@@ -1,4 +1,4 @@
-"""The hybrid drafter: the contract, each row's choice, and what it learns from."""
+"""Test the hybrid drafter: its contract, each row's choice, and its learning."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_model_reads_tokens_emitted_in_rounds_of_proposals(llama):
         drafter.look_up([new])
         assert drafter.cut_proposal(4).token_ids.tolist() == [text[-7:][:4]]
         assert kv_cache.num_columns == 0
-    text += [50]  # stood nowhere
+    text += [50]  # without a match
     drafter.look_up([[50]])
     last = draft(drafter, kv_cache, [text])
     assert last.cached is None
@@ -88,7 +88,7 @@ def test_each_source_learns_from_its_own_rounds(llama):
     after = row.model_rates.expected([0])
     assert after > before
     assert text.rates.expected([0]) > 0.3
-    drafter.look_up([[9]])  # a round in which the model did not draft
+    drafter.look_up([[9]])  # a round without drafts of the model
     assert row.model_rates.expected([0]) == after
 
 
@@ -136,7 +136,7 @@ def test_row_takes_the_source_with_more_expected_tokens(llama):
 
 @pytest.mark.usefixtures("scripted")
 def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
-    """Proposals bring one row far ahead; the model is then called with rows of very different lengths."""
+    """Bring one row far ahead by proposals, then call the model with very different rows."""
     monkeypatch.setattr(ScriptedSchedule, "choose", choose_by_turns)
     target, lookup = pair("llama")[0], {"prompt_lookup_num_tokens": 8}
     draft = noisy_copy(make_model("llama", num_hidden_layers=1))
@@ -155,7 +155,7 @@ def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
 
 
 def choose_by_turns(schedule, rows, num_rows, max_tokens, num_unread=0):
-    """Eight rounds of proposals alone, then one with the model."""
+    """Choose eight rounds of proposals alone, then one with the model."""
     schedule.num_unread.append(num_unread)
     num_tokens = min(8, max_tokens)
     is_model = len(schedule.num_unread) % 9 == 0

@@ -1,4 +1,4 @@
-"""The suffix store: texts of earlier calls, from which prompt lookup copies too."""
+"""Test the suffix store: prompt lookup also copies from texts of earlier calls."""
 
 import random
 import tracemalloc
@@ -29,11 +29,11 @@ def test_proposal_follows_the_longest_match_in_the_store():
     store.add([7, 2, 3, 8])
     assert found(store, [9, 1, 2, 3]) == (3, [4, 5])
     assert found(store, [9, 1, 2, 3], num=1) == (3, [4])
-    assert found(store, [9, 2, 3]) == (2, [8])  # the later text's
+    assert found(store, [9, 2, 3]) == (2, [8])  # of the later text
     assert found(store, [9]) == found(store, [5]) == (0, [])
     assert store.num_tokens == 9
     memory = store._memory
-    memory.older, memory.newer = memory.newer, type(memory.newer)()  # as when the bound is near
+    memory.older, memory.newer = memory.newer, type(memory.newer)()  # as near the bound
     store.add([6, 1, 2, 3])
     assert found(store, [6, 1, 2, 3]) == (3, [4, 5])  # nothing follows the longer match
     store.reset()
@@ -43,7 +43,7 @@ def test_proposal_follows_the_longest_match_in_the_store():
 
 @pytest.mark.parametrize("vocab_size", [3, 50_000])
 def test_memory_stays_within_the_bound(vocab_size):
-    """N-grams that often come again, and n-grams that hardly ever come twice."""
+    """Add frequent n-grams, and n-grams that hardly ever come twice."""
     generator = random.Random(0)
     tracemalloc.start()
     try:
@@ -187,7 +187,7 @@ def test_file_holds_outputs_and_keys_in_order(tmp_path):
         small.of("new").add([3] * 200)
     small.save(path)
     left = SuffixStore.load(path, TOKENIZER)
-    assert found(left.of((1, ("a", 0))), [1, 2]) == (0, [])  # the oldest are out
+    assert found(left.of((1, ("a", 0))), [1, 2]) == (0, [])  # the oldest were dropped
     assert found(left.of("new"), [3, 3])[0] == 2
 
 
@@ -228,12 +228,12 @@ def test_longer_match_in_the_store_is_preferred():
     store = SuffixStore()
     store.add([1, 2, 3, 4, 5])
     assert draft_of([[3, 9, 2, 3]], store=store) == [[4, 5]]
-    # as long here, and the row's own
+    # The row's match is as long and is preferred.
     assert draft_of([[2, 3, 9, 2, 3]], num=4, store=store) == [[9, 2, 3, 9]]
     assert draft_of([[9, 2, 3]], store=store, vocab_size=5) == [[4]]
     assert draft_of([[3, 8, 2, 3]], num=3, store=store, vocab_size=4) == [
         [8, 2, 3]
-    ]  # of the longer match nothing is known
+    ]  # nothing usable follows the longer match
     assert draft_of([[9, 2, 3]], store=store, eos_token_ids=frozenset([4])) == [[4]]
 
 

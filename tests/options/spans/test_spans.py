@@ -1,4 +1,4 @@
-"""With `relax_only_inside` a lossy verifier decides in spans; text outside is what the target alone goes on with."""
+"""Test `relax_only_inside`: a lossy verifier decides in spans, an exact one outside of them."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ VOCAB_SIZE = 8
 OPEN, CLOSE = 1, 2
 EOS = 6
 NUM_NEW = 24
-EPSILON, DELTA = 0.02, 0.1  # lax, so that typical acceptance keeps what greedy would not
+EPSILON, DELTA = 0.02, 0.1  # lax, so typical acceptance keeps tokens that greedy would reject
 LAX = {"verifier": "typical", "posterior_threshold": EPSILON, "posterior_alpha": DELTA}
 INSIDE = {**LAX, "relax_only_inside": (OPEN, CLOSE)}
 NUM_DRAWS = 40_000
@@ -50,12 +50,12 @@ def models():
 
 @pytest.fixture
 def prompts():
-    """Rows of several lengths; some stand in a span at their end."""
+    """Return rows of several lengths; some end inside a span."""
     return ragged_prompts(12, seed=2, vocab_size=VOCAB_SIZE)
 
 
 class Kept:
-    """Tokens that were emitted, by what they are."""
+    """Counts of emitted tokens by kind."""
 
     def __init__(self):
         self.wrong = self.outside = self.inside = self.relaxed = self.untypical = 0
@@ -63,7 +63,7 @@ class Kept:
 
 @torch.no_grad()
 def compare(target, inputs, sequences) -> Kept:
-    """Hold every new token against the target's own forward over the text before it, row by row."""
+    """Compare every new token with the target's forward over the text before it, row by row."""
     kept, prompt_len = Kept(), inputs["input_ids"].shape[1]
     for row, mask in zip(sequences, inputs["attention_mask"], strict=True):
         num_prompt = int(mask.sum())
@@ -91,7 +91,7 @@ def compare(target, inputs, sequences) -> Kept:
 def test_greedy_tokens_outside_spans_are_the_argmax(
     models, prompts, num_drafted, is_lock_step, drafter
 ):
-    """Also in rows that go on when others have left."""
+    """Include rows that go on after others have left."""
     target, draft = models
     options = {
         "assistant_model": draft,
@@ -107,14 +107,14 @@ def test_greedy_tokens_outside_spans_are_the_argmax(
     assert kept.wrong == kept.untypical == 0
     assert min(kept.outside, kept.inside) > 10
     assert kept.relaxed > 0
-    # without the restriction
+    # Without the restriction.
     assert compare(target, prompts, target.generate(**prompts, **options, **LAX)).wrong > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 def test_draws_outside_spans_follow_the_target_distribution(draft_sampling):
-    """Texts end where a span opens, so that all of them lie outside."""
+    """End texts where a span opens, so all of them lie outside."""
     target, draft = small_pair(torch.float32)
     options = {
         "num_assistant_tokens": 3,
@@ -178,14 +178,14 @@ PAIRS = [
 
 
 def is_open_after(ids, was_open):
-    """Whether a text stands in a span at its end."""
+    """Return whether a text ends inside a span."""
     for token_id in ids:
         was_open = {SPAN.open_id: True, SPAN.close_id: False}.get(token_id, was_open)
     return was_open
 
 
 def one_after_the_other(lossy, exact, target, draft, keys, was_open):
-    """One row [1, K+1, V] by its definition: ids, accepted tokens, status."""
+    """Verify one row [1, K+1, V] by definition; return ids, accepted tokens and status."""
     ids, is_open = [], was_open
     for at in range(int(draft.lens) + 1):
         counts = at < int(draft.lens)
@@ -217,7 +217,7 @@ def test_round_across_span_borders_is_verified_by_position(lossy, exact, has_log
         num_rows, 4, has_logits=has_logits, lens=[4 - row % 2 for row in range(num_rows)]
     )
     keys, is_open = make_keys(num_rows), torch.arange(num_rows) % 2 == 0
-    draft.token_ids[::9, 1] = 11  # is refused and named
+    draft.token_ids[::9, 1] = 11  # refused and named
     inside = SPAN.open_after_each(draft.token_ids, is_open)
     verdict = SpanVerifier(lossy, exact, SPAN, is_open).verify(target, draft, keys)
     crossed = 0
