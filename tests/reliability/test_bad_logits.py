@@ -1,4 +1,4 @@
-"""Logits without a distribution: the target's end a draw as plain `generate` would, the draft's change nothing."""
+"""Test logits without a distribution: the target's end a draw, the draft's change nothing."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ CELLS = [
 
 
 def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
-    """The model's logits are `value` after the tokens of which `after` is True: a function of the text alone."""
+    """Set the logits to `value` after the tokens with `after`: a function of the text alone."""
 
     def spoil(module, args, kwargs, output):
         ids = kwargs["input_ids"][:, -output.logits.shape[1] :]
@@ -30,7 +30,8 @@ def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
         )
         return output
 
-    return model.register_forward_hook(spoil, with_kwargs=True)  # a context, which removes it
+    # The handle is a context and removes the hook at its end.
+    return model.register_forward_hook(spoil, with_kwargs=True)
 
 
 def options_of(draft, **options):
@@ -47,7 +48,7 @@ def test_greedy_decoding_continues_as_plain_and_reports_it(value, batch_size, ca
         )
     flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
     assert Status(stats.status) == flag
-    assert stats.num_rescored > 0  # which found the same
+    assert stats.num_rescored > 0  # it found the same
 
 
 @each_value(value=[NAN, INF, -INF], verifier=["rejection", "block", "coupled", "typical", None])
@@ -69,14 +70,14 @@ def test_logits_of_an_ended_row_are_not_checked():
     target, draft = pair("llama")
     text = target.generate(torch.tensor([[5, 9]]), max_new_tokens=4)[0].tolist()
     options = options_of(draft, eos_token_id=text[3], do_sample=True, top_k=1)
-    # what follows the end has no distribution
+    # Tokens after the end have no distribution.
     with spoiled(target, NAN, after=lambda ids: ids == text[3]):
         assert target.generate(torch.tensor([[5, 9]]), **options)[0].tolist() == text[:4]
 
 
 @hf_speculate.register_row_wise
 class ForbidsFrom(LogitsProcessor):
-    """Forbids every token after so many."""
+    """Processor that forbids every token after so many."""
 
     def __init__(self, num):
         self.num = num
@@ -86,7 +87,7 @@ class ForbidsFrom(LogitsProcessor):
 
 
 class StopsAtSevenths(StoppingCriteria):
-    """A user's own, which moves the rows in lock step."""
+    """Custom criterion; it moves the rows in lock step."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids[:, -1] % 7 == 1
@@ -96,7 +97,7 @@ EndsAtSevenths = hf_speculate.register_row_wise(type("EndsAtSevenths", (StopsAtS
 
 
 def test_logits_past_the_common_end_are_not_checked():
-    """Without EOS, rows that have stopped go on till all have, and one may be ahead of the others by then."""
+    """Let stopped rows go on until all have stopped, without EOS: one may be ahead by then."""
     target, draft = pair("llama")
     inputs = ragged_prompts(3, seed=2)
     options = {
@@ -117,7 +118,10 @@ def test_logits_past_the_common_end_are_not_checked():
 
 @pytest.mark.fallback("lock step")
 def test_stopped_lock_step_rows_are_checked_without_eos():
-    """Without EOS a row that has stopped goes on till all have; plain `generate` fails where it has no distribution."""
+    """Let stopped rows go on until all have stopped, without EOS.
+
+    Plain `generate` fails if such a row has no distribution.
+    """
     target, draft = pair("llama")
     inputs, options = (
         ragged_prompts(3, seed=2),
@@ -129,7 +133,7 @@ def test_stopped_lock_step_rows_are_checked_without_eos():
         has_stopped = (input_ids[:, inputs["input_ids"].shape[1] :] % 7 == 1).any(1)
         return torch.where(has_stopped[:, None], torch.full_like(scores, NAN), scores)
 
-    # where what a row that has stopped is shown is padding
+    # With EOS, stopped rows see padding.
     ended = target.generate(**own, eos_token_id=63)
     assert_equal_ids(ended, target.generate(**own, eos_token_id=63, logits_processor=[spoil]))
     with pytest.raises(BadLogitsError, match="got NaN in row"):

@@ -1,4 +1,4 @@
-"""An error inside a draft model or head ends the drafts and not the call; one of the caller's own code is raised."""
+"""Test errors in drafts, which end the drafts but not the call, and errors in the user's code."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ K, NUM_NEW = 3, 16
 RAISED = "plain decoding, because the drafter"
 pytestmark = pytest.mark.filterwarnings("ignore:plain decoding")
 
-# What drafts, beside the draft model.
+# Draft sources beside the draft model.
 SOURCES: dict[str, dict[str, Any]] = {
     "model": {},
     "dynamic": {"speculation_cache": "dynamic"},
@@ -67,10 +67,10 @@ def hooks_of(*models):
     at=[1, 2, 5, 7],
 )
 def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
-    # or times of tiny models decide whether a draft is called again
+    # Otherwise, times of tiny models decide if a draft is called again.
     monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)
     target, draft = new_pair(family)
-    # which never calls a draft of the target's size, and may call this one once
+    # The adaptive schedule never calls a draft of the target's size. It may call this one once.
     if source == "adaptive":
         draft, at = make_model(family, num_hidden_layers=1), 1
     layer = list(draft.modules())[-2]
@@ -97,7 +97,7 @@ def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at,
 @pytest.mark.fallback(RAISED)
 @each_value(family=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
 def test_hooks_are_removed_after_a_draft_fault(family, early_exit, at):
-    """Of recurrent layers, which the target's plain steps run on if they are its own."""
+    """Include recurrent layers: after early exit, the target's plain steps run on them."""
     target, draft = new_pair(family)
     layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
     options = {
@@ -118,7 +118,7 @@ def test_hooks_are_removed_after_a_draft_fault(family, early_exit, at):
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize(("number", "family"), list(enumerate(HEADS)))
 def test_head_that_raises_leaves_the_text(number, family, tmp_path):
-    """In its first or its last linear layer, of which the first of some heads reads the target's states."""
+    """Fail in the first or last linear layer; the first of some heads reads the target's states."""
     head, target = HEADS[family](tmp_path)
     linear = [module for module in head.network.modules() if isinstance(module, nn.Linear)]
     hf_speculate.enable(target)
@@ -134,7 +134,10 @@ def test_head_that_raises_leaves_the_text(number, family, tmp_path):
 
 
 class Faulty(Drafter):
-    """Reads the target's states and drafts the newest token again; `method` fails at its n-th call."""
+    """Drafter that reads the target's states and repeats the newest token.
+
+    `method` fails at its n-th call.
+    """
 
     hidden_layers = (1,)
 
@@ -159,7 +162,7 @@ class Faulty(Drafter):
 
 
 class FaultyInside(Faulty):
-    """The same, were it the library's own."""
+    """The same as a drafter of the library."""
 
     def is_callers(self, error):
         return False
@@ -174,7 +177,7 @@ CALLS = [(method, at) for method in ("draft", "project_states", "rows") for at i
 @pytest.mark.parametrize(("method", "at"), CALLS)
 def test_drafter_error_is_raised_or_ends_the_drafts(method, at):
     target, inputs = pair("llama")[0], ragged_prompts(4, seed=2)
-    # so that rows leave one by one
+    # Rows leave one by one.
     ends = target.generate(**inputs, max_new_tokens=NUM_NEW)[:2, -9].tolist()
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, "eos_token_id": ends}
     error = Mistake("on purpose")
@@ -219,7 +222,7 @@ def test_out_of_memory_ends_drafts_and_device_errors_raise(monkeypatch):
     with hook(draft, Fault(2, error)), pytest.raises(torch.AcceleratorError) as caught:
         target.generate(**inputs, **options, assistant_model=draft)
     assert caught.value is error
-    # an error of the host that hides one of the device, which the next wait tells of
+    # This host error hides a device error, which the next wait reports.
     waits: list[Any] = [None, RuntimeError("CUDA error: an illegal memory access was encountered")]
 
     def synchronize(device):
@@ -237,7 +240,7 @@ def test_out_of_memory_ends_drafts_and_device_errors_raise(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
 @pytest.mark.parametrize("at", [1, 2])
 def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
-    """The draft scores ids past the vocabulary, or has fewer embeddings than its config says."""
+    """Score ids past the vocabulary, or give the draft fewer embeddings than its config says."""
     target, draft = pair("llama", 0.0)
     own = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
     stats = assert_decodes_as_plain(
@@ -257,7 +260,7 @@ def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
     cache_kind=["dynamic", "preallocated"],
 )
 def test_rows_with_nan_drafts_stop_drafting_alone(value, options, cache_kind):
-    """From the third forward of the draft on, its first row is lost, as a row is that has NaN among its states."""
+    """Spoil the draft's first row from its third forward on, as NaN among its states would."""
     target, draft = new_pair("llama")
     num_calls = itertools.count()
 
@@ -296,7 +299,7 @@ def test_head_of_nan_logits_is_soon_left_out(family, tmp_path):
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize("at", [1, 4])
 def test_draft_fault_in_a_running_batch_leaves_all_texts(at):
-    """In the forward that reads one row's prompt, or in one of all rows: later rows bring a drafter that works."""
+    """Fail in a forward of one row's prompt or of all rows; later rows bring a working drafter."""
     target, draft = new_pair("llama")
     texts = [ragged_prompts(1, seed=seed)["input_ids"][0].tolist() for seed in range(6)]
     source = iter([RowPrompt(text) for text in texts])
@@ -319,7 +322,7 @@ def test_draft_fault_in_a_running_batch_leaves_all_texts(at):
 
 @pytest.mark.fallback(RAISED)
 def test_failed_draft_counts_as_no_rejection():
-    """Its rounds are no rejections: nothing was verified when its first forward fails."""
+    """Fail in the first forward: nothing was verified, so nothing counts as rejected."""
     target = hf_speculate.enable(make_model("llama"))
     draft = noisy_copy(make_model("llama", num_hidden_layers=1))
     for at, has_verified in ((1, False), (10**9, True)):

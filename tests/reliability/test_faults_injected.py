@@ -1,4 +1,4 @@
-"""An error raised anywhere in a call arrives as it is, with one note on where, and leaves nothing behind."""
+"""Test errors raised anywhere in a call: unchanged, with one note on the place, without a trace."""
 
 import re
 from functools import cache
@@ -18,7 +18,7 @@ from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, p
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 from tests.support.tiny_encoders import NUM_FRAMES, make_whisper, speech
 
-# at most three tokens a round: round 3 comes after the first token and at most six more
+# A round gives at most three tokens: round 3 comes after the first token and at most six more.
 NUM_NEW = 10
 NUM_AFTER = 6
 TEXT = torch.tensor([[5, 6]])
@@ -39,12 +39,12 @@ OUTPUT = "the output was built"
 
 class Case(NamedTuple):
     place: str
-    at: int  # the call that fails
+    at: int  # the failing call
     note: str  # a pattern
 
 
 CASES = [
-    # the target runs once for the prompt and once a round, a draft of two tokens twice a round
+    # The target runs once for the prompt and once a round, a draft of two tokens twice a round.
     Case("target forward", 1, READ + PROMPT),
     Case("target forward", 2, SCORED + ROUND_1),
     Case("target layer", 4, SCORED + ROUND_3),
@@ -84,7 +84,7 @@ SETUPS += [
 def fits(case: Case, setup: Setup) -> bool:
     if case.place.startswith("streamer") and setup.batch_size > 1:
         return False
-    # rows without an end go in lock step there, and the criterion is asked in another stage
+    # Rows without an end go in lock step there, and the criterion is called in another stage.
     return case.place != "row-wise criterion" or setup.family != "mistral_window"
 
 
@@ -121,7 +121,7 @@ def configs(*models):
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)])
 def test_error_is_raised_unchanged_and_leaves_no_state(number, case):
-    """In one of the setups that the case fits, with one class of errors: both take turns."""
+    """Take one of the setups that fit the case, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
     setup, error = fitting[number % len(fitting)], list(ERRORS.values())[number % len(ERRORS)]()
     target, draft = pair(setup.family)

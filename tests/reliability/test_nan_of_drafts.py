@@ -1,8 +1,8 @@
-"""NaN that the target computes for a drafted token which it then rejects leaves text, scores and caches those of plain.
+"""Test NaN logits of the target after a rejected draft: text, scores and caches equal plain.
 
-`NAN_ID` is part of no text, but drafted again and again. Either its embedding is NaN, as where half
-precision overflows, and attention spreads that over its row; or what a forward wrote for it is
-overwritten with NaN before the rollback, as attention that skips masked columns would leave it.
+`NAN_ID` is in no text, but drafted again and again. Either its embedding is NaN, as after an
+overflow in half precision, and attention spreads it over the row. Or NaN overwrites the states of a
+forward before the rollback, as attention that skips masked columns would leave them.
 """
 
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ from tests.support.tiny_configs import RECURRENT_FAMILIES
 
 NUM_NEW = 16
 PAD = 2
-# draft lengths; after a shorter draft, attention reads columns that a longer one has written
+# Draft lengths. After a shorter draft, attention reads columns written by a longer one.
 LENS = (3, 0, 3, 1)
 
 
@@ -74,10 +74,9 @@ def assert_equal_outputs(plain: Any, ours: Any, family: str) -> None:
 STATES = {"output_hidden_states": True, "output_logits": True}
 COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 9}
 PREALLOCATED, DYNAMIC = {"speculation_cache": "preallocated"}, {"speculation_cache": "dynamic"}
-# kind, rows, options of the call, those of ours
+# Kind, rows, options of the call, our options.
 Call = tuple[str, int, dict[str, Any], dict[str, Any]]
-# Those whose buffers attention reads past a row's end; elsewhere a rollback takes all that was
-# written.
+# In these kinds, attention reads buffers past a row's end. In others, a rollback removes all.
 BUFFERED: list[Call] = [
     *((family, 4, {}, PREALLOCATED) for family in ("llama", "mistral_window", "gemma2")),
     ("llama", 3, COUPLED, {}),
@@ -142,7 +141,7 @@ def test_text_scores_and_caches_equal_plain(spoil, family, batch_size, options, 
     assert_equal_outputs(ended, ours_ended, family)
     assert_equal_states(plain, ours)
     stats = ours.speculation
-    # whose states after a token do not depend on later ones
+    # Here, states after a token do not depend on later ones.
     assert (stats.num_rescored > 0) == (family != "mamba2")
     assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
     assert stats.status == 0
@@ -153,7 +152,7 @@ INSIDE = {"verifier": "typical", "do_sample": True, "relax_only_inside": (5, 9)}
 
 @pytest.mark.parametrize("verifier", [*VERIFIERS, "spans"])
 def test_verifier_decides_as_if_the_token_were_finite(verifier):
-    """So what is sampled keeps its distribution: a draft is not dropped for what the target computes for it."""
+    """Keep drafts in spite of the target's NaN, so samples keep their distribution."""
     (target, draft), texts = pair("llama"), []
     options = {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 40, "seed": 5}
     options |= {
@@ -168,12 +167,12 @@ def test_verifier_decides_as_if_the_token_were_finite(verifier):
     (text, nan), (finite_text, finite) = texts
     assert text == finite_text
     assert nan.num_rescored > 0 == finite.num_rescored
-    if verifier not in ("greedy", "coupled"):  # whose rounds become plain steps
+    if verifier not in ("greedy", "coupled"):  # its rounds become plain steps
         assert nan.accepted_per_position == finite.accepted_per_position
         assert nan.drafted_per_position == finite.drafted_per_position
 
 
-# There, masks of window layers that record their past are made for one forward at a time.
+# There, masks of window layers with recorded pasts are made for one forward at a time.
 FAILS_BEFORE_5_24 = [] if TAKES_CACHE else pytest.mark.xfail(strict=True, raises=RuntimeError)
 
 
@@ -224,7 +223,7 @@ def test_stateful_processor_follows_the_text_only():
 
 
 class DraftsNan(Watcher):
-    """Is told the states of plain forwards, whatever it drafts."""
+    """Drafter of `NAN_ID` that gets the states of plain forwards."""
 
     def continued(self, row, text, num):
         wrong = zip(
@@ -310,7 +309,7 @@ def test_draft_model_with_nan_drafts_alike_from_any_cache(scripted):
 
 
 def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A pair in half precision whose target has a neuron that reaches 2e5 for `NAN_ID`, and 0 for other tokens."""
+    """Return a pair in half precision: a neuron of the target is 2e5 for `NAN_ID`, otherwise 0."""
     target = make_model("llama", dtype=torch.float16)
     embeddings, layer = target.get_input_embeddings().weight, target.model.layers[0]
     embeddings[:, -1], layer.self_attn.o_proj.weight[-1] = 0, 0

@@ -1,4 +1,4 @@
-"""Calls of one enabled model in two threads at a time give the texts that they give alone."""
+"""Compare calls of one enabled model in two threads with calls alone."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ from tests.reliability.faults import Fault, FaultyProcessor, Mistake
 from tests.support.compiled_calls import compile_config
 from tests.support.tiny import cheaper_copy, ragged_prompts
 
-SWITCH_S = 1e-5  # between threads, 500 times as often as Python's own 5 ms
+SWITCH_S = 1e-5  # between threads; 500 times as often as Python's default of 5 ms
 TIMEOUT_S = 60.0
 NUM_NEW = 9
 ENDS = [17, 3, 40, 9]
@@ -27,7 +27,7 @@ ENDS = [17, 3, 40, 9]
 
 @cache
 def models():
-    """A target whose heads share keys and values, so that its config is written to, and its draft."""
+    """Return a target with shared keys and values, so its config changes, and a draft."""
     target, _ = new_pair(num_hidden_layers=1)
     return target, cheaper_copy(target)
 
@@ -74,7 +74,7 @@ def call(name: str, is_plain: bool = False) -> list[list[int]]:
 
 
 def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
-    """What jobs give that run in a thread each and may wait for one another."""
+    """Run each job in a thread and return the results; jobs may wait for one another."""
     barrier = threading.Barrier(len(jobs), timeout=TIMEOUT_S)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
@@ -89,7 +89,7 @@ def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
-    # the threads are the first to compile
+    # The threads are the first to compile.
     return {name: call(name, is_plain=name == "compiled") for name in NAMES}
 
 

@@ -1,4 +1,4 @@
-"""What tests of hybrid and recurrent models share."""
+"""Share helpers of tests of hybrid and recurrent models."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from hf_speculate.cache.layers import attention_layers
 from hf_speculate.options.recurrent.states import States, states_of
 from tests.support import tiny
 
-# Float64 rounds at 1e-16. Float32 states, or experts that are weighed in float32, round at 6e-8,
-# and a number on the border between two of them may fall to either side. Wrong states differ by
-# 1e-2 and more.
+# Float64 rounds at 1e-16. Float32 states, or experts weighed in float32, round at 6e-8, and a
+# number on the border between two of them may fall to either side. Wrong states differ by 1e-2 and
+# more.
 TOLERANCE, FLOAT32_TOLERANCE = 1e-12, 1e-6
 
 
 def hooks_of(model: PreTrainedModel) -> list[object]:
-    """All but those of `tests.support.tiny` itself."""
+    """Return all hooks except those of `tests.support.tiny`."""
     tables = [
         table
         for module in model.modules()
@@ -26,18 +26,18 @@ def hooks_of(model: PreTrainedModel) -> list[object]:
 
 
 def recurrent_states(kv_cache: Cache) -> list[States]:
-    """Copies, by layer."""
+    """Return copies of the states, by layer."""
     layers = [layer for layer in kv_cache.layers if hasattr(layer, "conv_states")]
     return [{slot: state.clone() for slot, state in states_of(layer).items()} for layer in layers]
 
 
 def error(one: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest number."""
     return float((one - other).abs().max() / other.abs().max())
 
 
 def assert_equal_caches(one: Cache, other: Cache, most: float = FLOAT32_TOLERANCE) -> None:
-    """States of both kinds, and what else goes on from them."""
+    """Compare states of both kinds and the other state of a cache."""
     for layer, twin in zip(one.layers, other.layers, strict=True):
         if hasattr(layer, "conv_states"):
             assert not layer.record_past

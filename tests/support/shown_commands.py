@@ -1,4 +1,4 @@
-"""Says what is wrong with the commands that pages show, without running them."""
+"""Check the commands on pages without running them."""
 
 import importlib.util
 import itertools
@@ -17,13 +17,14 @@ from hf_speculate.tools.cli.main import app
 ROOT = Path(__file__).parents[2]
 CLI = "hf_speculate.tools.cli.main"
 LAUNCHERS = r"python(3(\.\d+)?)?|torchrun|accelerate"
-FREE = (".", "cp", "curl", "export", "gh", "git", "pip")  # about which nothing is known here
+FREE = (".", "cp", "curl", "export", "gh", "git", "pip")  # unknown commands, not checked here
 
 
 def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
-    """What is wrong with each command of a block of sh, which begins at the root of a clone.
+    """Return the problems of each command of a block of sh.
 
-    In running text commands are often only named: not `is_whole`, they may lack arguments.
+    The block begins at the root of a clone. Commands in running text are often only named: without
+    `is_whole`, they may lack arguments.
     """
     problems, folder = [], ROOT
     for words in commands_in(block):
@@ -37,7 +38,10 @@ def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
 
 
 def commands_in(block: str) -> Iterator[list[str]]:
-    """The words of each simple command: without comments, variables set in front, and redirections."""
+    """Yield the words of each simple command.
+
+    Comments, variables set in front, and redirections are removed.
+    """
     for line in block.replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
             words = list(
@@ -48,7 +52,7 @@ def commands_in(block: str) -> Iterator[list[str]]:
 
 
 def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
-    """What is wrong with one command that is given in `folder`; None: nothing."""
+    """Return the problem of one command given in `folder`, or None."""
     program, *rest = words
     name = Path(program).name or program
     if name == "make":
@@ -81,7 +85,7 @@ def _cli_problem(words: list[str], is_whole: bool) -> str | None:
     try:
         group.commands[name].make_context(name, arguments)
     except typer.Exit:
-        return None  # --help
+        return None  # for --help
     except TyperException as error:
         message = error.format_message()
         return None if message.startswith("Missing") and not is_whole else message
@@ -103,7 +107,7 @@ def _script_problem(words: list[str], folder: Path, is_whole: bool) -> str | Non
 
 
 def _options_problem(path: Path, words: list[str]) -> str | None:
-    """Looks for options in the script, and in the modules beside it."""
+    """Look for options in the script, and in the modules beside it."""
     if not path.is_file():
         return f"no file {path.name}"
     sources = [path, *path.parent.glob("*.py"), *path.parent.glob("*/*.py")]
