@@ -1,4 +1,4 @@
-"""Every method decodes as its own `generate()` does; its texts are compared with plain decoding's."""
+"""Compare every method with its own `generate()` call, and its texts with plain decoding."""
 
 import copy
 import time
@@ -51,13 +51,13 @@ def test_greedy_methods_ignore_settings_in_configs(method, enabled, options, tar
     if enabled:
         enable(model, draft, num_assistant_tokens=7)
     decoder = Decoder(model, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW, **options})
-    # before the first token alone
+    # Wait before the first token only.
     model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))
     model.register_forward_hook(lambda module, args, output: lens.append(output.logits.shape[1]))
     decoded = decoder(method, batch, 0)
     assert decoded.texts == plain_texts(target, batch, **options)
     assert 0.1 < decoded.first_token_s < 2
-    assert len(model._forward_hooks) == 1  # the one above
+    assert len(model._forward_hooks) == 1  # registered above
     assert is_enabled(model) is enabled
     assert (decoded.stats is not None) is (method.engine == "ours")
     assert decoded.stats is None or decoded.stats.verifier == "greedy"
@@ -110,7 +110,7 @@ def test_near_tie_with_plain_decoding_is_not_wrong(batch):
     replacement = twin if plain[row][0] == best else best
     least = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
     check = TextCheck(Decoder(model, {}, {}))
-    # in another order
+    # The runs are in another order.
     others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]
     for text, outcome in (
         (plain[row], Compared(num_equal=6)),

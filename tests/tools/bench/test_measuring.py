@@ -1,4 +1,4 @@
-"""Methods take turns with plain decoding, and figures that cannot be trusted are flagged."""
+"""Test measuring: methods take turns with plain decoding, and doubtful numbers are flagged."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def test_speedup_above_the_bound_is_noise():
 
 
 def runs_of(*texts):
-    """A call on each batch, by the number of its text."""
+    """Return a call on each batch, by the number of its text."""
     return [
         Run(batch, 0, 1.0, [[text]], None)
         for batch, text in zip(empty_batches(len(texts)), texts, strict=True)

@@ -1,4 +1,4 @@
-"""What users write is read; the fastest method that the rule allows wins, and is written."""
+"""Test tuning: its options, the fastest allowed method as the winner, and the written file."""
 
 import json
 import math
@@ -162,7 +162,7 @@ def test_grid_holds_the_methods_allowed_by_the_rule():
         }
     )
     tuned = tune(exact, empty_batches(2), Rule(), instruments(times))
-    assert "verifier" not in tuned.fields  # of the default when tokens are drawn
+    assert "verifier" not in tuned.fields  # the default for sampling
     for fields, alphas in (({}, [0.2, 0.5]), ({"posterior_alpha": 0.6}, [0.6, 0.6])):
         bounded = candidates(
             Rule(max_drop=0.1), LENS[:1], [0.04, 0.25], True, {"draft_sampling": "argmax"} | fields
@@ -194,7 +194,7 @@ def test_winner_replaces_earlier_fields_and_keeps_others(tmp_path, monkeypatch):
     assert (path.read_text(), os.listdir(tmp_path)) == (before, [path.name])
     assert write_fields(tmp_path, FIELDS) == path
     assert json.loads(path.read_text()) == kept | FIELDS
-    path.unlink()  # what the model did without the file goes along
+    path.unlink()  # the settings used without a file are saved too
     (tmp_path / "config.json").write_text(
         json.dumps(make_config("llama").to_dict() | {"eos_token_id": 9})
     )

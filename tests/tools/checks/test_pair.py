@@ -1,4 +1,4 @@
-"""`check_pair` and `check_target` say what `generate()` would, from configs and tokenizers alone."""
+"""Test `check_pair` and `check_target`: they predict `generate()` from configs and tokenizers."""
 
 import json
 
@@ -54,7 +54,7 @@ def check(target, draft, words=LETTERS):
 
 
 def _save(folder, config, *, words=LETTERS, eos_token_id=2, chat_template=None):
-    """A repository of small files, as a download without weights leaves it."""
+    """Write a repository of small files, like a download without weights."""
     config.save_pretrained(folder)
     tokenizer = letters_tokenizer(words)
     tokenizer.chat_template = chat_template
@@ -75,7 +75,7 @@ def test_fitting_pair_passes_as_models_configs_and_paths(tmp_path, capsys):
         assert report.overlap.share == 1
         assert report.target_params == sum(weight.numel() for weight in models[0].parameters())
         assert report.draft_params == sum(weight.numel() for weight in models[1].parameters())
-        # a step reads one row of each
+        # A step reads one row of each.
         embeddings = [model.get_input_embeddings().weight.numel() for model in models]
         num_read = [report.target_params - embeddings[0], report.draft_params - embeddings[1]]
         assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
@@ -287,7 +287,7 @@ def test_expected_speedup_is_the_best_of_the_cost_model():
         (1 - 0.8**6) / (0.2 * (5 * 0.1 + 1.25))
     )
     gains = estimate_gains(ModelSize(100, 200), ModelSize(10, 20))
-    # a draft of the same cost
+    # This draft costs the same.
     routed = estimate_gains(ModelSize(100, 200, 0, 160, 8, 2), ModelSize(4, 8))
     assert all(gain.speedup < base.speedup for gain, base in zip(routed, gains, strict=True))
     for gain in gains:

@@ -1,4 +1,4 @@
-"""`check_parity` tells ties from bugs."""
+"""Test that `check_parity` distinguishes ties from bugs."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ from tests.support.tiny_tokenizers import letters_tokenizer
 
 NUM_NEW = 24
 ROUNDING = 1e-5  # of a difference of logits in float32
-TWIN, TWIN_OF = 41, 17  # two tokens that are made to tie
+TWIN, TWIN_OF = 41, 17  # two tied tokens
 
 
 class _TakesTwin:
-    """Greedy, but where the best token has a twin it takes that one."""
+    """Greedy verifier that replaces a token by its twin."""
 
     def verify(self, target_logits, draft, keys):
         best = target_logits.argmax(-1)  # [B, K+1]
@@ -78,7 +78,7 @@ def test_peft_target_is_compared_with_its_adapter(enabled):
 @pytest.mark.parametrize(
     ("dtype", "distance", "verdict", "is_banned"),
     [
-        (torch.bfloat16, 2**-9, "tie", False),  # a quarter of what bfloat16 tells apart
+        (torch.bfloat16, 2**-9, "tie", False),  # a quarter of the resolution of bfloat16
         (torch.bfloat16, 0.5, "bug", False),
         (torch.bfloat16, 0.0, "bug", True),
         (torch.float32, 2**-9, "bug", False),
@@ -133,7 +133,7 @@ FEW_NEW = 8
 
 
 def models_of(case):
-    """A target, a draft that guesses a part, and prompts, some of them padded."""
+    """Return a target, a draft that guesses a part, and prompts, some of them padded."""
     if case == "llava":
         target = make_llava()
         return target, text_draft(target, 0.1), picture_prompts(target, 2)

@@ -1,4 +1,4 @@
-"""`hf-speculate batch` on a tiny pair, and what users see while data sets are decoded and methods are timed."""
+"""Test `hf-speculate batch` on a tiny pair, and the progress shown to users."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""`hf-speculate bench` and `tune` on a tiny pair: what is compared, and what wins is written."""
+"""Test `hf-speculate bench` and `tune` on a tiny pair: compared methods and saved winner."""
 
 import functools
 import json
@@ -132,12 +132,12 @@ def test_sampled_prompt_lookup_is_not_compared_with_plain(pair, questions, capsy
 
 
 def test_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
-    # three warm-ups, and a batch of each of three methods
+    # Three warm-ups, and a batch of each of three methods.
     left, generate = iter(range(6)), GenerationMixin.generate
 
     @functools.wraps(generate)
     def interrupted(model, **arguments):
-        # transformers calls the draft's, too
+        # transformers calls the draft's `generate` too.
         if model.name_or_path == pair[0] and next(left, None) is None:
             raise KeyboardInterrupt
         return generate(model, **arguments)
@@ -178,12 +178,12 @@ def test_method_with_a_different_text_shows_no_speedup(questions, tmp_path, regi
 def test_winner_is_saved_unless_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
     generate, now = GenerationMixin.generate, [0.0]
     default = SpeculationConfig().posterior_threshold
-    # of a call by threshold and K; models decode all the same
+    # Seconds of a call by threshold and K. Models decode anyway.
     seconds = {(default, 2): 1.5, (default, 3): 1.5}
 
     @functools.wraps(generate)
     def timed(model, **arguments):
-        # none in plain decoding
+        # Plain decoding has no request.
         request = getattr(arguments.get("custom_generate"), "request", None)
         config = request and request.config
         now[0] += seconds.get(

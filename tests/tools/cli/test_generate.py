@@ -1,4 +1,4 @@
-"""`hf-speculate generate` on the bundled pair, and commands with a draft head in place of a draft model."""
+"""Test `hf-speculate generate` on the bundled pair, and commands with a draft head."""
 
 import functools
 import io
@@ -233,7 +233,7 @@ def test_head_is_timed_without_transformers_methods(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1})
     )
-    # MTP layers of the target itself
+    # MTP layers of the target itself.
     assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))
 
 
@@ -253,7 +253,10 @@ def test_check_reports_whether_a_head_fits(tmp_path, capsys):
 
 
 def save_chat_model(folder: Path) -> None:
-    """A tiny model with the context of 64 tokens, whose tokens are bytes, and whose template writes messages in []."""
+    """Save a tiny model with a context of 64 byte tokens.
+
+    Its template writes messages in [].
+    """
     tokenizer = byte_level_tokenizer([])
     tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(
@@ -263,7 +266,7 @@ def save_chat_model(folder: Path) -> None:
 
 
 def chat(folder, typed: bytes, monkeypatch, num_new: int = 8) -> list[int]:
-    """Chat with a saved model; returns the number of tokens of prompt and answer of each call."""
+    """Chat with a saved model; return the number of tokens of prompt and answer of each call."""
     lens, generate = [], GenerationMixin.generate
 
     @functools.wraps(generate)
@@ -281,7 +284,7 @@ def chat(folder, typed: bytes, monkeypatch, num_new: int = 8) -> list[int]:
 
 def test_chat_goes_on_after_an_error_of_a_turn(tmp_path, monkeypatch, capsys):
     save_chat_model(tmp_path)
-    # without the first turn
+    # The first turn is left out.
     assert chat(tmp_path, b"fail\nok\n", monkeypatch) == [len("[fail]") + 8, len("[ok]") + 8]
     assert "RuntimeError: out of order; the turn is left out, /clear" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""`decode_dataset` gives every row the text of plain decoding, once, whatever stopped it before."""
+"""Test `decode_dataset`: every row gets the text of plain decoding once, also after a stop."""
 
 import copy
 import json
@@ -35,12 +35,12 @@ COMMON = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS_ID, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def plain():
-    """Text, number of tokens and reason of the end, of each text alone."""
+    """Return text, number of tokens and end reason of each text alone."""
     return plain_results(pair("llama")[0], TEXTS)
 
 
 def decode(tmp_path, texts=TEXTS, family="llama", chat_template=None, **options):
-    """One call with the tiny pair; returns its report and the output."""
+    """Run one call with the tiny pair; return its report and the output."""
     target, draft = pair(family)
     tokenizer = letters_tokenizer(
         LETTERS, pad_token=PAD, eos_token=EOS, chat_template=chat_template
@@ -58,7 +58,7 @@ def decode(tmp_path, texts=TEXTS, family="llama", chat_template=None, **options)
 NO_DRAFT = {"assistant_model": None, "num_assistant_tokens": None}
 
 
-# as LLaMA's first configs
+# As in LLaMA's first configs.
 @pytest.mark.parametrize("options", [{}, {"pad_token_id": -1, "static_batches": True}])
 def test_texts_counts_and_reasons_equal_plain_decoding(options, plain, tmp_path):
     report, output = decode(
@@ -93,7 +93,7 @@ def test_peft_target_decodes_with_its_adapter(options, plain, tmp_path):
 
 
 class EndsAtPair(StoppingCriteria):
-    """A user's own criterion: ends a row behind two ids that follow each other in any of some pairs."""
+    """Custom criterion that ends a row behind certain pairs of successive ids."""
 
     def __init__(self, pairs):
         self.pairs = torch.tensor(pairs)
@@ -112,7 +112,7 @@ class EndsAtPair(StoppingCriteria):
     ],
 )
 def test_text_after_a_stop_is_in_no_result(stop, eos, options, plain, tmp_path):
-    """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
+    """Decode without EOS, so rows go on until the last one has stopped, and with EOS padding."""
     long = [
         (prompt, text)
         for prompt, (text, *_) in zip(TEXTS, plain, strict=True)
@@ -152,7 +152,7 @@ def test_finished_rows_and_the_drawn_seed_are_kept(num_bytes, tmp_path):
     _, output = decode(tmp_path, **options)
     whole = texts_in(output)
     assert list(whole) != list(range(1, 12))
-    # as a kill in the middle of a write leaves it
+    # A kill in the middle of a write leaves such a file.
     output.write_bytes(output.read_bytes()[:num_bytes])
     kept = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
     num_begun = len(begun_in(output))
@@ -170,7 +170,7 @@ def test_finished_rows_and_the_drawn_seed_are_kept(num_bytes, tmp_path):
         ({}, {"texts": [*TEXTS[:-1], "zzz"]}, "got other prompts"),
         ({}, {"num_assistant_tokens": 2}, r"num_assistant_tokens \(2, was 3\)"),
         ({"seed": 4}, {"seed": 5}, r"\(5, was 4\)"),
-        ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more of them
+        ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more prompts
     ],
 )
 def test_run_with_other_prompts_or_settings_is_refused(begun, resumed, words, tmp_path):
@@ -213,7 +213,7 @@ def test_sampled_text_depends_on_seed_and_id_only(method, tmp_path):
     whole, fewer, last = reports
     assert fewer == {key: whole[key] for key in fewer}
     assert last != {key: whole[key] for key in last}
-    assert row_seed(0, Row("1", "")) == 3373202220108974583  # fixed for ever
+    assert row_seed(0, Row("1", "")) == 3373202220108974583  # fixed forever
 
 
 def test_messages_are_rendered_by_the_chat_template(tmp_path):
@@ -263,7 +263,7 @@ def test_too_large_batch_is_named_and_finished_rows_stay(tmp_path):
     handle.remove()
     report, output = decode(tmp_path, static_batches=True, batch_size=2)
     assert (report.num_resumed, len(results_in(output))) == (4, 11)
-    batches = begun_in(output)[2:]  # of rows of like length, the longest first
+    batches = begun_in(output)[2:]  # of rows of similar length, the longest first
     lens = [len(TEXTS[int(key) - 1]) for batch in batches for key in batch]
     assert (list(map(len, batches)), lens) == ([2, 2, 2, 1], sorted(lens, reverse=True))
 
@@ -313,7 +313,7 @@ def test_sampling_settings_need_do_sample(tmp_path):
 
 @hf_speculate.register_row_wise
 class RaisesAt(LogitsProcessor):
-    """Raises an error for prompts that begin with an id."""
+    """Processor that raises an error for texts with an id."""
 
     def __init__(self, token_id, error):
         self.token_id, self.error = token_id, error

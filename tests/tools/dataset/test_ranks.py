@@ -1,4 +1,4 @@
-"""`accelerate launch` splits the rows over its processes, one of which may be killed."""
+"""Test `accelerate launch`: it splits the rows over its processes, and one may be killed."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def launched(*arguments: str) -> subprocess.Popen[str]:
-    """The command on two processes of this machine."""
+    """Start the command on two processes of this machine."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [
         sys.executable,
@@ -83,7 +83,7 @@ def test_rows_survive_the_kill_of_one_of_two_processes(folder, tmp_path):
 
 
 def run_alone(place: Ranks, output: Path, decoded: list[str]) -> None:
-    """What one of two ranks does; nobody waits for the other."""
+    """Run one of two ranks; nobody waits for the other."""
     job = Job(read_rows(["bc", "de", "fg"]), output, {})
 
     def engine(batches, seed, on_begin):

@@ -1,4 +1,4 @@
-"""Lines of every kind are rows, and a bad one is named; a file of results is whole after every kill."""
+"""Test rows from lines of every kind, named errors, and whole result files after every kill."""
 
 import json
 
@@ -104,7 +104,7 @@ def test_torn_file_keeps_its_whole_lines(tmp_path):
     path.write_bytes(WHOLE + b"notes")
     with pytest.raises(ConfigError, match="got another one at the end"):
         files.cut_torn_line(path)
-    for line in (b"{}", b"\0\0", b"[]", b'{"id": "a"}'):  # no results, and one that comes again
+    for line in (b"{}", b"\0\0", b"[]", b'{"id": "a"}'):  # not results, and a repeated one
         path.write_bytes(WHOLE + line + b"\n")
         with pytest.raises(ConfigError, match=r"at out\.jsonl:4"):
             files.ids_in(path)

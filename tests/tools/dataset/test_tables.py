@@ -1,4 +1,4 @@
-"""Prompts come from a column of a data set: a parquet file, one of the Hub, or JSON lines."""
+"""Test prompts from a column of a data set: a parquet file, one of the Hub, or JSON lines."""
 
 import datetime
 import json
@@ -29,7 +29,7 @@ RECORDS = [
 
 
 class Loaded(list):
-    """Records as `datasets.load_dataset` returns them."""
+    """Records as returned by `datasets.load_dataset`."""
 
     @property
     def column_names(self):
@@ -38,7 +38,7 @@ class Loaded(list):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands for datasets; one data set is on the Hub."""
+    """Replace datasets; one data set is on the Hub."""
     calls = []
 
     def load_dataset(name, subset=None, *, split, data_files=None):

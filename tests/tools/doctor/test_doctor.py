@@ -1,4 +1,4 @@
-"""`hf-speculate doctor` on simulated devices: what it says is wrong, and what to set."""
+"""Test `hf-speculate doctor` on simulated devices: the named fault and the setting to change."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from hf_speculate.tools.doctor.report import Device, examine
 from tests.support import simulated_doctor
 from tests.support.fake_cuda import FakeCuda
 
-# The interpreter of Triton 3.6 lacks the bfloat16 constants that rows which start anywhere need.
+# The interpreter of Triton 3.6 lacks the bfloat16 constants for rows at any address.
 SMALL = Sizes(97, 2, torch.float16, 32, 4, (2,))
 # A busy machine with two cores runs kernels in Python.
 examined = functools.partial(examine, sizes=SMALL, limit_s=200.0)

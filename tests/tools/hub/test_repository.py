@@ -1,4 +1,4 @@
-"""Repositories for the Hub: what stands in them and is uploaded, and what a downloaded config can and cannot do."""
+"""Test repositories for the Hub: their files, the upload, and the limits of a downloaded config."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def test_card_explains_every_field_and_the_installation():
 
 
 def test_requirements_equal_those_of_the_package():
-    """The folder of top_k has code of its own."""
+    """Compare with the folder of top_k, which has code of its own."""
     package = ConfigParser()
     package.read(ROOT / "setup.cfg")
     needed = {line.partition(",")[0] for line in package["options"]["install_requires"].split()}
@@ -148,7 +148,7 @@ def test_unsavable_fields_are_refused_before_writing(tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-TRAP = "hf_speculate_trap"  # a module that can be imported while a test runs, and must not be
+TRAP = "hf_speculate_trap"  # a module that could be imported and must not be
 HUGE = 10**400  # past every float
 OTHERS = [
     {"_target_": f"{TRAP}.make"},
@@ -170,13 +170,13 @@ HOSTILE = [
     "",
     *OTHERS,
 ]
-# hostile as they look, values of their fields
+# These look hostile and are valid values of their fields.
 ALLOWED = {"seed": [HUGE, -1], "max_matching_ngram_size": [HUGE]}
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """A pair beside a module that must not be imported."""
+    """Return a pair beside a module that must not be imported."""
     (tmp_path / f"{TRAP}.py").write_text(
         "def make(*args, **kwargs):\n    raise SystemExit('ran')\n"
     )
@@ -190,7 +190,7 @@ SOURCES = ("target", "draft", "fields_from")
 
 
 def call(models, source, folder, content):
-    """One call with a file that was downloaded with a model, or alone."""
+    """Run one call with a file downloaded with a model, or alone."""
     path, options = (
         folder / "generation_config.json",
         {"assistant_model": models["draft"], "max_new_tokens": 4},
@@ -226,7 +226,7 @@ def test_file_without_an_object_is_refused(models, tmp_path):
     "name", ["assistant_model", "custom_generate", "logits_processor", "tokenizer"]
 )
 def test_config_loads_no_model_and_no_code(models, tmp_path, name):
-    """These are arguments, and none is read from a config; some transformers refuses there."""
+    """Put arguments into a config: none is read from there, and transformers refuses some."""
     plain = models["target"].generate(**ragged_prompts(1, seed=1), max_new_tokens=4)
     content = json.dumps({"pad_token_id": 0, name: f"{TRAP}:make", "num_assistant_tokens": 2})
     for source in SOURCES:

@@ -1,4 +1,4 @@
-"""Metrics of a server, as a scrape of Prometheus reads them."""
+"""Test metrics of a server in a scrape of Prometheus."""
 
 import asyncio
 import importlib
@@ -24,7 +24,7 @@ NAME = "hf_speculate_"
 
 
 def scraped(client):
-    """Values by name and labels."""
+    """Return values by name and labels."""
     parser = pytest.importorskip(
         "prometheus_client.parser", reason="prometheus-client is not installed"
     )

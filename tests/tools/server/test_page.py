@@ -1,4 +1,4 @@
-"""The chat page: its headers, and what a browser shows of an answer."""
+"""Test the chat page: its headers, and an answer in a browser."""
 
 import base64
 import hashlib
@@ -14,10 +14,10 @@ from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body, wait_u
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 PHONE, DESKTOP = 390, 1200  # widths in CSS pixels
-ENOUGH_CONTRAST = 4.5  # of text, as WCAG 2.2 asks for
+ENOUGH_CONTRAST = 4.5  # of text, required by WCAG 2.2
 HOSTILE = '<img src=x onerror="document.title=1"></p><script>document.title = 2</script> & "\u202e"'
 
-# What is wrong with the page: text of low contrast, and parts wider than the window.
+# Return faults of the page: text of low contrast, and parts wider than the window.
 LOOK = """() => {
   const problems = [], root = document.documentElement;
   if (root.scrollWidth > innerWidth) problems.push('wider than the window: ' + root.scrollWidth);
@@ -44,7 +44,7 @@ LOOK = """() => {
 
 
 class Inline(HTMLParser):
-    """Collects the text of inline elements by tag."""
+    """Parser that collects the text of inline elements by tag."""
 
     def __init__(self, page):
         super().__init__()
@@ -117,7 +117,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, client):
-    """Opens the page of the server; what it asks of others, and logs, is a problem."""
+    """Open the page of the server; its requests to others and its logs are problems."""
     contexts, problems = [], []
 
     def open_page(width=DESKTOP, scheme="light"):
@@ -221,7 +221,7 @@ def test_html_in_an_answer_stays_text(open_page):
 def test_reasoning_is_shown_apart_with_its_question(open_page):
     page, bodies = open_page(), []
     first = [
-        ({}, [("<think>", "target"), ("Is", "draft")]),  # its text is held
+        ({}, [("<think>", "target"), ("Is", "draft")]),  # its text is held back
         ({"reasoning_content": "Is it"}, [(" it", "draft")]),
     ]
     second = [

@@ -1,4 +1,4 @@
-"""Answers of a tokenizer with a `response_template`: reasoning, content and calls apart."""
+"""Test answers of a tokenizer with a `response_template`: reasoning, content and calls apart."""
 
 import asyncio
 import importlib
@@ -41,7 +41,7 @@ def tokenizer():
 
 
 def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE, stops=()):
-    """The choice of a whole answer, and those of the events of a streamed one."""
+    """Return the choice of a whole answer, and those of the events of a streamed one."""
     answers = importlib.import_module("hf_speculate.tools.server.answers")
     records = importlib.import_module("hf_speculate.tools.server.text_request")
     tokenizer.response_template = template
@@ -90,14 +90,14 @@ def parts(message):
         (f"{CALL} Done.{END}", {}, ("", "Done.", [CALLED])),
         (f"a {CALL}{END}", {"tools": None}, ("", f"a {CALL}", [])),
         ("<think>cut sho", {}, ("cut sho", "", [])),
-        # a stop string that begins in a special token leaves nothing of it
+        # A stop string that begins in a special token leaves nothing of it.
         (f"<think>why</think>Hello{END}", {"stops": [">"]}, ("", "", [])),
         (f"<think>why</think>Hello{END}", {"stops": ["|"]}, ("why", "Hello", [])),
         (f"hello{END}", {"stops": ["_end"]}, ("", "hello", [])),
         ("hello<|im_start|>x", {"stops": ["|>y"]}, ("", "hellox", [])),
-        # text that looks like a special token is text
+        # Text that looks like a special token is text.
         (["so <|im_st", "art|>", " it is", END], {}, ("", "so <|im_start|> it is", [])),
-        # what the template cannot read is content
+        # Calls that the template cannot read are content.
         (
             f"<think>a</think><tool_call>{{no}}</tool_call>{CALL}",
             {},
@@ -167,7 +167,7 @@ def test_unreadable_template_is_left_out(tokenizer, caplog):
 
 
 def test_server_reads_answers_with_the_prompt_before_them(client, engine, monkeypatch):
-    """A prompt that ends in <think> makes all that follows reasoning."""
+    """End the prompt with <think>, so the whole answer is reasoning."""
     monkeypatch.setattr(engine.tokenizer, "chat_template", "#{{ opened }}")
     template = {
         "start_anchor": "#",

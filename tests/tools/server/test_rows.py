@@ -1,4 +1,4 @@
-"""Several requests at once: each gets the text that it gets alone, and leaves the others alone."""
+"""Compare several requests at once with each request alone."""
 
 import asyncio
 import functools
@@ -27,8 +27,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
-# Fields of requests beside prompt, length and sampling, and the arguments of generate() that they
-# are.
+# Fields of requests beside prompt, length and sampling, with their arguments of generate().
 FIELDS = (
     ({}, {}),
     ({"logit_bias": {"7": -100, "9": 3.5}}, {"sequence_bias": {(7,): -100.0, (9,): 3.5}}),
@@ -47,7 +46,7 @@ FIELDS = (
 
 
 class Penalties(LogitsProcessor):
-    """The formula of OpenAI, token by token."""
+    """Penalties by OpenAI's formula, token by token."""
 
     def __init__(self, prompt_len, frequency, presence):
         self.prompt_len, self.frequency, self.presence = prompt_len, frequency, presence
@@ -61,7 +60,10 @@ class Penalties(LogitsProcessor):
 
 
 def requests_of(engine, num):
-    """Requests of different lengths and fields, as text or ids, every second one sampled with a seed."""
+    """Make requests of different lengths and fields, every second one sampled with a seed.
+
+    The prompts are text or ids.
+    """
     random, size = torch.Generator().manual_seed(5), engine.target.config.vocab_size
     for index in range(num):
         ids = torch.randint(1, size, (1 + 7 * index % 40,), generator=random).tolist()
@@ -77,7 +79,7 @@ def requests_of(engine, num):
 
 
 def alone(engine, request):
-    """The text of a request in a call of its own, plain if it is greedy."""
+    """Return the text of a request in a separate call, plain if it is greedy."""
     given = next(
         arguments for fields, arguments in reversed(FIELDS) if fields.items() <= request.items()
     )
@@ -99,7 +101,7 @@ def alone(engine, request):
 
 @pytest.fixture
 def create(client):
-    """Asks for a completion with OpenAI's client."""
+    """Request a completion with OpenAI's client."""
     options = {
         "api_key": "none",
         "base_url": str(client.base_url.join("/v1")),
@@ -122,7 +124,7 @@ def test_concurrent_requests_get_the_texts_of_requests_alone(client, create, eng
         if index % 4 < 3:
             return "".join(chunk.choices[0].text for chunk in answer)
         next(answer)
-        return answer.close()  # leaves
+        return answer.close()  # the client leaves
 
     with ThreadPoolExecutor(len(requests)) as pool:
         texts = list(pool.map(ask, range(len(requests))))
@@ -159,7 +161,7 @@ def test_choices_of_several_prompts_equal_requests_alone(create, engine, is_stre
 
 
 def logprobs_of(target, token_ids):
-    """[T - 1, V] the log probabilities of what follows each token, from one forward."""
+    """Return the log probabilities [T - 1, V] of the token after each token, from one forward."""
     with torch.no_grad():
         return (
             target(torch.tensor([token_ids]), use_cache=False)
@@ -276,7 +278,7 @@ def test_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monk
             create(**request, max_tokens=2)
         assert (engine.num_running, engine.num_waiting) == (NUM_ROWS, 1)
         streams[0].close()
-        # in the row of the client that has left, long before the others end
+        # The row of the client that left is free long before the others end.
         answer = waiting.result()
     assert engine.num_running == NUM_ROWS - 1
     for stream in streams[1:]:
@@ -286,7 +288,7 @@ def test_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monk
 
 
 def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
-    """What an engine's stream yields to a client that leaves after `most` pieces."""
+    """Return the items of an engine's stream for a client that leaves after `most` pieces."""
     found, request = [], TextRequest(request) if isinstance(request, RowPrompt) else request
 
     async def run():
@@ -302,7 +304,7 @@ def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
 
 
 def collect_all(engine, requests):
-    """The result of each of an engine's texts, which are asked for at once."""
+    """Return the result of each text; all are requested at once."""
     results = {}
 
     async def run():
@@ -408,8 +410,9 @@ def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
     assert [prompt.key.request.prompt.key for prompt in begun] == list(range(len(lens)))
     assert (
         {50, 70, 40} <= set(counts) <= {10, 20, 30, 40, 50, 70}
-    )  # the third has to wait, the last four begin together
-    assert engine.max_length == 80  # what is longer can never fit
+        # The third has to wait. The last four begin together.
+    )
+    assert engine.max_length == 80  # longer texts can never fit
     with pytest.raises(RequestError, match="at most 80 tokens, got 4 \\+ 77"):
         text_requests(
             parse(CompletionRequest, b'{"prompt": [3, 3, 3, 3], "max_tokens": 77}'), engine
@@ -425,7 +428,7 @@ def test_closing_the_engine_ends_its_requests(engine):
     with pytest.raises(RequestError, match="speculation_cache must be"):
         collect(engine, request)
     request = RowPrompt([3], None, {"max_new_tokens": MANY, "do_sample": False})
-    for _ in range(2):  # also a request that comes later
+    for _ in range(2):  # also a later request
         with pytest.raises(RequestError, match="shutting down") as caught:
             collect(engine, request, on_piece=engine.close)
         assert caught.value.status == 503

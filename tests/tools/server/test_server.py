@@ -1,4 +1,4 @@
-"""The server behind a real socket on the loopback device, asked by a real client."""
+"""Test the server behind a real socket on the loopback device with a real client."""
 
 import asyncio
 import importlib
@@ -44,14 +44,14 @@ NESTED = '<tool_call>{"name": "f", "arguments": ' + 3_000 * "[" + "</tool_call>"
 
 
 def called(arguments):
-    """A message of an assistant that called a tool."""
+    """Return a message of an assistant with a tool call."""
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.fixture(scope="module")
 def text(engine):
-    """The greedy answer to the question, by plain decoding."""
+    """Return the greedy answer to the question, by plain decoding."""
     inputs = engine.tokenizer("# a word\n", return_tensors="pt")
     options = {"max_new_tokens": NUM_NEW, "do_sample": False}
     ids = engine.target.generate(
@@ -61,7 +61,7 @@ def text(engine):
 
 
 def streamed(client, **options):
-    """The text of a streamed answer, and its events, without the last one, which says that it is done."""
+    """Return the text of a streamed answer, and its events without the final "done"."""
     with client.stream("POST", PATH, json=body(stream=True, **options)) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -73,7 +73,7 @@ def streamed(client, **options):
 
 
 def answered(client, **options):
-    """Text and reason of the end of a whole answer, and its usage."""
+    """Return text and end reason of a whole answer, and its usage."""
     answer = client.post(PATH, json=body(**options)).json()
     (choice,) = answer["choices"]
     return choice["message"]["content"], choice["finish_reason"], answer["usage"]
@@ -303,7 +303,7 @@ def test_unsupported_requests_get_errors_in_the_openai_format(client, engine, mo
     assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     assert "must have a chat template" in client.post(PATH, json=body()).json()["error"]["message"]
-    # draws a seed
+    # The server draws a seed.
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
@@ -394,7 +394,7 @@ def test_streams_continue_while_a_long_text_is_tokenised(client, engine, text, m
     tokenizer, may_end, is_long = engine.tokenizer, threading.Event(), "a" * (engine.max_chars - 8)
 
     class Slow:
-        """Tokenises a long text until it is told to end."""
+        """Tokenizer that blocks on a long text until it may end."""
 
         def __getattr__(self, name):
             return getattr(tokenizer, name)
@@ -688,7 +688,7 @@ def test_pieces_hold_whole_characters_and_no_stop_prefix():
     assert text + stream.read(ids, is_end=True) == "naïve s sto 日本 stip "
     assert stream.is_cut
     stream, ids = TextStream(tokenizer, ["stop"]), tokenizer("a sto")["input_ids"]
-    # the end gives what was held
+    # The end gives the held text.
     assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")
     assert not stream.is_cut
 
@@ -708,7 +708,7 @@ def test_special_tokens_match_stops_and_are_not_sent():
         )
         for num_ids in range(1, len(ids) + 1):
             read += stream.read(ids[:num_ids])
-            # both at the same token
+            # Both stop at the same token.
             assert stream.is_cut or not criterion(torch.tensor([ids[:num_ids]]), None)
         assert (read, stream.is_cut) == (text, True)
     stream = TextStream(tokenizer, ["<|end|>!"])
@@ -790,7 +790,7 @@ def test_error_is_not_replaced_by_later_tokens():
     async def run():
         answer = records.Answer(records.TextRequest(records.RowPrompt([1])))
         answer.put(RequestError("shutting down"))
-        answer.put([3])  # its thread had asked before whether the text is wanted
+        answer.put([3])  # its thread had checked before if the text is wanted
         await asyncio.sleep(0)
         return await answer.get()
 

@@ -1,4 +1,4 @@
-"""Bytes of tokens: they spell the text of an answer, and stops are found in them as transformers finds them."""
+"""Test bytes of tokens: they spell the text of an answer, and stops match as in transformers."""
 
 import random
 
@@ -27,7 +27,7 @@ END = "</s>"
 
 
 def sentencepiece_tokenizer(strips):
-    """As Llama 2 decodes if it `strips`: the text's first space is lost."""
+    """Make a tokenizer like Llama 2's; if it `strips`, the text's first space is lost."""
     tokenizer = metaspace_tokenizer(WORDS, "abcdefghijklmnopqrstuvwxyz,", eos_token=END)
     if strips:
         parts = (
@@ -48,7 +48,10 @@ TOKENIZERS = {
 
 
 def logprobs_of(tokenizer, text):
-    """Tokens of a text and of its end, each with alternatives: itself, the token before and that of one byte."""
+    """Return tokens of a text and of its end with alternatives.
+
+    These are the token, the one before and that of one byte.
+    """
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     byte = tokenizer.convert_tokens_to_ids("<0x61>") if "<0x61>" in tokenizer.get_vocab() else 3
     return [

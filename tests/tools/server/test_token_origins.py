@@ -1,4 +1,4 @@
-"""Streams that name the origin of each token: the target, or the draft source that proposed it."""
+"""Test streams that name each token's origin: the target, or the draft source."""
 
 import asyncio
 import importlib
@@ -29,7 +29,7 @@ DRAFT = "model LlamaForCausalLM"
 
 
 def streamed(client, word="a word", **options):
-    """Text, tokens and totals of a streamed answer, whose chunks each hold the text of their tokens."""
+    """Return text, tokens and totals of a streamed answer; each chunk holds its tokens' text."""
     messages = [{"role": "user", "content": word}]
     fields = body(stream=True, speculation=True, messages=messages, **options)
     text, tokens, totals = "", [], None
@@ -45,7 +45,7 @@ def streamed(client, word="a word", **options):
 
 
 def rounds_of(engine):
-    """Origins of the tokens of the greedy answer, from the rounds of a call of `generate()`."""
+    """Return origins of the tokens of the greedy answer, from the rounds of a `generate()` call."""
     reports, options = [], {"max_new_tokens": NUM_NEW, "do_sample": False, **engine.options}
     inputs = engine.tokenizer("# a word\n", return_tensors="pt")
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -83,10 +83,10 @@ def test_tokens_have_the_origins_of_their_rounds(client, engine):
 def test_held_and_cut_text_stays_with_its_tokens(client):
     whole, tokens, _ = streamed(client)
     stop = whole[9:12]
-    # a beginning of the second is held
+    # A beginning of the second stop is held.
     text, cut, totals = streamed(client, stop=[stop, 2 * whole[2:4]])
     assert text == whole[: whole.index(stop)]
-    # a token is a character here
+    # A token is a character here.
     assert [token["text"] for token in cut] == [*text, *[""] * len(stop)]
     assert [token["origin"] for token in cut] == [token["origin"] for token in tokens[: len(cut)]]
     assert totals["accepted"] == sum(token["origin"] != TARGET for token in cut)

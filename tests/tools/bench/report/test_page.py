@@ -1,4 +1,4 @@
-"""The page says what the result says, loads nothing, reads no name as HTML, and is drawn by browsers as it should."""
+"""Test the report page: its content, escaped names, no loaded resources, and its drawing."""
 
 import html
 import re
@@ -28,7 +28,7 @@ LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "x
 
 
 class Page(HTMLParser):
-    """Elements, attributes and texts of a page, as a browser would read them."""
+    """Parser of a page's elements, attributes and texts, as a browser would read them."""
 
     def __init__(self, folder, result):
         super().__init__()
@@ -44,7 +44,7 @@ class Page(HTMLParser):
         self.text += data
 
     def row(self, name):
-        """The first line of a table that begins so."""
+        """Return the first line of a table with this beginning."""
         lines = [
             re.findall(r"<td[^>]*>(.*?)</td>", line, re.S) for line in self.source.split("<tr")
         ]
@@ -115,7 +115,7 @@ def test_missing_values_are_left_out_with_their_plots(tmp_path):
 
 
 def hostile(value, name=""):
-    """A result in which every text begins with what a browser must not run."""
+    """Make a result with code for browsers at the beginning of every text."""
     if isinstance(value, dict):
         return {key: hostile(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -128,7 +128,7 @@ def test_page_loads_nothing_and_escapes_names(tmp_path):
     attack = hostile(result)
     attack["settings"] |= {HOSTILE: HOSTILE}
     result["settings"] |= {"name": "value"}
-    attack["methods"][0]["name"] = result["methods"][0]["name"]  # what the others are compared with
+    attack["methods"][0]["name"] = result["methods"][0]["name"]  # the others are compared with it
     page, attacked = Page(tmp_path, result), Page(tmp_path, attack)
     assert (attacked.tags, attacked.attributes) == (page.tags, page.attributes)
     assert attacked.text.count(HOSTILE) > len(result["methods"])
@@ -187,7 +187,7 @@ PHONE, DESKTOP = 360, 1280
 MIN_LETTER_PX = 12
 # Three bars a method, positions, rounds, a stack a method, a line a category, drift.
 NUM_PLOTS = 3 * 5 + 1 + 1 + 4 + 4 + 3
-# What a reader would notice, in one call.
+# Collect visible faults in one call.
 LOOK = """() => {
   const box = one => one.getBoundingClientRect();
   const inside = (one, frame) =>
@@ -237,7 +237,7 @@ def browser():
 
 
 def look_at(browser, path, width, scheme="light"):
-    """What is wrong with a page, and its number of plots."""
+    """Return the faults of a page, and its number of plots."""
     page, problems = (
         browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme),
         [],
@@ -261,7 +261,7 @@ def look_at(browser, path, width, scheme="light"):
 @pytest.mark.parametrize(("scheme", "width"), [("light", PHONE), ("dark", DESKTOP)])
 def test_page_is_drawn_in_a_browser(browser, tmp_path, width, scheme):
     result = make_result()
-    result["methods"][3]["is_noise"] = True  # the longest text of a speed-up
+    result["methods"][3]["is_noise"] = True  # the longest text of a speedup
     assert look_at(browser, write_html(result, tmp_path / "report.html"), width, scheme) == (
         [],
         NUM_PLOTS,
