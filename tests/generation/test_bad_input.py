@@ -103,8 +103,8 @@ def test_invalid_fields_are_refused(models, fields, message):
         (
             lambda: {"candidate_generator": LOOKUP, "prompt_lookup_num_tokens": 3},
             (
-                "pass one draft source, got candidate_generator and prompt_lookup_num_tokens; omit one "
-                "of them$"
+                "pass one draft source, got candidate_generator and prompt_lookup_num_tokens; omit "
+                "one of them$"
             ),
         ),
         (
@@ -114,8 +114,8 @@ def test_invalid_fields_are_refused(models, fields, message):
                 "assistant_early_exit": 1,
             },
             (
-                "got assistant_early_exit and candidate_generator and prompt_lookup_num_tokens; omit "
-                "all but one$"
+                "got assistant_early_exit and candidate_generator and prompt_lookup_num_tokens; "
+                "omit all but one$"
             ),
         ),
         (

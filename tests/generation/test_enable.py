@@ -343,7 +343,10 @@ def test_newer_transformers_warns_once_per_class(monkeypatch):
     with pytest.warns(UserWarning) as caught:
         for model in models:
             hf_speculate.enable(model)
-    words = r"5\.17\.0 to 5\.\d+\.\d+.* got 5\.99\.1; the first speculative call compares (\w+) .*; install"
+    words = (
+        r"5\.17\.0 to 5\.\d+\.\d+.* got 5\.99\.1; "
+        r"the first speculative call compares (\w+) .*; install"
+    )
     assert [re.search(words, str(warning.message))[1] for warning in caught] == ["First", "Second"]
     assert {warning.filename for warning in caught} == {__file__}
 

@@ -127,7 +127,10 @@ def test_used_processor_is_refused_by_a_later_call():
     inputs, used = ragged_prompts(4, seed=3), RollbackGrammar(Brackets())
     expected = decode(used, inputs, eos_token_id=EOS)
     assert len(used.states) < 4
-    message = "must be a new one in each call, got a RollbackGrammar that holds the last rows of an earlier call; make"
+    message = (
+        "must be a new one in each call, got a RollbackGrammar that holds the last rows of an "
+        "earlier call; make"
+    )
     for batch_size in (4, len(used.states)):
         with pytest.raises(UnsupportedGenerationError, match=message):
             decode(used, ragged_prompts(batch_size, seed=3), eos_token_id=EOS)

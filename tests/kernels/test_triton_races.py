@@ -127,10 +127,14 @@ def row_kernel(
 ):  # fmt: skip
     zero = tl.zeros([], tl.int64)
     state = kernel_noise.noise_states(tl.load(seeds_ptr + tl.program_id(0)), zero, zero, STREAM)
-    fast = race.race_row(target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
-                           num_pieces, vocab_size, RULE, False, PIECE)  # fmt: skip
-    full = race.race_all(target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
-                           num_pieces, vocab_size, RULE, False, PIECE)  # fmt: skip
+    fast = race.race_row(
+        target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
+        num_pieces, vocab_size, RULE, False, PIECE,
+    )  # fmt: skip
+    full = race.race_all(
+        target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
+        num_pieces, vocab_size, RULE, False, PIECE,
+    )  # fmt: skip
     tl.store(fast_ptr + tl.program_id(0), fast)
     tl.store(full_ptr + tl.program_id(0), full)
 

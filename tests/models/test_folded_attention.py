@@ -285,7 +285,10 @@ def test_attention_without_masks_is_refused_with_the_line_to_add():
     options = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
     with pytest.raises(UnsupportedModelError) as error:
         target.generate(**ragged_prompts(1, seed=3), **options)
-    line = "transformers.AttentionMaskInterface.register('own_to_be_masked', transformers.masking_utils.sdpa_mask)"
+    line = (
+        "transformers.AttentionMaskInterface.register('own_to_be_masked', "
+        "transformers.masking_utils.sdpa_mask)"
+    )
     assert line in str(error.value)
     exec(line, {"transformers": transformers})
     assert (

@@ -240,7 +240,9 @@ def test_cutoffs_of_hostile_rows_equal_transformers(cuts: list[Any], vocab_size:
 
 @pytest.mark.skipif(not IGNORES_BY_ROW, reason="this version takes one number for all rows")
 def test_ignored_padding_follows_its_row() -> None:
-    make = lambda: [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]  # noqa: E731
+    def make() -> list[transformers.LogitsProcessor]:
+        return [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]
+
     block, kept = Block(RAGGED_LENS), [3, 1]
     twin = run_by_position(make, block)
     assert_same_bits(run_block(make(), block), twin)

@@ -29,18 +29,17 @@ _NAMES: dict[Any, str] = {
     48: "intermediate_size ffn_dim d_ff dff encoder_ffn_dim decoder_ffn_dim",
     24: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
     16: "kv_lora_rank mamba_d_head mamba_head_dim router_hidden_size",
-    8: "head_dim d_kv rotary_dim query_pre_attn_scalar sliding_window qk_rope_head_dim qk_nope_head_dim v_head_dim "
-    "swa_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim sliding_window_size "
-    "mamba_d_state "
+    8: "head_dim d_kv rotary_dim query_pre_attn_scalar sliding_window qk_rope_head_dim "
+    "qk_nope_head_dim v_head_dim swa_head_dim linear_head_dim linear_key_head_dim "
+    "linear_value_head_dim sliding_window_size mamba_d_state "
     # Chunks of 128 tokens take most of a small model's time.
     "ssm_state_size state_size chunk_size mamba_chunk_size",
-    4: "num_attention_heads n_head num_heads attention_heads encoder_attention_heads decoder_attention_heads "
-    "swa_num_attention_heads linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads "
-    "n_mamba_heads "
-    "num_experts num_local_experts n_routed_experts",
-    2: "num_hidden_layers n_layer num_layers encoder_layers decoder_layers num_decoder_layers num_key_value_heads "
-    "swa_num_key_value_heads linear_num_key_heads mamba_n_groups mamba_ngroups n_groups "
-    "num_experts_per_tok",
+    4: "num_attention_heads n_head num_heads attention_heads encoder_attention_heads "
+    "decoder_attention_heads swa_num_attention_heads linear_num_value_heads linear_num_heads "
+    "mamba_n_heads mamba_num_heads n_mamba_heads num_experts num_local_experts n_routed_experts",
+    2: "num_hidden_layers n_layer num_layers encoder_layers decoder_layers "
+    "num_decoder_layers num_key_value_heads swa_num_key_value_heads linear_num_key_heads "
+    "mamba_n_groups mamba_ngroups n_groups num_experts_per_tok",
     1: "n_group topk_group n_shared_experts",
     INITIALIZER_RANGE: "init_std",
     MAX_LEN: "max_position_embeddings n_positions max_seq_len",

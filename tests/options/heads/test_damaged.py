@@ -166,7 +166,10 @@ FAULTS = {  # writer of a folder, damage, and error message
     "no weight": (
         eagle,
         with_weights(lambda weights: weights.pop("norm.weight")),
-        rf"{SAFE} must hold the weights of the network that config\.json describes, got none of norm\.weight;",
+        (
+            rf"{SAFE} must hold the weights of the network that config\.json describes, "
+            r"got none of norm\.weight;"
+        ),
     ),
     "left over": (
         eagle,

@@ -296,12 +296,18 @@ def marks(ids):
         (
             OPEN,
             None,
-            r"d2t in .*model\.safetensors must come with t2d if it rises at every one of 12 columns",
+            (
+                r"d2t in .*model\.safetensors must come with t2d if it rises at every one of 12 "
+                "columns"
+            ),
         ),
         (
             IDS.flip(0),
             None,
-            r"d2t in .*model\.safetensors must hold offsets that give increasing ids below 32, or these",
+            (
+                r"d2t in .*model\.safetensors must hold offsets that give increasing ids below 32, "
+                "or these"
+            ),
         ),
         (IDS[:0], None, r"d2t in .*model\.safetensors must hold offsets"),
     ],

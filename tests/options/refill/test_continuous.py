@@ -28,7 +28,10 @@ def source_of(prompts):
 def make_prompts(num=8, **arguments):
     """Make prompts of 2 to 30 tokens, with 1 to 40 new tokens."""
     random = torch.Generator().manual_seed(3)
-    draw = lambda low, high, size=(): torch.randint(low, high, size, generator=random).tolist()  # noqa: E731
+
+    def draw(low, high, size=()):
+        return torch.randint(low, high, size, generator=random).tolist()
+
     lens = [draw(2, 31) for _ in range(num)]
     return [
         RowPrompt(

@@ -49,7 +49,8 @@ class Cell(NamedTuple):
     def name(self) -> str:
         """Return the group and everything that distinguishes cells in it."""
         setting = self.setting
-        return f"{self.group}: {self.kind}, {setting.machine.name}, B={setting.num_rows}, N={setting.num_tokens}"
+        size = f"B={setting.num_rows}, N={setting.num_tokens}"
+        return f"{self.group}: {self.kind}, {setting.machine.name}, {size}"
 
 
 class Traces(NamedTuple):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 # Milliseconds of a float32 verification of SmolLM2-135M by query tokens of all rows, on one thread.
 SMOLLM2_MS = {
-    1: 34, 2: 39, 3: 46, 4: 56, 5: 58, 6: 60, 8: 64, 9: 68, 11: 77, 16: 86, 24: 106, 32: 124, 40: 145,
-    48: 163, 72: 217, 88: 257,
+    1: 34, 2: 39, 3: 46, 4: 56, 5: 58, 6: 60, 8: 64, 9: 68, 11: 77, 16: 86, 24: 106, 32: 124,
+    40: 145, 48: 163, 72: 217, 88: 257,
 }  # fmt: skip
 PROMPT_LEN = 64  # tokens of the prompts read by `Machine.prompt`
 LONG_READ = 32  # up to this many tokens, a draft model reads a token in `Machine.read`
@@ -114,16 +114,39 @@ def _model_machine(
 
 
 MODEL_MACHINES = [
-    _model_machine("pair-cpu", lambda n, k: 0.94 + 0.05 * n * (k + 1) + (0.03 if k else 0),
-            lambda n, k: 0.21 * k * (0.9 + 0.1 * n), lambda n: 0.3 + 0.25 * n, 0.01, 0.18),
-    _model_machine("compiled-cpu", lambda n, k: 1 + 0.2 * k * n / 8, lambda n, k: 0.12 * k, lambda n: 1.0, 0.01, 0.18,
-            (8,)),
-    _model_machine("h200", _gpu, lambda n, k: k * (0.2 if n == 1 else 0.43), lambda n: 1.0 if n == 1 else 5.0 * n / 8,
-            0.01, 0.16),
-    _model_machine("ideal", lambda n, k: 1 + 0.01 * k, lambda n, k: 0.17 * k, lambda n: 0.5, 0.003, 0.17),
+    _model_machine(
+        "pair-cpu",
+        lambda n, k: 0.94 + 0.05 * n * (k + 1) + (0.03 if k else 0),
+        lambda n, k: 0.21 * k * (0.9 + 0.1 * n),
+        lambda n: 0.3 + 0.25 * n,
+        0.01,
+        0.18,
+    ),
+    _model_machine(
+        "compiled-cpu",
+        lambda n, k: 1 + 0.2 * k * n / 8,
+        lambda n, k: 0.12 * k,
+        lambda n: 1.0,
+        0.01,
+        0.18,
+        (8,),
+    ),
+    _model_machine(
+        "h200",
+        _gpu,
+        lambda n, k: k * (0.2 if n == 1 else 0.43),
+        lambda n: 1.0 if n == 1 else 5.0 * n / 8,
+        0.01,
+        0.16,
+    ),
+    _model_machine(
+        "ideal", lambda n, k: 1 + 0.01 * k, lambda n, k: 0.17 * k, lambda n: 0.5, 0.003, 0.17
+    ),
     _model_machine("offload", _offloaded, lambda n, k: 0.01 * k, lambda n: 0.05, 0.001, 0.01),
-    _model_machine("useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5),
-]  # fmt: skip
+    _model_machine(
+        "useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5
+    ),
+]
 # K = 5 of an H200 takes 79 ms a round of one row and 106 ms of 8. A draft has half the target's
 # layers.
 EAGER_GPU = _model_machine(

@@ -15,7 +15,8 @@ from hf_speculate.tools.cli.main import main
 
 CPU = ["--device", "cpu"]
 # Its useful end is on a later line, behind many characters.
-LACKS = f"\nFlash needs flash_attn, not found. It can be {'a long story, ' * 30}\nRun `pip install flash-attn`"
+LACKS = f"\nFlash needs flash_attn, not found. It can be {'a long story, ' * 30}"
+LACKS += "\nRun `pip install flash-attn`"
 
 
 @pytest.fixture(scope="module")

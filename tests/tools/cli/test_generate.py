@@ -142,7 +142,8 @@ def test_sampling_options_and_saved_settings_reach_the_model():
 
 def test_help_and_version_load_neither_torch_nor_transformers():
     code = "import sys; from hf_speculate.tools.cli.main import main; "
-    code += "[main(words) for words in (['--help'], ['-h'], ['bench', '-h'], ['--version'], ['generate'])]; "
+    code += "[main(words) for words in "
+    code += "(['--help'], ['-h'], ['bench', '-h'], ['--version'], ['generate'])]; "
     code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

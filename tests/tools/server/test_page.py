@@ -35,9 +35,11 @@ LOOK = """() => {
   for (const element of document.body.querySelectorAll('*')) {
     const hasText = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
     if (!hasText || element.matches('script, :disabled')) continue;
-    const [high, low] = [light(getComputedStyle(element).color), light(ground(element))].sort((a, b) => b - a);
+    const lights = [light(getComputedStyle(element).color), light(ground(element))];
+    const [high, low] = lights.sort((a, b) => b - a);
     const contrast = (high + 0.05) / (low + 0.05);
-    if (contrast < CONTRAST) problems.push(`contrast ${contrast.toFixed(2)}: ${element.textContent.slice(0, 40)}`);
+    const shown = element.textContent.slice(0, 40);
+    if (contrast < CONTRAST) problems.push(`contrast ${contrast.toFixed(2)}: ${shown}`);
   }
   return problems;
 }""".replace("CONTRAST", str(ENOUGH_CONTRAST))

@@ -761,7 +761,8 @@ def test_message_without_content_and_calls_is_empty(client):
 
 
 def test_nested_arguments_of_any_depth_are_served_or_refused(client, engine, monkeypatch):
-    template = "{% for message in messages %}{{ message.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    template = "{% for message in messages %}"
+    template += "{{ message.tool_calls[0].function.arguments | tojson }}{% endfor %}"
     for chat_template in (engine.tokenizer.chat_template, template):
         monkeypatch.setattr(engine.tokenizer, "chat_template", chat_template)
         for depth in (20, 300, *range(500, 1_000, 100), 3_000):

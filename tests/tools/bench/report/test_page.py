@@ -23,7 +23,10 @@ pytest.importorskip("hypothesis", reason="needs hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
-HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"><svg onload=alert(3)>{{ 7 * 7 }}&amp;"
+HOSTILE = (
+    "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\">"
+    "<svg onload=alert(3)>{{ 7 * 7 }}&amp;"
+)
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href"}
 
 
@@ -191,7 +194,8 @@ NUM_PLOTS = 3 * 5 + 1 + 1 + 4 + 4 + 3
 LOOK = """() => {
   const box = one => one.getBoundingClientRect();
   const inside = (one, frame) =>
-    Math.min(one.left - frame.left, frame.right - one.right, one.top - frame.top, frame.bottom - one.bottom) >= -1;
+    Math.min(one.left - frame.left, frame.right - one.right,
+      one.top - frame.top, frame.bottom - one.bottom) >= -1;
   const problems = [];
   for (const frame of document.querySelectorAll('.scroll'))
     if (window.innerWidth > PHONE && frame.scrollWidth > frame.clientWidth)
@@ -201,12 +205,14 @@ LOOK = """() => {
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const parent = node.parentElement, scale = parent.getScreenCTM ? parent.getScreenCTM().a : 1;
     if (!node.data.trim() || parent.localName === 'title' || !box(parent).width) continue;
-    if (parseFloat(getComputedStyle(parent).fontSize) * scale < MIN_LETTER_PX) problems.push('small: ' + node.data);
+    if (parseFloat(getComputedStyle(parent).fontSize) * scale < MIN_LETTER_PX)
+      problems.push('small: ' + node.data);
   }
   for (const svg of document.querySelectorAll('svg')) {
     const marks = [...svg.querySelectorAll('.mark')], labels = [...svg.querySelectorAll('text')];
     const name = svg.getAttribute('aria-label');
-    if (svg.matches('.plot') && (!marks.length || box(svg).width < 100)) problems.push('not drawn: ' + name);
+    if (svg.matches('.plot') && (!marks.length || box(svg).width < 100))
+      problems.push('not drawn: ' + name);
     for (const mark of marks) {
       if (box(mark).width + box(mark).height === 0) problems.push('a mark without size: ' + name);
       if (!inside(box(mark), box(svg))) problems.push('a mark outside: ' + name);
