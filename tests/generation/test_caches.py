@@ -80,7 +80,7 @@ def cache_contents(cache: Cache) -> list[tuple]:
     """
     tensors = []
     for layer in (
-        layer for part in parts_of(cache) for layer in part.layers if layer.is_initialized
+        layer for kv_cache in parts_of(cache) for layer in kv_cache.layers if layer.is_initialized
     ):
         length = int(layer.get_seq_length())
         first = int(isinstance(layer, StaticSlidingWindowLayer) and length >= layer.max_cache_len)
@@ -145,7 +145,7 @@ def test_rows_of_unequal_length_leave_the_cache_of_plain(family, cache_kind, dra
 def test_passed_cache_is_restored_after_an_error_in_padding():
     target, same = pair("mistral_window", ACCEPTED_ALL)  # all rows end in the first round
     inputs, error = prompts(), Mistake("on purpose")
-    cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
+    cache = prefilled(target, *(tensor[:, :3] for tensor in inputs.values()))
     before = cache_contents(cache)
     options = {
         "max_new_tokens": NUM_NEW,
@@ -211,7 +211,7 @@ def test_returned_static_cache_equals_plain(family, batch_size, max_cache_len):
     )
 
 
-def test_static_cache_of_recurrent_states_is_output_only():
+def test_returned_static_cache_of_recurrent_states_equals_plain():
     target, draft = pair("jamba")
     options = {
         "cache_implementation": "static",
@@ -226,6 +226,10 @@ def test_static_cache_of_recurrent_states_is_output_only():
             torch.testing.assert_close(
                 getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0
             )
+
+
+def test_passed_static_cache_of_recurrent_states_is_refused():
+    target, draft = pair("jamba")
     cache = StaticCache(target.config, ROOM)
     with pytest.raises(
         UnsupportedGenerationError, match="got one of LinearAttentionLayer, StaticLayer"
@@ -297,13 +301,16 @@ def test_encoder_decoder_static_caches_equal_plain():
     plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True)[CACHE_NAME]
     own = {"assistant_model": draft, "num_assistant_tokens": K}
     ours = target.generate(**options, return_dict_in_generate=True, **own)
-    assert all(type(part) is StaticCache for part in parts_of(ours[CACHE_NAME]))
+    assert all(type(kv_cache) is StaticCache for kv_cache in parts_of(ours[CACHE_NAME]))
     assert_same_contents(cache_contents(plain), cache_contents(ours[CACHE_NAME]), STATE_TOLERANCE)
     del options["cache_implementation"], options["max_cache_len"]
     options["decoder_input_ids"] = ours.sequences
     fresh = target.generate(**options)  # plain feeds a passed cache the whole text again
     assert_equal_ids(fresh, target.generate(**options, **own, **{CACHE_NAME: plain}))
-    assert [int(part.get_seq_length()) for part in parts_of(plain)] == [fresh.shape[1] - 1, 12]
+    assert [int(kv_cache.get_seq_length()) for kv_cache in parts_of(plain)] == [
+        fresh.shape[1] - 1,
+        12,
+    ]
 
 
 @pytest.mark.fallback("lock step")

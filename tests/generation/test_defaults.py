@@ -102,14 +102,14 @@ def test_call_outranks_defaults_and_defaults_outrank_the_model(models):
     target.generation_config.verifier = "typical"
     hf_speculate.enable(target, assistant_model=draft, num_assistant_tokens=4)
     passed = GenerationConfig(num_assistant_tokens=6, pad_token_id=0)
-    for options, most in (
+    for options, max_num in (
         ({}, 4),
         ({"generation_config": passed}, 6),
         ({"generation_config": passed, "num_assistant_tokens": 1}, 1),
     ):
         stats = SpeculationStats()
         target.generate(**ragged_prompts(2), max_new_tokens=30, speculation_stats=stats, **options)
-        assert max(stats.rounds_by_draft_len) == most
+        assert max(stats.rounds_by_draft_len) == max_num
         assert stats.verifier == "typical"
 
 
@@ -271,13 +271,13 @@ def test_copies_share_the_draft_and_pickles_leave_it_out(models):
     target, draft = models
     hf_speculate.enable(target, assistant_model=draft, **K)
     for copier in (copy.copy, copy.deepcopy):
-        twin = copier(target)
-        assert drafted(twin)[0] > 0
-        assert list(twin.named_modules())[1][0] == list(target.named_modules())[1][0]
+        copied = copier(target)
+        assert drafted(copied)[0] > 0
+        assert list(copied.named_modules())[1][0] == list(target.named_modules())[1][0]
     with pytest.warns(UserWarning, match="a pickle of the model leaves out assistant_model"):
-        twin = pickle.loads(pickle.dumps(target))
-    assert hf_speculate.is_enabled(twin)
-    assert drafted(twin)[0] == 0
+        copied = pickle.loads(pickle.dumps(target))
+    assert hf_speculate.is_enabled(copied)
+    assert drafted(copied)[0] == 0
     assert drafted(hf_speculate.enable(target))[0] > 0  # a second call without arguments keeps them
     hf_speculate.disable(target)
     assert drafted(hf_speculate.enable(target))[0] == 0

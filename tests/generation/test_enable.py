@@ -200,7 +200,7 @@ UNPICKLED = ("accelerate",)  # its hooks are closures
 
 
 def inner_of(wrapped):
-    return next(part for part in wrapped.modules() if isinstance(part, LlamaForCausalLM))
+    return next(module for module in wrapped.modules() if isinstance(module, LlamaForCausalLM))
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def inner_of(wrapped):
 def test_copies_and_pickles_stay_enabled(models, wrapper, copier):
     target, draft = models
     wrapped = WRAPPERS[wrapper](hf_speculate.enable(target))
-    twin = COPIERS[copier](wrapped)
-    assert type(twin) is type(wrapped)
-    assert twin is not wrapped
-    inner, is_shared = inner_of(twin), copier == "copy"
+    copied = COPIERS[copier](wrapped)
+    assert type(copied) is type(wrapped)
+    assert copied is not wrapped
+    inner, is_shared = inner_of(copied), copier == "copy"
     assert (inner.lm_head.weight is target.lm_head.weight) == is_shared
     assert is_shared or inner is not target
     assert (
@@ -236,10 +236,10 @@ def test_copies_of_a_reclassed_model_stay_enabled(models, copier):
     target = hf_speculate.enable(models[0])
     # Libraries that shard a model make such a class.
     target.__class__ = type("LlamaForCausalLM", (type(target),), {})
-    twin = COPIERS[copier](target)
-    assert hf_speculate.is_enabled(twin)
+    copied = COPIERS[copier](target)
+    assert hf_speculate.is_enabled(copied)
     # A pickle cannot name that class.
-    assert (type(twin) is type(target)) == (copier in ("copy", "deepcopy"))
+    assert (type(copied) is type(target)) == (copier in ("copy", "deepcopy"))
 
 
 def test_deprecated_transformers_fields_warn(models):

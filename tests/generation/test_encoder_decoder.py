@@ -93,11 +93,11 @@ def test_encoder_runs_once_and_drafts_read_its_states(shares, dtype):
     draft = (decoder_of(whole) if shares == "the output" else copy.deepcopy(whole)).to(dtype)
     if shares == "the encoder":
         draft.model.encoder = target.get_encoder()
-    inputs, kept, own = inputs_of("whisper", 3), [], []
+    inputs, outputs, own = inputs_of("whisper", 3), [], []
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
     encoder, stats = target.get_encoder(), hf_speculate.SpeculationStats()
     handle = encoder.register_forward_hook(
-        lambda *args: kept.append((args[2][0], args[2][0].clone()))
+        lambda *args: outputs.append((args[2][0], args[2][0].clone()))
     )
     if shares == "nothing":
         draft.get_encoder().register_forward_hook(lambda *_: own.append(1))
@@ -107,7 +107,7 @@ def test_encoder_runs_once_and_drafts_read_its_states(shares, dtype):
     # Without the target's encoder it would guess one token in 64.
     assert stats.verified_acceptance_rate > 0.2
     assert len(own) == (shares == "nothing")
-    ((output, state),) = kept  # the target's output is unchanged
+    ((output, state),) = outputs  # the target's output is unchanged
     assert output.dtype == torch.float64
     assert torch.equal(output, state)
 

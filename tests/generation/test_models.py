@@ -159,8 +159,8 @@ def test_model_with_layers_on_disk_decodes_as_plain(part, tmp_path):
             "speculation_stats": stats,
         }
         hf_speculate.generate(models["target"], **options, assistant_model=small)
-        most = 32 if part == "target" and num_rows == 1 else 10
-        assert f"adaptive, at most {most};" in stats.plan
+        max_num = 32 if part == "target" and num_rows == 1 else 10
+        assert f"adaptive, at most {max_num};" in stats.plan
 
 
 class Nameless(LlamaForCausalLM):

@@ -286,22 +286,26 @@ def test_healed_prompt_equals_plain(healed, prompts, is_healed):
     assert torch.equal(prompt, inputs["input_ids"]) != is_healed
 
 
-def test_token_healing_streams_and_needs_an_enabled_model(healed):
+def healing_call(tokenizer, draft):
+    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8}
+    options |= {"assistant_model": draft, "num_assistant_tokens": 3}
+    return dict(tokenizer(["go to http"], return_tensors="pt")) | options
+
+
+def test_healed_tokens_are_streamed(healed):
     tokenizer, target, draft = healed
-    inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
-    options = {
-        "token_healing": True,
-        "tokenizer": tokenizer,
-        "max_new_tokens": 8,
-        "assistant_model": draft,
-    }
-    options["num_assistant_tokens"] = 3
-    ids = target.generate(**inputs, **options, streamer=streamed)
+    streamed = Streamed()
+    ids = target.generate(**healing_call(tokenizer, draft), streamer=streamed)
     assert streamed.ids == ids[0].tolist()
+
+
+def test_token_healing_needs_an_enabled_model(healed):
+    tokenizer, _, draft = healed
+    model, call = make_small_model(len(tokenizer), seed=6), healing_call(tokenizer, draft)
     with pytest.raises(
         UnsupportedGenerationError, match="token_healing must be left out for a model that is not"
     ):
-        hf_speculate.generate(make_small_model(len(tokenizer), seed=6), **inputs, **options)
+        hf_speculate.generate(model, **call)
 
 
 def test_num_assistant_tokens_zero_drafts_nothing():

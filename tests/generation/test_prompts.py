@@ -24,8 +24,8 @@ def embedded(target, inputs, *, with_ids, noise=0.3):
     embeds = embeds + noise * embeds.std() * torch.randn(
         embeds.shape, generator=generator, dtype=embeds.dtype
     )
-    kept = inputs if with_ids else {"attention_mask": inputs["attention_mask"]}
-    return {**kept, "inputs_embeds": embeds}
+    other_inputs = inputs if with_ids else {"attention_mask": inputs["attention_mask"]}
+    return {**other_inputs, "inputs_embeds": embeds}
 
 
 SOURCES = {

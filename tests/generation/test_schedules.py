@@ -89,7 +89,7 @@ def test_schedule_gets_the_outcome_of_every_round(scripted):
 def test_adaptive_default_is_bounded_by_a_number():
     target = pair("llama")[0]
     draft = noisy_copy(target, 0.0).float()  # half the bytes
-    for schedule, num, most, cache_kind in (
+    for schedule, num, max_len, cache_kind in (
         (None, None, 10, "auto"),
         ("adaptive", 3, 3, "dynamic"),
     ):
@@ -102,7 +102,7 @@ def test_adaptive_default_is_bounded_by_a_number():
         stats = assert_decodes_as_plain(
             target, draft, inputs, **options, speculation_cache=cache_kind
         )
-        assert 0 < max(stats.rounds_by_draft_len) <= most
+        assert 0 < max(stats.rounds_by_draft_len) <= max_len
 
 
 @pytest.mark.parametrize("own", [{}, {"assistant_early_exit": 1}])
@@ -150,8 +150,10 @@ def test_greedy_rows_draft_at_most_their_number(family, own, options):
     ours, stats = decoded(family, LENS_OF_ROWS, inputs, **own, **options)
     assert_equal_ids(plain[:, inputs["input_ids"].shape[1] :], ours)
     longest = own["prompt_lookup_num_tokens"] if "assistant_model" in own else max(LENS_OF_ROWS)
-    most = [0] * 3 if options is LOCK_STEP else [min(num, longest) for num in LENS_OF_ROWS]
-    for drafted, rounds, num in zip(stats.drafted_per_row, stats.rounds_per_row, most, strict=True):
+    max_lens = [0] * 3 if options is LOCK_STEP else [min(num, longest) for num in LENS_OF_ROWS]
+    for drafted, rounds, num in zip(
+        stats.drafted_per_row, stats.rounds_per_row, max_lens, strict=True
+    ):
         assert drafted <= rounds * num
         assert (drafted > 0) == (num > 0)
     assert sum(stats.drafted_per_row) == stats.num_drafted

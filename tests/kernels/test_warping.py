@@ -72,15 +72,15 @@ def test_kernel_cuts_every_dtype_and_stride_as_the_reference(
 def test_cutoffs_keep_transformers_tokens_up_to_one_bin(rule: dict[str, Any]) -> None:
     logits = make_logits(8, 3000)
     ours, theirs = warp_logits(logits, **rule, backend="torch"), by_transformers(logits, rule)
-    kept, wanted = ours > -torch.inf, theirs > -torch.inf
-    assert (kept | ~wanted).all()
+    is_kept, wanted = ours > -torch.inf, theirs > -torch.inf
+    assert (is_kept | ~wanted).all()
     assert torch.equal(ours[wanted], theirs[wanted])
     lowest = theirs.masked_fill(~wanted, torch.inf).amin(-1, keepdim=True)
     assert (
-        ours[kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[kept & ~wanted]
+        ours[is_kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[is_kept & ~wanted]
     ).all()
     if "top_k" in rule and rule["top_k"] < 3000:
-        assert kept.sum() < 3000  # control: some tokens are cut
+        assert is_kept.sum() < 3000  # control: some tokens are cut
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -215,10 +215,10 @@ def test_model_copies_are_independent():
     model = make_model("llama")
     with folded_attention_for([model]):
         copied = copy.deepcopy(model)
-    for twin in (copied, copy.deepcopy(model)):
-        with folded_attention_for([twin]):
-            assert (name_in(twin), name_in(model)) == (FOLDED, STANDS_FOR)
-        assert (name_in(twin), name_in(model)) == (STANDS_FOR, STANDS_FOR)
+    for other in (copied, copy.deepcopy(model)):
+        with folded_attention_for([other]):
+            assert (name_in(other), name_in(model)) == (FOLDED, STANDS_FOR)
+        assert (name_in(other), name_in(model)) == (STANDS_FOR, STANDS_FOR)
 
 
 def folds_in(calls, target):

@@ -212,17 +212,25 @@ def test_interrupts_in_a_draft_pass_through(error):
 
 
 @pytest.mark.fallback(f"{RAISED} (model LlamaForCausalLM) raised OutOfMemoryError")
-def test_out_of_memory_ends_drafts_and_device_errors_raise(monkeypatch):
+def test_lack_of_memory_ends_the_drafts():
     target, draft = pair("llama")
-    inputs = ragged_prompts(2, seed=1)
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
     with hook(draft, Fault(2, torch.OutOfMemoryError("no memory, on purpose"))):
-        assert len(assert_decodes_as_plain(target, draft, inputs, **options).fallbacks) == 1
+        stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=1), **options)
+    assert len(stats.fallbacks) == 1
+
+
+def test_error_of_the_device_is_raised():
+    target, draft = pair("llama")
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, "assistant_model": draft}
     error = torch.AcceleratorError("CUDA error: device-side assert triggered")
     with hook(draft, Fault(2, error)), pytest.raises(torch.AcceleratorError) as caught:
-        target.generate(**inputs, **options, assistant_model=draft)
+        target.generate(**ragged_prompts(2, seed=1), **options)
     assert caught.value is error
-    # This host error hides a device error, which the next wait reports.
+
+
+def test_device_error_behind_a_host_error_is_recognised(monkeypatch):
+    """Hide a device error behind one of the host: the next wait reports it."""
     waits: list[Any] = [None, RuntimeError("CUDA error: an illegal memory access was encountered")]
 
     def synchronize(device):

@@ -96,7 +96,7 @@ def cache_of(setup: Setup) -> DynamicCache | None:
     if not setup.is_passed:
         return None
     target, _ = pair(setup.family)
-    return prefilled(target, *(part[:, :NUM_HELD] for part in inputs_of(setup).values()))
+    return prefilled(target, *(tensor[:, :NUM_HELD] for tensor in inputs_of(setup).values()))
 
 
 @cache

@@ -91,9 +91,9 @@ def calls() -> Callable[[int], Any]:
 @pytest.mark.fallback("lock step", "because a draft model as large as its target")
 @pytest.mark.slow
 def test_memory_is_constant_over_hundreds_of_short_calls():
-    kept: list[Any] = []
-    of_lists = slopes(lambda number: kept.append([number]) if number % 10 == 0 else None)
-    of_tensors = slopes(lambda _: kept.append(torch.ones(1)))
+    leaked: list[Any] = []
+    of_lists = slopes(lambda number: leaked.append([number]) if number % 10 == 0 else None)
+    of_tensors = slopes(lambda _: leaked.append(torch.ones(1)))
     of_calls = slopes(calls())
     assert of_calls[0] < TRACED_BYTES_A_CALL < of_tensors[0]
     assert of_calls[1] < OBJECTS_A_CALL < min(of_lists[1], of_tensors[1])

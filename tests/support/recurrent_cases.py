@@ -38,16 +38,18 @@ def error(one: Tensor, other: Tensor) -> float:
 
 def assert_equal_caches(one: Cache, other: Cache, most: float = FLOAT32_TOLERANCE) -> None:
     """Compare states of both kinds and the other state of a cache."""
-    for layer, twin in zip(one.layers, other.layers, strict=True):
+    for layer, expected in zip(one.layers, other.layers, strict=True):
         if hasattr(layer, "conv_states"):
             assert not layer.record_past
-            assert layer.has_previous_state == twin.has_previous_state
+            assert layer.has_previous_state == expected.has_previous_state
     for states, others in zip(recurrent_states(one), recurrent_states(other), strict=True):
         assert states.keys() == others.keys()
         for slot, state in states.items():
             assert (state.shape, state.dtype) == (others[slot].shape, others[slot].dtype)
             assert error(state, others[slot]) <= most
-    for layer, twin in zip(*(attention_layers(part.layers) for part in (one, other)), strict=True):
-        assert layer.get_seq_length() == twin.get_seq_length()
-        assert torch.allclose(layer.keys, twin.keys, atol=most)
-        assert torch.allclose(layer.values, twin.values, atol=most)
+    for layer, expected in zip(
+        *(attention_layers(kv_cache.layers) for kv_cache in (one, other)), strict=True
+    ):
+        assert layer.get_seq_length() == expected.get_seq_length()
+        assert torch.allclose(layer.keys, expected.keys, atol=most)
+        assert torch.allclose(layer.values, expected.values, atol=most)

@@ -43,9 +43,11 @@ def commands_in(block: str) -> Iterator[list[str]]:
     Comments, variables set in front, and redirections are removed.
     """
     for line in block.replace("\\\n", " ").splitlines():
-        for part in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
+        for command in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
             words = list(
-                itertools.dropwhile(lambda word: re.fullmatch(r"\w+=.*", word), shlex.split(part))
+                itertools.dropwhile(
+                    lambda word: re.fullmatch(r"\w+=.*", word), shlex.split(command)
+                )
             )
             if words:
                 yield words
@@ -53,18 +55,18 @@ def commands_in(block: str) -> Iterator[list[str]]:
 
 def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
     """Return the problem of one command given in `folder`, or None."""
-    program, *rest = words
+    program, *arguments = words
     name = Path(program).name or program
     if name == "make":
         known = re.findall(
             r"^[A-Za-z_-]+(?=:| [?:]?=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
         )
-        unknown = [word for word in rest if word.partition("=")[0] not in known]
+        unknown = [word for word in arguments if word.partition("=")[0] not in known]
         return f"the Makefile has no {unknown[0]}" if unknown else None
     if name == "hf-speculate":
-        return _cli_problem(rest, is_whole)
+        return _cli_problem(arguments, is_whole)
     if re.fullmatch(LAUNCHERS, name):
-        return _script_problem(rest, folder, is_whole)
+        return _script_problem(arguments, folder, is_whole)
     return (
         None
         if name in FREE

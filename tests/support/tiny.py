@@ -225,10 +225,10 @@ def cut_copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
     """
     config = copy.deepcopy(model.config)
     # A copy in encoder-decoders.
-    for part in (config, config.get_text_config(decoder=True)):
+    for section in (config, config.get_text_config(decoder=True)):
         for name, value in fields.items():
-            if hasattr(part, name):
-                setattr(part, name, value)
+            if hasattr(section, name):
+                setattr(section, name, value)
     smaller = type(model)(config).to(model.dtype).eval().requires_grad_(False)
     weights = dict(model.named_parameters())
     for name, weight in smaller.named_parameters():

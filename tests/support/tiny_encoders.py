@@ -87,8 +87,8 @@ def ready(
         if weight.ndim > 1 and weight.data_ptr() not in seen:
             seen.add(weight.data_ptr())
             weight.normal_(0, INITIALIZER_RANGE, generator=generator)
-        for part, gain in (gains or {}).items():
-            if "decoder." in name and part in name:
+        for words, gain in (gains or {}).items():
+            if "decoder." in name and words in name:
                 weight.mul_(gain)
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
     model.config.dtype = torch.float64

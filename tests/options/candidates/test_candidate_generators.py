@@ -54,9 +54,9 @@ class Scripted(CandidateGenerator):
 def ask(
     drafter: CandidateGeneratorDrafter, text: list[int], kept: list[int] | None = None, num: int = 5
 ) -> DraftOut:
-    told = kept and Kept(torch.tensor([kept]), torch.tensor([len(kept)], dtype=torch.int32))
+    accepted = kept and Kept(torch.tensor([kept]), torch.tensor([len(kept)], dtype=torch.int32))
     return drafter.draft(
-        DraftRequest(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=told)
+        DraftRequest(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=accepted)
     )
 
 
@@ -219,9 +219,11 @@ def test_draft_cache_follows_a_rejected_draft(family):
             plain = draft.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=num)
         assert_equal_ids(plain if num else text, candidates)
         assert not hooks_of(draft)
-        kept = candidates[:, : text.shape[1] + num_accepted + 1]
+        accepted_ids = candidates[:, : text.shape[1] + num_accepted + 1]
         text = (
-            kept if num_accepted == 4 else torch.cat([kept[:, :-1], (kept[:, -1:] + 1) % 64], dim=1)
+            accepted_ids
+            if num_accepted == 4
+            else torch.cat([accepted_ids[:, :-1], (accepted_ids[:, -1:] + 1) % 64], dim=1)
         )
     with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
         generator.get_candidates(text.expand(2, -1))

@@ -59,9 +59,9 @@ class Recording(Gemma4Drafter):
             self.texts = [ids[pad:] for ids, pad in rows]
         cache = request.target_cache._kv_cache
         fill_stale(cache)
-        before = [part.clone() for layer in cache.cache.layers for part in states_of(layer)]
+        before = [states.clone() for layer in cache.cache.layers for states in states_of(layer)]
         draft = super().draft(request)
-        after = [part for layer in cache.cache.layers for part in states_of(layer)]
+        after = [states for layer in cache.cache.layers for states in states_of(layer)]
         assert all(map(torch.equal, before, after)), "the target's cache was written to"
         self.records.append(Record([list(text) for text in self.texts], draft))
         return draft
@@ -80,14 +80,14 @@ def fill_stale(cache):
     """Fill the columns before each row's first token and behind its last one."""
     end = cache.num_columns
     for layer in cache.cache.layers:
-        for part in states_of(layer):
+        for states in states_of(layer):
             is_buffer = isinstance(cache, PreallocatedKVCache)
-            first = layer.base if is_buffer else end - part.shape[2]
-            ends = cache.layout.lens if is_buffer else [end] * len(part)
+            first = layer.base if is_buffer else end - states.shape[2]
+            ends = cache.layout.lens if is_buffer else [end] * len(states)
             for row, (row_end, num) in enumerate(zip(ends, cache.num_real_tokens, strict=True)):
-                with torch.inference_mode(part.is_inference()):
-                    part[row, :, max(row_end - first, 0) :] = STALE
-                    part[row, :, : max(row_end - num - first, 0)] = STALE
+                with torch.inference_mode(states.is_inference()):
+                    states[row, :, max(row_end - first, 0) :] = STALE
+                    states[row, :, : max(row_end - num - first, 0)] = STALE
 
 
 def recorded(assistant, target, inputs, position=-1, **options):
@@ -221,12 +221,12 @@ def test_check_measures_both_positions():
     texts = [text[: 8 + 10] for text in texts]
     expected = {}
     for position in (-1, 0):
-        reference, hits = Reference(assistant, target, position), []
+        reference, are_right = Reference(assistant, target, position), []
         for text in texts:
             choices = target(torch.tensor([text])).logits[0].argmax(-1)
             for num_read in range(min(8, len(text) // 2), len(text)):
                 logits = reference.logits(text[: num_read + 1], [], 1)[0]
-                hits.append(bool(logits.argmax() == choices[num_read]))
-        expected[position] = sum(hits) / len(hits)
+                are_right.append(bool(logits.argmax() == choices[num_read]))
+        expected[position] = sum(are_right) / len(are_right)
     assert check.accuracies == expected
-    assert check.num_tokens == len(hits)
+    assert check.num_tokens == len(are_right)

@@ -40,15 +40,15 @@ def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int
 
     They are inputs of layers, or the last layer's output before or after the final norm.
     """
-    num_layers, kept = target.config.num_hidden_layers, []
+    num_layers, states = target.config.num_hidden_layers, []
     with contextlib.ExitStack() as stack:
         if num_layers in layers:
             handle = target.model.layers[-1].register_forward_hook(
-                lambda module, args, output: kept.append(output)
+                lambda module, args, output: states.append(output)
             )
             stack.callback(handle.remove)
         given = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
-    parts = [kept[0][0] if layer == num_layers else given[layer][0] for layer in layers]
+    parts = [states[0][0] if layer == num_layers else given[layer][0] for layer in layers]
     return torch.cat([given[0][0][:, :0], *parts], -1)
 
 

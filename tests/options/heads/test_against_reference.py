@@ -228,7 +228,7 @@ def test_dflash_2_without_its_additions_drafts_as_dflash(num_candidates, tmp_pat
     weights = without_effect(make_weights(design))
     own = ("candidate_selector", "_conv.")
     plain = {
-        name: weight for name, weight in weights.items() if not any(part in name for part in own)
+        name: weight for name, weight in weights.items() if not any(word in name for word in own)
     }
     heads = [
         load_drafter(write_speculators(tmp_path / "2", design, weights), target),

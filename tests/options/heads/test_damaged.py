@@ -275,15 +275,15 @@ JUNK: tuple[Any, ...] = (MISSING, None, "junk", -1, [["junk"]], {"junk": 1})
 
 def damaged(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the config with one field missing or of another type, for every field."""
-    for part in (None, "transformer_layer_config", "speculators_config"):
-        for field in config if part is None else config[part]:
+    for section in (None, "transformer_layer_config", "speculators_config"):
+        for field in config if section is None else config[section]:
             for junk in JUNK:
-                twin = copy.deepcopy(config)
-                fields = twin if part is None else twin[part]
+                changed = copy.deepcopy(config)
+                fields = changed if section is None else changed[section]
                 fields[field] = junk
                 if junk is MISSING:
                     del fields[field]
-                yield twin
+                yield changed
 
 
 @pytest.mark.filterwarnings("ignore:the draft head", "ignore:.*rope")

@@ -67,7 +67,7 @@ def pair(fitted):
 
 def prompts(batch_size: int = 3):
     inputs = ragged_prompts(3, seed=0, vocab_size=VOCAB_SIZE)
-    return {name: part[3 - batch_size :] for name, part in inputs.items()}
+    return {name: tensor[3 - batch_size :] for name, tensor in inputs.items()}
 
 
 @each_value(kind=KINDS, batch_size=[1, 3])
@@ -443,13 +443,17 @@ def test_drafts_end_at_eos(loaded, strategy):
         assert draft.token_ids[row, :expected].tolist() == ids[:expected]
 
 
-def test_pickled_head_drafts_the_same_and_copies_are_the_head(loaded):
+def test_pickled_head_drafts_the_same_tokens(loaded):
     head, target = loaded
-    texts, twin = random_texts([6, 4], seed=8), pickle.loads(pickle.dumps(head))
+    texts, loaded_head = random_texts([6, 4], seed=8), pickle.loads(pickle.dumps(head))
     ours, theirs = (
-        Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, twin)
+        Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, loaded_head)
     )
     assert torch.equal(ours.token_logits, theirs.token_logits)
-    assert twin.network is not head.network
-    # `generate` copies a `GenerationConfig`, with its head, in every call.
+    assert loaded_head.network is not head.network
+
+
+def test_copy_of_a_head_is_the_head_itself(pair):
+    """Copy as `generate` copies a `GenerationConfig`, with its head, in every call."""
+    _, head = pair
     assert copy.deepcopy(head) is head

@@ -416,7 +416,7 @@ def test_repr_of_a_head_names_its_kind(tmp_path):
         "bfloat16 on cpu",
         "K 4",
     )
-    assert all(part in repr(head) for part in parts)
+    assert all(words in repr(head) for words in parts)
 
 
 def test_pickled_file_cannot_run_code(tmp_path):

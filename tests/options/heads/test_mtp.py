@@ -136,8 +136,8 @@ def by_expert(name, weight):
         name.rpartition(".")[0],
         ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",),
     )
-    for number, part in enumerate(weight):
-        for one, values in zip(own, part.chunk(len(own)), strict=True):
+    for number, expert_weight in enumerate(weight):
+        for one, values in zip(own, expert_weight.chunk(len(own)), strict=True):
             yield f"{head}.{number}.{one}.weight", values
 
 

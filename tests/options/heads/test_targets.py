@@ -60,9 +60,9 @@ def with_rotary(target):
 
 
 def random_like(module):
-    twin = copy.deepcopy(module)
-    nn.init.normal_(twin.weight, generator=torch.Generator().manual_seed(8))
-    return twin
+    copied = copy.deepcopy(module)
+    nn.init.normal_(copied.weight, generator=torch.Generator().manual_seed(8))
+    return copied
 
 
 CHANGES: dict[str, Callable] = {
@@ -281,11 +281,11 @@ class Packed(nn.Module):
 
 def with_plain_weights(target):
     """Return the target with unpacked tables."""
-    twin = copy.deepcopy(target_of())
+    copied = copy.deepcopy(target_of())
     for name in ("input", "output"):
-        table = getattr(twin, f"get_{name}_embeddings")()
+        table = getattr(copied, f"get_{name}_embeddings")()
         table.weight.copy_(getattr(target, f"get_{name}_embeddings")().dequantised())
-    return twin
+    return copied
 
 
 FORMATS = [

@@ -439,9 +439,12 @@ def run_split_call(models, name):
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
     for layer, our_layer in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-        for states, part in ((layer.keys, our_layer.keys), (layer.values, our_layer.values)):
+        for states, local_states in (
+            (layer.keys, our_layer.keys),
+            (layer.values, our_layer.values),
+        ):
             of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
-            assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name
+            assert torch.allclose(of_rank, local_states, atol=STATE_TOLERANCE, rtol=0), name
     assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, (
         name
     )

@@ -145,7 +145,9 @@ def test_draft_model_continues_from_earlier_states(family):
         kv_cache = make_hybrid_cache(model, None, 1, None, torch.device("cpu"))
         language_model = LanguageModel(model)
         logits.append(
-            [language_model.forward(part, kv_cache) for part in ids.split(sizes, dim=1)][-1][:, -1]
+            [language_model.forward(chunk, kv_cache) for chunk in ids.split(sizes, dim=1)][-1][
+                :, -1
+            ]
         )
         kv_cache.release()
     assert error(*logits) <= FLOAT32_TOLERANCE

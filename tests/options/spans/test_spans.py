@@ -54,7 +54,7 @@ def prompts():
     return ragged_prompts(12, seed=2, vocab_size=VOCAB_SIZE)
 
 
-class Kept:
+class Counts:
     """Counts of emitted tokens by kind."""
 
     def __init__(self):
@@ -62,9 +62,9 @@ class Kept:
 
 
 @torch.no_grad()
-def compare(target, inputs, sequences) -> Kept:
+def compare(target, inputs, sequences) -> Counts:
     """Compare every new token with the target's forward over the text before it, row by row."""
-    kept, prompt_len = Kept(), inputs["input_ids"].shape[1]
+    counts, prompt_len = Counts(), inputs["input_ids"].shape[1]
     for row, mask in zip(sequences, inputs["attention_mask"], strict=True):
         num_prompt = int(mask.sum())
         ids = row[prompt_len - num_prompt :]
@@ -77,13 +77,13 @@ def compare(target, inputs, sequences) -> Kept:
                 here = logprobs[at - 1]
                 is_best = token_id == int(here.argmax())
                 bound = min(EPSILON, DELTA * float(torch.exp((here.exp() * here).sum())))
-                kept.inside += is_open
-                kept.outside += not is_open
-                kept.wrong += not is_open and not is_best
-                kept.relaxed += is_open and not is_best
-                kept.untypical += is_open and not is_best and float(here[token_id].exp()) <= bound
+                counts.inside += is_open
+                counts.outside += not is_open
+                counts.wrong += not is_open and not is_best
+                counts.relaxed += is_open and not is_best
+                counts.untypical += is_open and not is_best and float(here[token_id].exp()) <= bound
             is_open = {OPEN: True, CLOSE: False}.get(token_id, is_open)
-    return kept
+    return counts
 
 
 @pytest.mark.fallback("lock step")
@@ -103,10 +103,10 @@ def test_greedy_tokens_outside_spans_are_the_argmax(
         "eos_token_id": EOS,
         "logits_processor": [Unchanged()] * is_lock_step,
     }
-    kept = compare(target, prompts, target.generate(**prompts, **options, **INSIDE))
-    assert kept.wrong == kept.untypical == 0
-    assert min(kept.outside, kept.inside) > 10
-    assert kept.relaxed > 0
+    counts = compare(target, prompts, target.generate(**prompts, **options, **INSIDE))
+    assert counts.wrong == counts.untypical == 0
+    assert min(counts.outside, counts.inside) > 10
+    assert counts.relaxed > 0
     # Without the restriction.
     assert compare(target, prompts, target.generate(**prompts, **options, **LAX)).wrong > 0
 
@@ -138,9 +138,9 @@ def test_registered_verifier_is_restricted_to_spans(models, prompts, registry):
         "verifier": "all",
         "relax_only_inside": [OPEN, CLOSE],
     }
-    kept = compare(target, prompts, target.generate(**prompts, **own, max_new_tokens=NUM_NEW))
-    assert kept.wrong == 0
-    assert min(kept.relaxed, kept.untypical) > 0
+    counts = compare(target, prompts, target.generate(**prompts, **own, max_new_tokens=NUM_NEW))
+    assert counts.wrong == 0
+    assert min(counts.relaxed, counts.untypical) > 0
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,10 @@ def test_round_across_span_borders_is_verified_by_position(lossy, exact, has_log
     crossed = 0
     for row in range(num_rows):
         only = slice(row, row + 1)
-        part = DraftOut(*(None if field is None else field[only] for field in draft))
+        row_draft = DraftOut(*(None if field is None else field[only] for field in draft))
         alone = NoiseKeys(*(key[only] for key in keys))
         ids, num, status = one_after_the_other(
-            lossy, exact, target[only], part, alone, bool(is_open[row])
+            lossy, exact, target[only], row_draft, alone, bool(is_open[row])
         )
         assert verdict.token_ids[row].tolist() == ids + [-1] * (4 - num)
         assert (int(verdict.num_accepted[row]), int(verdict.status[row])) == (num, status)
@@ -242,16 +242,16 @@ def test_spans_on_a_gpu_need_no_sync():
         torch.arange(8) % 2 == 0,
     )
     verifiers = TypicalVerifier(backend="torch"), RejectionVerifier(backend="torch")
-    twin = SpanVerifier(*verifiers, SPAN, is_open).verify(target, draft, keys)
+    expected = SpanVerifier(*verifiers, SPAN, is_open).verify(target, draft, keys)
     with FakeCuda() as gpu:
-        draft = DraftOut(*(part.to("cuda:0") for part in draft[:4]))
-        keys = NoiseKeys(*(part.to("cuda:0") for part in keys))
+        draft = DraftOut(*(field.to("cuda:0") for field in draft[:4]))
+        keys = NoiseKeys(*(field.to("cuda:0") for field in keys))
         verifier = SpanVerifier(*verifiers, SPAN, is_open.to("cuda:0"))
         target = target.to("cuda:0")
         gpu.log.clear()
         verdict = verifier.verify(target, draft, keys)
         assert not gpu.log.waits
-        assert torch.equal(verdict.token_ids.cpu(), twin.token_ids)
+        assert torch.equal(verdict.token_ids.cpu(), expected.token_ids)
 
 
 def test_text_is_read_once_while_rows_leave():

@@ -199,9 +199,9 @@ class Process:
         for row, draft in zip(live, drafts, strict=True):
             row.num_unread = 1 if num_model else row.num_unread + draft.num_emitted
             row.advance(draft)
-        told = drafts[:1] if setting.is_lock_step else drafts
+        reported = drafts[:1] if setting.is_lock_step else drafts
         outcome = RoundOutcome(
-            told,
+            reported,
             num_rows,
             width,
             num_model,

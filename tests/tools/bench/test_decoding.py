@@ -100,22 +100,22 @@ def test_near_tie_with_plain_decoding_is_not_wrong(batch):
     model = make_model("llama", dtype=torch.bfloat16)
     plain = plain_texts(model, batch)
     row = next(row for row, text in enumerate(plain) if len(set(text)) > 1)
-    best, twin = (
+    best, tied = (
         plain[row][0],
         next(token_id for token_id in range(1, 64) if not any(token_id in text for text in plain)),
     )
     head = model.get_output_embeddings().weight
-    head[twin] = head[best]  # as likely wherever the best token is
+    head[tied] = head[best]  # as likely wherever the best token is
     plain = plain_texts(model, batch)
-    replacement = twin if plain[row][0] == best else best
-    least = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
+    replacement = tied if plain[row][0] == best else best
+    worst = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
     check = TextCheck(Decoder(model, {}, {}))
     # The runs are in another order.
     others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]
     for text, outcome in (
         (plain[row], Compared(num_equal=6)),
         ([replacement, *plain[row][1:]], Compared(num_equal=5, num_ties=1)),
-        ([least, *plain[row][1:]], Compared(num_equal=5, num_wrong=1)),
+        ([worst, *plain[row][1:]], Compared(num_equal=5, num_wrong=1)),
         (plain[row][:5], Compared(num_equal=5, num_wrong=1)),  # ends elsewhere
     ):
         texts = [text if at == row else token_id for at, token_id in enumerate(plain)]

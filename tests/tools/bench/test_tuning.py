@@ -180,20 +180,20 @@ FIELDS = {"verifier": "typical", "posterior_threshold": 0.2, "num_assistant_toke
 
 
 def test_winner_replaces_earlier_fields_and_keeps_others(tmp_path, monkeypatch):
-    kept = {"eos_token_id": 7, "temperature": 0.5, "draft_sampling": "argmax"}
+    others = {"eos_token_id": 7, "temperature": 0.5, "draft_sampling": "argmax"}
     tuned = {
         "_from_model_config": True,
         "verifier": "block",
         "num_assistant_tokens_schedule": "adaptive",
     }
     path = tmp_path / "generation_config.json"
-    path.write_text(before := json.dumps(kept | tuned))
+    path.write_text(before := json.dumps(others | tuned))
     with monkeypatch.context() as crash, pytest.raises(TypeError):
         crash.setattr(os, "replace", None)
         write_fields(tmp_path, FIELDS)
     assert (path.read_text(), os.listdir(tmp_path)) == (before, [path.name])
     assert write_fields(tmp_path, FIELDS) == path
-    assert json.loads(path.read_text()) == kept | FIELDS
+    assert json.loads(path.read_text()) == others | FIELDS
     path.unlink()  # the settings used without a file are saved too
     (tmp_path / "config.json").write_text(
         json.dumps(make_config("llama").to_dict() | {"eos_token_id": 9})

@@ -98,11 +98,14 @@ def test_fitting_pair_passes_as_models_configs_and_paths(tmp_path, capsys):
     )
 
 
-def test_check_of_70_billion_parameters_takes_no_memory():
+def test_target_without_a_language_modelling_head_is_refused():
     with pytest.raises(
         hf_speculate.UnsupportedModelError, match="target must have a language modelling head"
     ):
         hf_speculate.check_pair(ViTConfig(), HUGE)
+
+
+def test_check_of_70_billion_parameters_takes_no_memory():
     before = HUGE.to_dict()
     report = hf_speculate.check_pair(HUGE, LlamaConfig(vocab_size=128256, num_hidden_layers=2))
     assert HUGE.to_dict() == before

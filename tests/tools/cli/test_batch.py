@@ -53,9 +53,9 @@ def test_interrupted_run_names_the_finished_rows(
 
     monkeypatch.setattr(RowDecoder, "decode_all", interrupted)
     assert main(batch_words(folder, output)) == 130
-    kept = f"finished rows are in {output}" if num_finished else "no row was finished"
+    words = f"finished rows are in {output}" if num_finished else "no row was finished"
     assert (
-        f"interrupted: {kept}; run the same command to resume"
+        f"interrupted: {words}; run the same command to resume"
         in capsys.readouterr().err.replace("\n", "")
     )
     left = {path.name for path in tmp_path.iterdir()}

@@ -154,14 +154,14 @@ def test_finished_rows_and_the_drawn_seed_are_kept(num_bytes, tmp_path):
     assert list(whole) != list(range(1, 12))
     # A kill in the middle of a write leaves such a file.
     output.write_bytes(output.read_bytes()[:num_bytes])
-    kept = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
+    finished_ids = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
     num_begun = len(begun_in(output))
     report, _ = decode(tmp_path, is_ordered=True, **options)
     assert list(texts_in(output)) == list(range(1, 12))
     again = [key for batch in begun_in(output)[num_begun:] for key in batch]
     assert texts_in(output) == whole
-    assert sorted(again) == sorted(str(key) for key in set(whole) - set(kept))
-    assert report.num_resumed == len(kept)
+    assert sorted(again) == sorted(str(key) for key in set(whole) - set(finished_ids))
+    assert report.num_resumed == len(finished_ids)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def test_rows_survive_the_kill_of_one_of_two_processes(folder, tmp_path):
     assert first.returncode != 0
     num_begun = [len(begun_in(output, rank)) for rank in (0, 1)]
     parts = list(tmp_path.glob("out.jsonl.run/rank-*.jsonl"))
-    kept = {key for part in parts for key in (cut_torn_line(part), texts_in(part))[1]}
-    assert set() < kept < set(ids)
+    finished_ids = {key for path in parts for key in (cut_torn_line(path), texts_in(path))[1]}
+    assert set() < finished_ids < set(ids)
 
     second = launched(*batch_words(folder, output, *OPTIONS))
     err = second.communicate(timeout=TIMEOUT_S)[1]
@@ -75,10 +75,10 @@ def test_rows_survive_the_kill_of_one_of_two_processes(folder, tmp_path):
         for batch in begun_in(output, rank)[num_begun[rank] :]
         for key in batch
     ]
-    assert sorted(again) == sorted(set(ids) - kept)
+    assert sorted(again) == sorted(set(ids) - finished_ids)
     assert texts_in(output) == texts_in(alone)
     assert list(texts_in(output)) == ids
-    assert f"{len(kept)} of them from earlier runs" in err
+    assert f"{len(finished_ids)} of them from earlier runs" in err
     assert not list(tmp_path.glob("out.jsonl.run/rank-*"))
 
 

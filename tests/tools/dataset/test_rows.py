@@ -97,10 +97,14 @@ def test_torn_file_keeps_its_whole_lines(tmp_path):
     path = tmp_path / "out.jsonl"
     for num_bytes in range(len(WHOLE) + 1):
         path.write_bytes(WHOLE[:num_bytes])
-        kept = WHOLE[:num_bytes].rpartition(b"\n")
+        whole_lines = WHOLE[:num_bytes].rpartition(b"\n")
         files.cut_torn_line(path)
-        assert path.read_bytes() == kept[0] + kept[1]
+        assert path.read_bytes() == whole_lines[0] + whole_lines[1]
         assert len(files.ids_in(path)) == path.read_bytes().count(b"\n")
+
+
+def test_lines_that_are_no_results_are_named(tmp_path):
+    path = tmp_path / "out.jsonl"
     path.write_bytes(WHOLE + b"notes")
     with pytest.raises(ConfigError, match="got another one at the end"):
         files.cut_torn_line(path)

@@ -62,10 +62,13 @@ def test_examples_equal_the_written_files(name, tmp_path):
     assert ours == shown, "write the folders of examples/hub again with save_config"
 
 
-def test_card_explains_every_field_and_the_installation():
+def test_card_explains_every_field():
     card = model_card(dict.fromkeys(PLAIN_NAMES, 1) | {"verifier": "typical"}, "x")
     meanings = dict(re.findall(r"^\| `(\w+)` \| `.*` \| (.*) \|$", card, re.M))
     assert [name for name in PLAIN_NAMES if len(meanings[name]) < 10] == []
+
+
+def test_generate_file_without_the_library_says_how_to_install():
     code = function_source({}).replace("import hf_speculate\n", "import hf_speculate_missing\n")
     with pytest.raises(ImportError, match="hf_speculate is not installed; run pip install"):
         exec(compile(code, "generate.py", "exec"), {})

@@ -73,7 +73,8 @@ def test_browser_may_run_the_script_of_the_page_only(client):
     )
     assert "set-cookie" not in response.headers
     policy = dict(
-        part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
+        directive.split(" ", 1)
+        for directive in response.headers["content-security-policy"].split("; ")
     )
     inline = Inline(response.text)
     for tag in ("script", "style"):
@@ -201,7 +202,7 @@ def test_escape_stops_an_answer_and_clear_resets_the_chat(open_page, engine, slo
 @pytest.mark.browser
 def test_html_in_an_answer_stays_text(open_page):
     page = open_page()
-    tokens = [{"text": part, "origin": HOSTILE} for part in (HOSTILE[:9], HOSTILE[9:])]
+    tokens = [{"text": text, "origin": HOSTILE} for text in (HOSTILE[:9], HOSTILE[9:])]
     event = {
         "choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop"}],
         "speculation": {"tokens": tokens},

@@ -46,7 +46,7 @@ def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE, stops=()):
     records = importlib.import_module("hf_speculate.tools.server.text_request")
     tokenizer.response_template = template
     texts = [text] if isinstance(text, str) else text  # tokenised one by one
-    ids = [token_id for part in texts for token_id in tokenizer(part)["input_ids"]]
+    ids = [token_id for text_part in texts for token_id in tokenizer(text_part)["input_ids"]]
     row = records.RowResult(records.RowPrompt([1]), ids, 1, 0, 0)
 
     def asked(is_streamed):

@@ -190,7 +190,7 @@ def test_logprobs_equal_a_forward_over_the_whole_text(create, engine):
         choices = [choice for chunk in chunks for choice in chunk.choices]
         parts = [choice.logprobs for choice in choices if choice.logprobs]
         joined = [
-            [value for part in parts for value in getattr(part, name)]
+            [value for piece in parts for value in getattr(piece, name)]
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         ]
         return prompt, fields, "".join(choice.text for choice in choices), joined
@@ -420,13 +420,16 @@ def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
     engine.close()
 
 
-def test_closing_the_engine_ends_its_requests(engine):
-    engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
+def test_request_refused_by_generate_gets_its_error(engine):
     request = RowPrompt(
         [3], None, {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}
     )
     with pytest.raises(RequestError, match="speculation_cache must be"):
         collect(engine, request)
+
+
+def test_closing_the_engine_ends_its_requests(engine):
+    engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
     request = RowPrompt([3], None, {"max_new_tokens": MANY, "do_sample": False})
     for _ in range(2):  # also a later request
         with pytest.raises(RequestError, match="shutting down") as caught:

@@ -86,9 +86,9 @@ def test_alternatives_of_equal_text_stay_apart(kind):
         assert sorted(top.values()) == sorted(logprob for _, logprob in token.top)
         assert top[name] == dict(token.top)[token.token_id]
     letter = tokenizer("b")["input_ids"][-1]
-    twin = tokenizer.get_vocab().get("<0x62>")
-    if twin is not None:
-        (top,) = completion_format([TokenLogprob(twin, -3.0, [(letter, -1.0)])], token_bytes)[
+    byte_id = tokenizer.get_vocab().get("<0x62>")
+    if byte_id is not None:
+        (top,) = completion_format([TokenLogprob(byte_id, -3.0, [(letter, -1.0)])], token_bytes)[
             "top_logprobs"
         ]
         assert sorted(top.values()) == [-3.0, -1.0] and top["b"] == -3.0
