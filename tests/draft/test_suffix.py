@@ -177,11 +177,11 @@ def test_config_fields_apply_and_configs_stay_unchanged():
     assert config.to_dict() == before
     assert config.suffix_store.num_tokens > 0
     target.generation_config = config
-    for own, is_used in (
+    for draft_options, is_used in (
         ({}, True),
         ({"prompt_lookup_num_tokens": None, "suffix_store": None}, False),
     ):
-        target.generate(**few_words(1), **own, speculation_stats=stats)
+        target.generate(**few_words(1), **draft_options, speculation_stats=stats)
         assert (stats.num_batch_rounds > 0) == is_used
 
 

@@ -129,9 +129,9 @@ def test_rows_of_unequal_length_leave_the_cache_of_plain(family, cache_kind, dra
     inputs, eos = prompts(), ends(family)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD}
     caches = [DynamicCache(config=target.config) for _ in range(2)]
-    own = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
+    draft_options = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
     plain = target.generate(**inputs, **options, **{CACHE_NAME: caches[0]})
-    ours = target.generate(**inputs, **options, **{CACHE_NAME: caches[1]}, **own)
+    ours = target.generate(**inputs, **options, **{CACHE_NAME: caches[1]}, **draft_options)
     assert_equal_ids(plain, ours)
     new = plain[:, inputs["input_ids"].shape[1] :]
     num_live = [
@@ -169,13 +169,13 @@ def test_passed_cache_is_restored_after_an_error_in_padding():
 def test_pad_id_without_an_embedding_keeps_row_lengths(drafts, pad):
     """Compare with another padding id: plain `generate` cannot feed this one."""
     target, draft = pair("llama")
-    own = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
+    draft_options = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True}
     for eos in (ends("llama"), -1):
         plain = target.generate(
             **prompts(), **options, eos_token_id=eos, pad_token_id=PAD if eos != -1 else pad
         )
-        ours = target.generate(**prompts(), **options, eos_token_id=eos, **own)
+        ours = target.generate(**prompts(), **options, eos_token_id=eos, **draft_options)
         assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != pad, PAD))
         assert ours[CACHE_NAME].get_seq_length() == plain[CACHE_NAME].get_seq_length()
         assert len(ours.scores) == len(plain.scores)
@@ -248,12 +248,12 @@ def test_returned_static_cache_serves_the_next_turn(family, batch_size):
         "max_cache_len": ROOM,
         "return_dict_in_generate": True,
     }
-    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K}
     for first, second in (
         ({}, {}),
-        ({}, own),
-        (own, {}),
-        (own, {**own, "speculation_cache": "dynamic"}),
+        ({}, draft_options),
+        (draft_options, {}),
+        (draft_options, {**draft_options, "speculation_cache": "dynamic"}),
     ):
         output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
         ids, kept_cache = (
@@ -277,12 +277,14 @@ def test_returned_static_cache_serves_the_next_turn(family, batch_size):
 def test_cache_is_accepted_under_the_name_of_any_version(name):
     target, draft = pair("llama")
     texts = []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
         kv_cache = prefilled(target, ONE_ROW["input_ids"][:, :-1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FutureWarning)
             texts.append(
-                target.generate(**ONE_ROW, **own, **{name: kv_cache}, max_new_tokens=NUM_NEW)
+                target.generate(
+                    **ONE_ROW, **draft_options, **{name: kv_cache}, max_new_tokens=NUM_NEW
+                )
             )
         assert kv_cache.get_seq_length() == ONE_ROW["input_ids"].shape[1] + NUM_NEW - 1
         warned = [warning.filename for warning in caught if "use `cache`" in str(warning.message)]
@@ -299,14 +301,14 @@ def test_encoder_decoder_static_caches_equal_plain():
         **inputs_of("t5", 2),
     }
     plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True)[CACHE_NAME]
-    own = {"assistant_model": draft, "num_assistant_tokens": K}
-    ours = target.generate(**options, return_dict_in_generate=True, **own)
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K}
+    ours = target.generate(**options, return_dict_in_generate=True, **draft_options)
     assert all(type(kv_cache) is StaticCache for kv_cache in parts_of(ours[CACHE_NAME]))
     assert_same_contents(cache_contents(plain), cache_contents(ours[CACHE_NAME]), STATE_TOLERANCE)
     del options["cache_implementation"], options["max_cache_len"]
     options["decoder_input_ids"] = ours.sequences
     fresh = target.generate(**options)  # plain feeds a passed cache the whole text again
-    assert_equal_ids(fresh, target.generate(**options, **own, **{CACHE_NAME: plain}))
+    assert_equal_ids(fresh, target.generate(**options, **draft_options, **{CACHE_NAME: plain}))
     assert [int(kv_cache.get_seq_length()) for kv_cache in parts_of(plain)] == [
         fresh.shape[1] - 1,
         12,
@@ -337,12 +339,12 @@ def test_static_cache_without_room_is_refused_with_its_need():
     for family, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):
         target, draft = pair(family)
         options = {**inputs, "max_new_tokens": num_new}
-        own = {
+        draft_options = {
             "assistant_model": draft,
             "num_assistant_tokens": K,
             CACHE_NAME: StaticCache(config=target.config, max_cache_len=room),
         }
-        assert_equal_ids(target.generate(**options), target.generate(**options, **own))
+        assert_equal_ids(target.generate(**options), target.generate(**options, **draft_options))
     target, draft = pair("llama")
     cache = StaticCache(config=target.config, max_cache_len=num_columns - 1)
     with pytest.raises(
@@ -391,17 +393,17 @@ def test_chunk_of_padding_leaves_the_states_of_plain(family, attention, cache_ki
     assert not inputs["attention_mask"][2, :9].any()
     options = {"max_new_tokens": 12, "prefill_chunk_size": 3, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **options)
-    own = {
+    draft_options = {
         "assistant_model": noisy_copy(target),
         "num_assistant_tokens": K,
         "speculation_cache": cache_kind,
     }
-    ours = target.generate(**inputs, **options, **own)
+    ours = target.generate(**inputs, **options, **draft_options)
     assert_equal_ids(plain.sequences, ours.sequences)
     assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), 1e-4)
     # Padding states are visible to nobody now. The states of the text must still be right.
     options["return_dict_in_generate"] = False
-    assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
+    assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **draft_options))
 
 
 def test_window_layer_holds_its_window_only():
@@ -440,8 +442,12 @@ def test_passed_cache_with_a_cut_window_continues_on_a_gpu(family, batch_size, n
     beginning = {name: value[:, :num_held] for name, value in inputs.items()}
     options = {"max_new_tokens": 12, "return_dict_in_generate": True}
     expected = target.generate(**inputs, **options, **{CACHE_NAME: prefilled(target, **beginning)})
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": "preallocated"}
-    own["verifier_backend"] = "torch"
+    draft_options = {
+        "assistant_model": draft,
+        "num_assistant_tokens": K,
+        "speculation_cache": "preallocated",
+    }
+    draft_options["verifier_backend"] = "torch"
     with FakeCuda():
         for model in (target, draft):
             model.to("cuda:0")
@@ -449,9 +455,10 @@ def test_passed_cache_with_a_cut_window_continues_on_a_gpu(family, batch_size, n
             {name: value.to("cuda:0") for name, value in part.items()}
             for part in (inputs, beginning)
         )
-        own[CACHE_NAME] = prefilled(target, **beginning)
+        draft_options[CACHE_NAME] = prefilled(target, **beginning)
         assert_equal_ids(
-            expected.sequences, target.generate(**inputs, **options, **own).sequences.to("cpu")
+            expected.sequences,
+            target.generate(**inputs, **options, **draft_options).sequences.to("cpu"),
         )
 
 
@@ -464,10 +471,10 @@ def test_dynamic_cache_serves_models_without_preallocation():
         ("llama", {**inputs, **passed}, ""),  # the user's cache: no second copy
     ):
         target, draft = pair(family)
-        own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
-        own["speculation_stats"] = hf_speculate.SpeculationStats()
-        target.generate(**arguments, **own)
-        stats, name = own["speculation_stats"], type(target).__name__
+        draft_options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
+        draft_options["speculation_stats"] = hf_speculate.SpeculationStats()
+        target.generate(**arguments, **draft_options)
+        stats, name = draft_options["speculation_stats"], type(target).__name__
         assert stats.cache == "dynamic"
         parts = ("target", "draft") if message else ()
         assert stats.fallbacks == [f"{part} cache: dynamic, because {message}" for part in parts]
@@ -475,15 +482,15 @@ def test_dynamic_cache_serves_models_without_preallocation():
             with pytest.raises(
                 UnsupportedModelError, match=f"for {name}, got 'preallocated': {message}; leave"
             ):
-                target.generate(**arguments, **own, speculation_cache="preallocated")
+                target.generate(**arguments, **draft_options, speculation_cache="preallocated")
 
 
 def test_draft_state_with_windows_uses_the_dynamic_cache():
     target, draft = pair("mistral_window")
     options = {"max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": K}
     options["speculation_stats"] = hf_speculate.SpeculationStats()
-    for own, num in (({}, 0), ({"draft_state": hf_speculate.DraftState()}, 1)):
-        target.generate(**ONE_ROW, **options, **own)
+    for draft_options, num in (({}, 0), ({"draft_state": hf_speculate.DraftState()}, 1)):
+        target.generate(**ONE_ROW, **options, **draft_options)
         texts = options["speculation_stats"].fallbacks
         assert (
             sum(
@@ -497,11 +504,11 @@ def test_draft_state_with_windows_uses_the_dynamic_cache():
 def test_cache_without_windows_cannot_be_preallocated():
     target, draft = pair("mistral_window")
     options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
-    own = {"assistant_model": draft, "num_assistant_tokens": K}
-    own[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
-    target(options["input_ids"][:, :4], **{CACHE_NAME: own[CACHE_NAME]})
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K}
+    draft_options[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
+    target(options["input_ids"][:, :4], **{CACHE_NAME: draft_options[CACHE_NAME]})
     with pytest.raises(
         UnsupportedModelError, match="made without its config, and knows no windows"
     ):
-        target.generate(**options, **own, speculation_cache="preallocated")
-    assert_equal_ids(target.generate(**options), target.generate(**options, **own))
+        target.generate(**options, **draft_options, speculation_cache="preallocated")
+    assert_equal_ids(target.generate(**options), target.generate(**options, **draft_options))

@@ -61,8 +61,10 @@ def test_row_text_is_the_same_with_every_assistant_and_batch(models, texts, num_
         longest = int(inputs["attention_mask"][rows].sum(1).max())
         drafter, options = METHODS[call % len(METHODS)]
         rows_alone = {name: value[rows, -longest:] for name, value in inputs.items()}
-        own = {**COUPLED, **warpers, **options, "assistant_model": models[drafter]}
-        ids = models["target"].generate(**rows_alone, **own, seed=rows, max_new_tokens=NUM_NEW)
+        draft_options = {**COUPLED, **warpers, **options, "assistant_model": models[drafter]}
+        ids = models["target"].generate(
+            **rows_alone, **draft_options, seed=rows, max_new_tokens=NUM_NEW
+        )
         assert torch.equal(ids[:, -NUM_NEW:], alone[rows]), (rows, drafter, options)
 
 

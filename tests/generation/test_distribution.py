@@ -249,9 +249,11 @@ def test_block_verifier_yields_to_rejection_without_a_gain(models):
     options["num_assistant_tokens"] = K
     for verifier in ("block", "rejection"):
         stats.append(hf_speculate.SpeculationStats())
-        own = {"verifier": verifier, "speculation_stats": stats[-1], "max_new_tokens": 24}
+        draft_options = {"verifier": verifier, "speculation_stats": stats[-1], "max_new_tokens": 24}
         ids.append(
-            target.generate(**ragged_prompts(3, seed=2, vocab_size=VOCAB_SIZE), **options, **own)
+            target.generate(
+                **ragged_prompts(3, seed=2, vocab_size=VOCAB_SIZE), **options, **draft_options
+            )
         )
     assert_equal_ids(*ids)
     assert stats[0].verifier == "rejection"

@@ -312,8 +312,11 @@ def test_generate_function_on_the_object_does_not_recurse(models):
     """Set a function on the object, as transformers does with `trust_remote_code`."""
     target, draft = models
     target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
-    own = {"assistant_model": draft, "num_assistant_tokens": 3}
-    assert target.generate(**ragged_prompts(2), **own, max_new_tokens=5).shape == (2, 12 + 5)
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 3}
+    assert target.generate(**ragged_prompts(2), **draft_options, max_new_tokens=5).shape == (
+        2,
+        12 + 5,
+    )
 
 
 def test_missing_transformers_name_is_refused_by_enable():

@@ -261,14 +261,14 @@ def test_per_row_lists_are_refused_for_long_audio(field):
         field: [3, 4],
     }
     target.generate(short, **options)
-    for inputs, own in (
+    for inputs, draft_options in (
         (long, {}),
         (short, {"return_timestamps": True}),
         (short, {"temperature": (0.0, 0.2)}),
     ):
         stats = hf_speculate.SpeculationStats()
         with pytest.raises(SpeculateError, match=f"{field} must be one number for audio"):
-            target.generate(inputs, **options, **own, speculation_stats=stats)
+            target.generate(inputs, **options, **draft_options, speculation_stats=stats)
         assert stats.num_rounds == 0
     one_number = {**options, field: 3}
     target.generate(

@@ -77,11 +77,14 @@ def test_maskless_window_layers_get_buffers_with_masks():
     model.generation_config = GenerationConfig(pad_token_id=0)
     inputs, draft = ragged_prompts(3, seed=3), noisy_copy(model)
     assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
-    for own in ({"speculation_cache": "dynamic"}, {CACHE_NAME: DynamicCache(config=config)}):
+    for draft_options in (
+        {"speculation_cache": "dynamic"},
+        {CACHE_NAME: DynamicCache(config=config)},
+    ):
         with pytest.raises(
             UnsupportedModelError, match="must be preallocated, for its window layers read all"
         ):
-            model.generate(**inputs, **own, assistant_model=draft, max_new_tokens=NUM_NEW)
+            model.generate(**inputs, **draft_options, assistant_model=draft, max_new_tokens=NUM_NEW)
 
 
 def adapted(model):

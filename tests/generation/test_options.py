@@ -48,8 +48,8 @@ def test_max_new_tokens_is_exact_also_for_int32_prompts(num_new):
 def test_max_time_stops_soon():
     target, draft = pair("llama")
     inputs, num_new = ragged_prompts(1, seed=18), 480
-    own = {"assistant_model": draft, "num_assistant_tokens": 2}
-    ours = target.generate(**inputs, max_new_tokens=num_new, max_time=0.05, **own)
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 2}
+    ours = target.generate(**inputs, max_new_tokens=num_new, max_time=0.05, **draft_options)
     assert inputs["input_ids"].shape[1] < ours.shape[1] < inputs["input_ids"].shape[1] + num_new
 
 
@@ -126,18 +126,20 @@ PureStop = hf_speculate.register_row_wise(type("PureStop", (StopAtSum,), {}))
 def test_custom_processors_and_criteria_are_called_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
     seen, texts, stats = [], [], hf_speculate.SpeculationStats()
-    for own in (
+    for draft_options in (
         {},
         {"assistant_model": draft, "num_assistant_tokens": K, "speculation_stats": stats},
     ):
         processor, criterion = Recorder(), StopAtSum()
-        own |= {
+        draft_options |= {
             "logits_processor": [processor],
             "stopping_criteria": [criterion],
             "eos_token_id": eos_token_id,
         }
         texts.append(
-            target.generate(**ragged_prompts(batch_size, seed=16), max_new_tokens=NUM_NEW, **own)
+            target.generate(
+                **ragged_prompts(batch_size, seed=16), max_new_tokens=NUM_NEW, **draft_options
+            )
         )
         seen.append((processor.seen, criterion.seen))
     assert_equal_ids(*texts)
@@ -310,13 +312,13 @@ def test_token_healing_needs_an_enabled_model(healed):
 
 def test_num_assistant_tokens_zero_drafts_nothing():
     target, draft = pair("llama")
-    for source, own in (
+    for source, draft_options in (
         (draft, {}),
         (draft, {"prompt_lookup_num_tokens": 4}),
         (None, {"prompt_lookup_num_tokens": 4}),
         (draft, {"num_assistant_tokens_schedule": "heuristic"}),
     ):
-        options = {"num_assistant_tokens": 0, "max_new_tokens": NUM_NEW, **own}
+        options = {"num_assistant_tokens": 0, "max_new_tokens": NUM_NEW, **draft_options}
         assert (
             assert_decodes_as_plain(
                 target, source, ragged_prompts(2, seed=5), **options

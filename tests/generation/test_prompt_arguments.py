@@ -166,8 +166,10 @@ def test_cross_attention_layers_keep_their_length_in_next_turn(family, has_mask)
         del inputs["cross_attention_mask"]
     hf_speculate.enable(target)
     draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        first = decode(target, inputs, cache_implementation=family, max_cache_len=96, **own)
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        first = decode(
+            target, inputs, cache_implementation=family, max_cache_len=96, **draft_options
+        )
         ids = torch.cat([first.sequences, torch.tensor([[9, 8], [7, 6]])], dim=1)
         mask = torch.cat(
             [inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1
@@ -175,7 +177,7 @@ def test_cross_attention_layers_keep_their_length_in_next_turn(family, has_mask)
         options = {"attention_mask": mask, CACHE_NAME: first[CACHE_NAME], "max_new_tokens": NUM_NEW}
         if has_mask:
             options["cross_attention_mask"] = torch.ones(*ids.shape, 1, 2, dtype=torch.int64)
-        texts.append(target.generate(ids, **options, **own))
+        texts.append(target.generate(ids, **options, **draft_options))
         caches.append(first[CACHE_NAME])
     assert_equal_ids(*texts)
     assert_same_layers(*caches)
@@ -252,13 +254,13 @@ def test_sampled_rows_leave_with_their_positions(family):
 def test_second_turn_continues_from_the_cache():
     target, draft = picture_pair("qwen2_vl")
     texts = []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        own[CACHE_NAME] = DynamicCache(config=target.config.get_text_config())
-        first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        draft_options[CACHE_NAME] = DynamicCache(config=target.config.get_text_config())
+        first = target.generate(**picture_prompts(target, 1), **draft_options, max_new_tokens=6)
         more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
         texts.append(
             target.generate(
-                more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW
+                more, attention_mask=torch.ones_like(more), **draft_options, max_new_tokens=NUM_NEW
             )
         )
     assert_equal_ids(*texts)
@@ -269,10 +271,10 @@ def test_threads_keep_their_positions_apart():
     calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
     # Without a picture the delta differs.
     calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
     wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
     outputs = together(
-        *(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls)
+        *(lambda _, inputs=inputs: target.generate(**inputs, **draft_options) for inputs in calls)
     )
     for plain, ours in zip(wanted, outputs, strict=True):
         assert_equal_ids(plain, ours)
@@ -282,11 +284,11 @@ def test_threads_keep_their_positions_apart():
 def test_failed_run_leaves_the_model_as_plain_generate():
     target, draft = picture_pair("qwen2_vl")
     left = []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
         target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another initial state
-        own["stopping_criteria"] = [FaultyCriterion(Fault(1, RuntimeError("on purpose")))]
+        draft_options["stopping_criteria"] = [FaultyCriterion(Fault(1, RuntimeError("on purpose")))]
         with pytest.raises(RuntimeError, match="on purpose"):
-            target.generate(**picture_prompts(target, 2), **own, max_new_tokens=8)
+            target.generate(**picture_prompts(target, 2), **draft_options, max_new_tokens=8)
         left.append(target.model.rope_deltas)
     assert torch.equal(*left)
 
@@ -307,7 +309,7 @@ def test_unreadable_arguments_are_refused():
         **inputs,
         "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64),
     }
-    for arguments, own, message in (
+    for arguments, draft_options, message in (
         (
             inputs,
             {"assistant_model": draft, "prefill_chunk_size": 2},
@@ -320,7 +322,7 @@ def test_unreadable_arguments_are_refused():
         ),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
-            target.generate(**arguments, **own, max_new_tokens=4)
+            target.generate(**arguments, **draft_options, max_new_tokens=4)
 
 
 GPT2_INPUTS = ragged_prompts(3, seed=3)

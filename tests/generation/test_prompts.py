@@ -54,15 +54,15 @@ def test_greedy_text_of_embeddings_equals_plain(family, batch_size, with_ids, ca
     ]
     assert not torch.equal(*texts)  # the embeddings were read, not the ids
     ends = [int(texts[0][0, 6]), int(texts[0][-1, 11])]  # rows end apart
-    own = {"assistant_model": draft, "speculation_cache": cache_kind, **SOURCES[source]}
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, **own}
+    draft_options = {"assistant_model": draft, "speculation_cache": cache_kind, **SOURCES[source]}
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, **draft_options}
     stats = assert_decodes_as_plain(target, options.pop("assistant_model"), inputs, **options)
     # Without ids the draft lacks the prompt.
     assert stats.num_accepted or source != "model" or not with_ids
     if not with_ids:  # fewer ids than embeddings
         inputs["input_ids"] = prompts["input_ids"][:, -3:]
         assert_decodes_as_plain(
-            target, own["assistant_model"], inputs, **{**options, "eos_token_id": None}
+            target, draft_options["assistant_model"], inputs, **{**options, "eos_token_id": None}
         )
 
 
@@ -73,10 +73,14 @@ def test_embeddings_of_ids_give_the_draws_of_the_ids(num_drafted):
     prompts = ragged_prompts(3, seed=5)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": NUM_NEW}
     alone = target.generate(**prompts, **options)[:, -NUM_NEW:]
-    own = {"num_assistant_tokens": num_drafted, "assistant_model": draft} if num_drafted else {}
+    draft_options = (
+        {"num_assistant_tokens": num_drafted, "assistant_model": draft} if num_drafted else {}
+    )
     for with_ids in (True, False):
         inputs = embedded(target, prompts, with_ids=with_ids, noise=0.0)
-        assert torch.equal(target.generate(**inputs, **options, **own)[:, -NUM_NEW:], alone)
+        assert torch.equal(
+            target.generate(**inputs, **options, **draft_options)[:, -NUM_NEW:], alone
+        )
 
 
 @each_value(
@@ -89,7 +93,7 @@ def test_passed_cache_holds_the_prefix_of_the_embeddings(with_ids, num_held, cac
         target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, with_ids=with_ids
     )
     caches, texts = [], []
-    for own in (
+    for draft_options in (
         {},
         {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind},
     ):
@@ -101,7 +105,9 @@ def test_passed_cache_holds_the_prefix_of_the_embeddings(with_ids, num_held, cac
                 use_cache=True,
             )
         texts.append(
-            target.generate(**inputs, **{CACHE_NAME: caches[-1]}, max_new_tokens=NUM_NEW, **own)
+            target.generate(
+                **inputs, **{CACHE_NAME: caches[-1]}, max_new_tokens=NUM_NEW, **draft_options
+            )
         )
     assert_equal_ids(*texts)
     assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)

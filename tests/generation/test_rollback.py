@@ -35,9 +35,11 @@ def decode(
 ) -> Any:
     """Run one call of a pair's target, greedy by default."""
     target, draft = pair(family) if family else smallest()
-    own = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
-    own = {"max_new_tokens": NUM_NEW, "pad_token_id": 0, **own, **options}
-    return target.generate(**inputs, **own, logits_processor=LogitsProcessorList([processor]))
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
+    draft_options = {"max_new_tokens": NUM_NEW, "pad_token_id": 0, **draft_options, **options}
+    return target.generate(
+        **inputs, **draft_options, logits_processor=LogitsProcessorList([processor])
+    )
 
 
 @pytest.mark.fallback("lock step")
@@ -78,8 +80,13 @@ def test_verifiers_decode_as_with_a_stateless_grammar(verifier, drafter):
     """Sample too: texts keep their distribution, as with a pure processor."""
     target, draft = smallest()
     inputs, results = ragged_prompts(3, seed=5), []
-    own = {"assistant_model": draft, **VERIFIERS[verifier], **DRAFTERS[drafter], "seed": [4, 5, 6]}
-    own |= {
+    draft_options = {
+        "assistant_model": draft,
+        **VERIFIERS[verifier],
+        **DRAFTERS[drafter],
+        "seed": [4, 5, 6],
+    }
+    draft_options |= {
         "max_new_tokens": NUM_NEW,
         "eos_token_id": EOS,
         "num_assistant_tokens": K,
@@ -91,7 +98,7 @@ def test_verifiers_decode_as_with_a_stateless_grammar(verifier, drafter):
     ):
         stats = hf_speculate.SpeculationStats()
         ids = target.generate(
-            **inputs, **own, speculation_stats=stats, logits_processor=[processor]
+            **inputs, **draft_options, speculation_stats=stats, logits_processor=[processor]
         )
         results.append((ids.tolist(), stats.num_accepted, stats.status, stats.lock_step))
     assert results[0] == results[1]

@@ -67,8 +67,8 @@ def test_rows_of_equal_length_stay_equal_in_a_probe(scripted, monkeypatch, famil
 def test_schedule_gets_the_outcome_of_every_round(scripted):
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=3)
-    own = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
-    target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
+    target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options)
     outcomes, (prefill_s, num_read) = scripted[0].outcomes, scripted[0].prompt
     prompt_len = inputs["input_ids"].shape[1]
     assert prefill_s > 0
@@ -128,8 +128,8 @@ def decoded(family, lens, inputs, **options):
     target, draft = pair(family)
     stats = hf_speculate.SpeculationStats()
     options = {"assistant_model": draft, "max_new_tokens": NUM_NEW, **options}
-    own = {} if lens is None else {"num_assistant_tokens": lens}
-    output = target.generate(**inputs, **own, speculation_stats=stats, **options)
+    draft_options = {} if lens is None else {"num_assistant_tokens": lens}
+    output = target.generate(**inputs, **draft_options, speculation_stats=stats, **options)
     return output[:, inputs["input_ids"].shape[1] :], stats
 
 
@@ -191,7 +191,7 @@ def test_list_in_a_config_applies_to_outputs_of_each_prompt():
 
 
 def test_invalid_list_of_numbers_is_refused():
-    for lens, own, message in (
+    for lens, draft_options, message in (
         ([1, 2], {}, "one int per output row, 3 of them, got 2"),
         ([1, 2, 129], {}, r"in 0..128 per output row, got \[1, 2, 129\]"),
         ([], {}, "a list of one number"),
@@ -202,4 +202,4 @@ def test_invalid_list_of_numbers_is_refused():
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            decoded("llama", lens, ragged_prompts(3, seed=1), **own)
+            decoded("llama", lens, ragged_prompts(3, seed=1), **draft_options)

@@ -210,10 +210,16 @@ def test_low_acceptance_over_calls_warns_once_with_both_names(target, monkeypatc
     known = {"tokenizer": OURS, "assistant_tokenizer": OURS}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for assistant, own in ((draft, known), (draft, known), (good, {}), (good, {}), (draft, {})):
+        for assistant, draft_options in (
+            (draft, known),
+            (draft, known),
+            (good, {}),
+            (good, {}),
+            (draft, {}),
+        ):
             target.generate(
                 **prompts,
-                **own,
+                **draft_options,
                 assistant_model=assistant,
                 max_new_tokens=16,
                 num_assistant_tokens=5,

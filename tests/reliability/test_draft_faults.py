@@ -74,11 +74,13 @@ def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at,
     if source == "adaptive":
         draft, at = make_model(family, num_hidden_layers=1), 1
     layer = list(draft.modules())[-2]
-    own = {"num_assistant_tokens": K, **SOURCES[source]}
+    draft_options = {"num_assistant_tokens": K, **SOURCES[source]}
     before = copy.deepcopy(draft.config.to_dict()), hooks_of(target, draft)
     inputs, stats = ragged_prompts(batch_size, seed=5), None
     with hook(draft if at % 2 else layer, Fault(at, Mistake("on purpose\nand more"))):
-        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+        stats = assert_decodes_as_plain(
+            target, draft, inputs, max_new_tokens=NUM_NEW, **draft_options
+        )
     reason = (
         f"{RAISED} (model {type(draft).__name__}{' and prompt lookup' * (source == 'lookup too')}) "
         "raised Mistake: "
@@ -88,8 +90,8 @@ def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at,
     assert (draft.config.to_dict(), hooks_of(target, draft)) == before
     assert folded_attention._HOLDERS == {}
     if source == "state":
-        assert own["draft_state"].num_tokens == 0
-    again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+        assert draft_options["draft_state"].num_tokens == 0
+    again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **draft_options)
     assert not any(RAISED in reason for reason in again.fallbacks)
     assert again.num_drafted > 0
 
@@ -107,9 +109,12 @@ def test_hooks_are_removed_after_a_draft_fault(family, early_exit, at):
     }
     inputs = ragged_prompts(2, seed=5)
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    stats, own = hf_speculate.SpeculationStats(), {} if early_exit else {"assistant_model": draft}
+    stats, draft_options = (
+        hf_speculate.SpeculationStats(),
+        {} if early_exit else {"assistant_model": draft},
+    )
     with hook(layer, Fault(at + bool(early_exit), Mistake("on purpose"))):
-        ours = target.generate(**inputs, **options, **own, speculation_stats=stats)
+        ours = target.generate(**inputs, **options, **draft_options, speculation_stats=stats)
     assert_equal_ids(plain, ours)
     assert any(RAISED in reason for reason in stats.fallbacks)
     assert hooks_of(target, draft) == before
@@ -184,8 +189,8 @@ def test_drafter_error_is_raised_or_ends_the_drafts(method, at):
     with pytest.raises(Mistake) as caught:
         target.generate(**inputs, **options, drafter=lambda setup: Faulty(method, Fault(at, error)))
     assert caught.value is error
-    own = {"drafter": lambda setup: FaultyInside(method, Fault(at, error))}
-    stats = assert_decodes_as_plain(target, None, inputs, **options, **own)
+    draft_options = {"drafter": lambda setup: FaultyInside(method, Fault(at, error))}
+    stats = assert_decodes_as_plain(target, None, inputs, **options, **draft_options)
     assert len(stats.fallbacks) == 1
 
 
@@ -250,9 +255,9 @@ def test_device_error_behind_a_host_error_is_recognised(monkeypatch):
 def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
     """Score ids past the vocabulary, or give the draft fewer embeddings than its config says."""
     target, draft = pair("llama", 0.0)
-    own = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
+    draft_options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
     stats = assert_decodes_as_plain(
-        target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **own
+        target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **draft_options
     )
     assert stats.num_drafted > 0
 
@@ -278,13 +283,13 @@ def test_rows_with_nan_drafts_stop_drafting_alone(value, options, cache_kind):
 
     inputs = ragged_prompts(3, seed=5)
     with draft.register_forward_hook(spoil, with_kwargs=True):
-        own = {
+        draft_options = {
             "max_new_tokens": 100,
             "num_assistant_tokens": K,
             "speculation_cache": cache_kind,
             **options,
         }
-        stats = assert_decodes_as_plain(target, draft, inputs, **own)
+        stats = assert_decodes_as_plain(target, draft, inputs, **draft_options)
     assert len(stats.fallbacks) == 1
     assert stats.drafted_per_row[0] < min(stats.drafted_per_row[1:]) / 2
     assert min(stats.accepted_per_row[1:]) > 5

@@ -131,9 +131,11 @@ def test_error_is_raised_unchanged_and_leaves_no_state(number, case):
     error.add_note("their own")
     args, stats = error.args, hf_speculate.SpeculationStats()
     inside, options = put_in(case.place, Fault(case.at, error), target, draft)
-    own = {CACHE_NAME: cache, "speculation_cache": setup.cache_kind}
+    draft_options = {CACHE_NAME: cache, "speculation_cache": setup.cache_kind}
     with inside, pytest.raises(type(error)) as caught:
-        target.generate(**inputs, **own, max_new_tokens=NUM_NEW, speculation_stats=stats, **options)
+        target.generate(
+            **inputs, **draft_options, max_new_tokens=NUM_NEW, speculation_stats=stats, **options
+        )
     assert caught.value is error
     assert (error.args, error.__cause__) == (args, cause)
     theirs, note = error.__notes__
@@ -145,7 +147,11 @@ def test_error_is_raised_unchanged_and_leaves_no_state(number, case):
     if cache is not None:
         assert_same_contents(before[1], cache_contents(cache))
     ours = target.generate(
-        **inputs, **own, max_new_tokens=NUM_AFTER, assistant_model=draft, num_assistant_tokens=2
+        **inputs,
+        **draft_options,
+        max_new_tokens=NUM_AFTER,
+        assistant_model=draft,
+        num_assistant_tokens=2,
     )
     assert_equal_ids(text_after(setup), ours)
 
@@ -164,13 +170,13 @@ def test_foreign_error_in_preparation_gets_a_note():
 def test_error_in_a_nested_call_gets_one_note():
     target, draft = pair("llama")
     processors = [RowWiseProcessor(Fault(1, ShapeError("on purpose")))]
-    own = {"assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 3}
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 3}
 
     def nest(input_ids, scores):
-        target.generate(input_ids, **own, logits_processor=processors)
+        target.generate(input_ids, **draft_options, logits_processor=processors)
 
     with pytest.raises(ShapeError) as caught:
-        target.generate(TEXT, **own, stopping_criteria=[nest])
+        target.generate(TEXT, **draft_options, stopping_criteria=[nest])
     assert caught.value.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 

@@ -210,11 +210,15 @@ def test_stateful_processor_follows_the_text_only():
         {"max_new_tokens": NUM_NEW},
     )
     stats = hf_speculate.SpeculationStats()
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    draft_options = {
+        "assistant_model": draft,
+        "num_assistant_tokens": 3,
+        "speculation_stats": stats,
+    }
     with drafts_of_nan(target, draft, embedding_is_nan):
         plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
         assert_equal_ids(
-            plain, target.generate(**inputs, **options, **own, logits_processor=[watched])
+            plain, target.generate(**inputs, **options, **draft_options, logits_processor=[watched])
         )
     texts = plain[:, -NUM_NEW:].tolist()
     assert all(texts[row][: len(followed)] == followed for row, followed in watched.log)
@@ -242,8 +246,13 @@ def test_drafters_get_the_states_of_the_second_scoring(options):
     with drafts_of_nan(target, draft, embedding_is_nan):
         plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
         stats = hf_speculate.SpeculationStats()
-        own = {"drafter": factory, "num_assistant_tokens": 4, "speculation_stats": stats, **options}
-        assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
+        draft_options = {
+            "drafter": factory,
+            "num_assistant_tokens": 4,
+            "speculation_stats": stats,
+            **options,
+        }
+        assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options))
     assert 0 < stats.num_rescored < stats.num_batch_rounds
 
 
@@ -299,9 +308,9 @@ def test_rounds_from_graphs_are_scored_again_eagerly(backend):
 def test_draft_model_with_nan_drafts_alike_from_any_cache(scripted):
     (target, draft), inputs, results = pair("llama"), call_of("llama", 4)[2], []
     with drafts_of_nan(target, draft, embedding_is_nan, every=9), embedding_is_nan(draft):
-        for own in (PREALLOCATED, DYNAMIC):
+        for draft_options in (PREALLOCATED, DYNAMIC):
             stats = assert_decodes_as_plain(
-                target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **own
+                target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **draft_options
             )
             results.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
     assert results[0] == results[1]

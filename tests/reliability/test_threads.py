@@ -67,9 +67,11 @@ def settings():
 
 def call(name: str, is_plain: bool = False) -> list[list[int]]:
     target, draft = models()
-    own = {} if is_plain or name == "plain" else {"assistant_model": draft, **ASSISTED[name]()}
+    draft_options = (
+        {} if is_plain or name == "plain" else {"assistant_model": draft, **ASSISTED[name]()}
+    )
     return target.generate(
-        **ragged_prompts(3, seed=NAMES.index(name)), max_new_tokens=NUM_NEW, **own
+        **ragged_prompts(3, seed=NAMES.index(name)), max_new_tokens=NUM_NEW, **draft_options
     ).tolist()
 
 
@@ -116,12 +118,12 @@ def test_failing_call_leaves_other_threads_alone(alone):
     def fail(at):
         processors, inputs = [FaultyProcessor(Fault(at, Mistake("on purpose")))], ragged_prompts(3)
         with pytest.raises(Mistake) as caught:
-            own = {
+            draft_options = {
                 "assistant_model": draft,
                 "num_assistant_tokens": 2,
                 "logits_processor": processors,
             }
-            target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
+            target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options)
         return caught.value.__notes__
 
     texts, notes = together(

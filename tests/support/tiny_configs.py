@@ -135,8 +135,8 @@ def recurrent_configs() -> dict[str, tuple[type[PreTrainedConfig], dict[str, Any
     """Return config class and fields by kind, for kinds in this version of transformers."""
     known = {family: _KINDS[family] for family in RECURRENT_FAMILIES}
     return {
-        family: (getattr(transformers, name), {"num_hidden_layers": 3, **own})
-        for family, (name, own) in known.items()
+        family: (getattr(transformers, name), {"num_hidden_layers": 3, **fields})
+        for family, (name, fields) in known.items()
     }
 
 

@@ -196,12 +196,12 @@ def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
         "mrope_section": [2, 1, 1],
         "partial_rotary_factor": 1.0,
     }
-    own = {"vision_config": {**MERGING_VISION, "num_position_embeddings": 16}, **QWEN_IDS}
+    fields = {"vision_config": {**MERGING_VISION, "num_position_embeddings": 16}, **QWEN_IDS}
     return make(
         "Qwen3_5ForConditionalGeneration",
         seed,
         text_config={**text, "rope_parameters": rope},
-        **own,
+        **fields,
     )
 
 

@@ -48,13 +48,13 @@ def sizes_of_images() -> Reading:
 
 def masks_of_pixels() -> Reading:
     """Make an Idefics3 that ignores the right half of the picture."""
-    own = {
+    fields = {
         "text_config": {"model_type": "llama", **TEXT},
         "scale_factor": 2,
         "pad_token_id": PAD_TOKEN_ID,
     }
-    own |= {"vision_config": {**VISION, "patch_size": 2}, "image_token_id": IMAGE_TOKEN_ID}
-    target = make("Idefics3ForConditionalGeneration", **own)
+    fields |= {"vision_config": {**VISION, "patch_size": 2}, "image_token_id": IMAGE_TOKEN_ID}
+    target = make("Idefics3ForConditionalGeneration", **fields)
     mask = (torch.arange(8) < 4).expand(2, 1, 8, 8)
     inputs = prompts_with(
         2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 1, 3, 8, 8), pixel_attention_mask=mask
@@ -65,12 +65,12 @@ def masks_of_pixels() -> Reading:
 def seconds_of_videos() -> Reading:
     """Make a Qwen2.5-VL: its positions in time follow the seconds between frames."""
     vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    own = {
+    fields = {
         "vision_config": {**tiny.MERGING_VISION, **vision},
         "text_config": tiny.QWEN_TEXT,
         **tiny.QWEN_IDS,
     }
-    target = make("Qwen2_5_VLForConditionalGeneration", **own)
+    target = make("Qwen2_5_VLForConditionalGeneration", **fields)
     # 2 times 4 x 4, merged by four.
     patches, grid = noise(2 * 32, 3 * 2 * 4 * 4), torch.tensor([[2, 4, 4]] * 2)
     inputs = prompts_with(
@@ -146,16 +146,18 @@ def waves() -> Reading:
     }
     encoder |= {"downsampling_ratios": [2], "depths": [1, 1]}
     parts = zip(("acoustic", "semantic"), (16, 32), strict=True)
-    own = {
+    fields = {
         f"{name}_tokenizer_encoder_config": {**encoder, "hidden_size": width}
         for name, width in parts
     }
-    own |= {"text_config": _QWEN2, "audio_token_id": _AUDIO_TOKEN_ID}
+    fields |= {"text_config": _QWEN2, "audio_token_id": _AUDIO_TOKEN_ID}
     inputs = prompts_with(
         2, _AUDIO_TOKEN_ID, 4, input_values=noise(2, 1, 8), padding_mask=torch.ones(2, 8).bool()
     )
     return Reading(
-        make("VibeVoiceAsrForConditionalGeneration", **own), inputs, inputs["input_values"].flip(0)
+        make("VibeVoiceAsrForConditionalGeneration", **fields),
+        inputs,
+        inputs["input_values"].flip(0),
     )
 
 
@@ -168,7 +170,7 @@ def crops() -> Reading:
         "nemo_conv_channels": 8,
         "audio_token_id": _AUDIO_TOKEN_ID,
     }
-    own = {
+    fields = {
         **TEXT,
         "vision_config": {**vision, "image_token_id": IMAGE_TOKEN_ID},
         "audio_config": audio,
@@ -177,7 +179,7 @@ def crops() -> Reading:
     inputs["image_sizes"] = torch.tensor([[8, 8]] * 2)
     inputs["image_attention_mask"] = mask = torch.ones(2, 2, 2, 2)
     mask[:, 0, :, 1] = 0  # of the whole picture
-    return Reading(make("Phi4MultimodalForCausalLM", **own), inputs, torch.ones(2, 2, 2, 2))
+    return Reading(make("Phi4MultimodalForCausalLM", **fields), inputs, torch.ones(2, 2, 2, 2))
 
 
 def beside_the_text() -> Reading:
@@ -193,8 +195,8 @@ def beside_the_text() -> Reading:
     vision["supported_aspect_ratios"] = [[1, 1], [1, 2], [2, 1]]
     text = {**TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    own = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID}
-    target = make("MllamaForConditionalGeneration", **own)
+    fields = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID}
+    target = make("MllamaForConditionalGeneration", **fields)
     for name, weight in target.named_parameters():
         if "gate" in name.rsplit(".", 1)[-1]:  # of the picture layers, shut at first
             weight.fill_(1.0)
@@ -266,13 +268,13 @@ def pictures_of_an_encoder() -> Reading:
     vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 2}
     encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
     encoder |= {"image_token_index": IMAGE_TOKEN_ID, "boi_token_index": 62, "eoi_token_index": 63}
-    own = {
+    fields = {
         "encoder": encoder,
         "decoder": sizes,
         "image_token_index": IMAGE_TOKEN_ID,
         "tie_word_embeddings": False,
     }
-    target = make("T5Gemma2ForConditionalGeneration", **own)
+    target = make("T5Gemma2ForConditionalGeneration", **fields)
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 3, 8, 8))
     return Reading(target, inputs, inputs["pixel_values"].flip(0))
 

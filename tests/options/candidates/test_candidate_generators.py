@@ -149,12 +149,12 @@ def test_stateful_processors_do_not_see_generator_trials(target, make):
         ragged_prompts(1, seed=3, min_len=12, vocab_size=8),
         {"max_new_tokens": NUM_NEW},
     )
-    own = {
+    draft_options = {
         "candidate_generator": SOURCES["assisted"](target),
         "logits_processor": [make(Brackets())],
     }
     plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
-    assert_equal_ids(plain, target.generate(**inputs, **options, **own))
+    assert_equal_ids(plain, target.generate(**inputs, **options, **draft_options))
 
 
 def test_draft_model_config_is_unchanged(target):

@@ -44,7 +44,7 @@ def answers(output, inputs, end=None):
 def say(target, draft, inputs, state=None, **options):
     """Run one turn; return ids, statistics and the widths of the draft's input."""
     stats = SpeculationStats()
-    own = {
+    draft_options = {
         "assistant_model": draft,
         "draft_state": state,
         "speculation_stats": stats,
@@ -53,7 +53,7 @@ def say(target, draft, inputs, state=None, **options):
     widths: list[int] = []
     watched = torch.nn.Identity() if "compile_config" in options else draft.get_input_embeddings()
     handle = watched.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
-    ids = target.generate(**inputs, **{"max_new_tokens": NUM_NEW, **own, **options})
+    ids = target.generate(**inputs, **{"max_new_tokens": NUM_NEW, **draft_options, **options})
     handle.remove()
     return ids, stats, widths
 
@@ -220,12 +220,12 @@ def test_window_layers_with_dropped_states_are_not_kept():
 
 
 def test_draft_state_needs_a_draft_model():
-    for state, own in (
+    for state, draft_options in (
         ({}, {}),
         (DraftState(), {}),
         (DraftState(), {"prompt_lookup_num_tokens": 3}),
     ):
         with pytest.raises(ConfigError, match="draft_state must"):
             pair("llama")[0].generate(
-                torch.tensor([[5, 6, 7]]), max_new_tokens=3, draft_state=state, **own
+                torch.tensor([[5, 6, 7]]), max_new_tokens=3, draft_state=state, **draft_options
             )

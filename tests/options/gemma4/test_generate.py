@@ -218,11 +218,15 @@ def test_mismatched_assistants_are_refused(name):
 def test_options_unsupported_with_an_assistant_are_refused(tmp_path):
     target = hf_speculate.enable(make_target())
     assistant = make_assistant(target)
-    for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
+    for draft_options in (
+        {"prompt_lookup_num_tokens": 4},
+        {"draft_state": hf_speculate.DraftState()},
+    ):
         with pytest.raises(
-            UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a Gemma 4"
+            UnsupportedGenerationError,
+            match=f"{next(iter(draft_options))} cannot be combined with a Gemma 4",
         ):
-            target.generate(**ragged_prompts(2), assistant_model=assistant, **own)
+            target.generate(**ragged_prompts(2), assistant_model=assistant, **draft_options)
     with pytest.raises(ConfigError, match="position must be -1 or 0, got 1"):
         Gemma4Assistant(assistant, 1)
     with pytest.raises(ConfigError, match="prompts must hold a text of at least three tokens"):

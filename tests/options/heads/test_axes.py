@@ -173,9 +173,12 @@ def recorded(
     """Return a head's drafts in a call, its output, and its statistics."""
     records: list[Any] = []
     stats = hf_speculate.SpeculationStats()
-    own = {"drafter": lambda setup: Recorder(head(setup), records), "num_assistant_tokens": K}
-    own |= {"speculation_stats": stats, "max_new_tokens": NUM_NEW}
-    text = (target() if model is None else model).generate(**inputs, **own, **options)
+    draft_options = {
+        "drafter": lambda setup: Recorder(head(setup), records),
+        "num_assistant_tokens": K,
+    }
+    draft_options |= {"speculation_stats": stats, "max_new_tokens": NUM_NEW}
+    text = (target() if model is None else model).generate(**inputs, **draft_options, **options)
     return records, text, stats
 
 

@@ -207,12 +207,15 @@ def test_low_first_token_acceptance_warns_once(pair, design, cause, tmp_path):
 
 def test_options_unsupported_with_a_head_are_refused(pair, tmp_path):
     target, head = pair
-    for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
+    for draft_options in (
+        {"prompt_lookup_num_tokens": 4},
+        {"draft_state": hf_speculate.DraftState()},
+    ):
         with pytest.raises(
             UnsupportedGenerationError,
-            match=f"{next(iter(own))} cannot be combined with a draft head",
+            match=f"{next(iter(draft_options))} cannot be combined with a draft head",
         ):
-            target.generate(**prompts(), assistant_model=head, **own)
+            target.generate(**prompts(), assistant_model=head, **draft_options)
     other = hf_speculate.enable(
         make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH)
     )

@@ -245,12 +245,12 @@ def test_draft_does_not_read_states_of_the_target_encoder():
     hf_speculate.enable(target)
     stats = hf_speculate.SpeculationStats()
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    own = {
+    draft_options = {
         "assistant_model": noisy_copy(target),
         "num_assistant_tokens": 3,
         "speculation_stats": stats,
     }
-    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options))
     assert "text alone, because mm_encoder_outputs are those of the target's encoder" in stats.plan
 
 
@@ -276,19 +276,24 @@ def test_encoders_with_states_by_layer_are_read():
         "use_qformer_text_input": False,
     }
     projector |= {"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 4}
-    own = {
+    draft_options = {
         "vision_config": vision,
         "text_config": {"model_type": "granite", **TEXT},
         "qformer_config": projector,
     }
-    own |= {
+    draft_options |= {
         "deepstack_layer_map": [[0, 0], [1, 1]],
         "spatial_target_layers": [],
         "downsample_rate": "1/2",
     }
-    own |= {"image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": [[8, 16], [16, 8]]}
+    draft_options |= {
+        "image_token_index": IMAGE_TOKEN_ID,
+        "image_grid_pinpoints": [[8, 16], [16, 8]],
+    }
     target = make(
-        "Granite4VisionForConditionalGeneration", **own, vision_feature_select_strategy="full"
+        "Granite4VisionForConditionalGeneration",
+        **draft_options,
+        vision_feature_select_strategy="full",
     )
     sizes = torch.tensor([[8, 16], [8, 16]])  # as in LLaVA-NeXT
     pictures = {"pixel_values": noise(2, 3, 3, 8, 8), "image_sizes": sizes}

@@ -160,7 +160,7 @@ def prompts_of(rank):
 
 def run_call(rank, name):
     """Compare text and cache with a call alone, and the forwards with those of the other rank."""
-    own = {
+    draft_options = {
         "family": "llama",
         "noise": DRAFT_NOISE,
         "ends": (),
@@ -169,9 +169,9 @@ def run_call(rank, name):
         **CALLS[name],
     }
     family, noise, ends, most, model_class = map(
-        own.pop, ("family", "noise", "ends", "most", "model_class")
+        draft_options.pop, ("family", "noise", "ends", "most", "model_class")
     )
-    context = own.pop("context", None)
+    context = draft_options.pop("context", None)
     fields = (
         {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most}
         if name == "full table"
@@ -185,10 +185,16 @@ def run_call(rank, name):
         draft = make_model(family, num_hidden_layers=1)
     if context is not None:
         draft = with_context(make_model(family), context)
-    shared = {key: own.pop(key) for key in list(own) if key in COUPLED or key == "logits_processor"}
+    shared = {
+        key: draft_options.pop(key)
+        for key in list(draft_options)
+        if key in COUPLED or key == "logits_processor"
+    }
     shared |= {"max_new_tokens": most if rank else NUM_NEW, "return_dict_in_generate": True}
-    own |= {"assistant_model": draft} if noise is not None else {}
-    plain = own if name == "sampled drafts of NaN" else {}  # plain sampling draws other tokens
+    draft_options |= {"assistant_model": draft} if noise is not None else {}
+    plain = (
+        draft_options if name == "sampled drafts of NaN" else {}
+    )  # plain sampling draws other tokens
     with drafts_of_nan(target, draft, embedding_is_nan) if name in OF_NAN else nullcontext():
         if ends and rank:
             free = target.generate(**inputs, **shared, **plain).sequences
@@ -197,9 +203,9 @@ def run_call(rank, name):
             ]
         alone = target.generate(**inputs, **shared, **plain)
         # In the second call the draft has read its prompt.
-        for _ in range(1 + ("draft_state" in own)):
+        for _ in range(1 + ("draft_state" in draft_options)):
             with gathering(target, draft) as num_forwards:
-                ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
+                ours = target.generate(**inputs, **shared, **draft_options, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
     # GPT-Neo attends in float32.
     tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE
@@ -414,28 +420,33 @@ def loaded(folder, family):
 
 def run_split_call(models, name):
     """Run one call on the split model and on the whole one."""
-    own = {
+    draft_options = {
         "family": "llama",
         "max_new_tokens": NUM_NEW,
         "return_dict_in_generate": True,
         **SPLIT_CALLS[name],
     }
-    target, whole = models[own["family"]]
+    target, whole = models[draft_options["family"]]
     ends, inputs = (
-        own.pop("ends", False),
-        without_nan(ragged_prompts(own.pop("num_rows", 3), seed=1)),
+        draft_options.pop("ends", False),
+        without_nan(ragged_prompts(draft_options.pop("num_rows", 3), seed=1)),
     )
-    own = {**draft_of(own), **own}
-    own.pop("family", None)
+    draft_options = {**draft_of(draft_options), **draft_options}
+    draft_options.pop("family", None)
     if ends:
-        own["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[
+        draft_options["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[
             :, 5 - NUM_NEW
         ].tolist()
     is_nan = name.startswith("drafts of NaN")
     with ExitStack() as stack:
-        for model, draft in ((target, own["assistant_model"]), (whole, None)) if is_nan else ():
+        for model, draft in (
+            ((target, draft_options["assistant_model"]), (whole, None)) if is_nan else ()
+        ):
             stack.enter_context(drafts_of_nan(model, draft, embedding_is_nan))
-        alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
+        alone, ours = (
+            whole.generate(**inputs, **draft_options),
+            target.generate(**inputs, **draft_options),
+        )
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
     for layer, our_layer in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):

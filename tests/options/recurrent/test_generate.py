@@ -89,9 +89,13 @@ def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
         Oracle(plain[:, inputs["input_ids"].shape[1] :]),
         hf_speculate.SpeculationStats(),
     )
-    own = {"drafter": oracle, "num_assistant_tokens": num_drafted, "speculation_stats": stats}
+    draft_options = {
+        "drafter": oracle,
+        "num_assistant_tokens": num_drafted,
+        "speculation_stats": stats,
+    }
     ours = target.generate(
-        **inputs, max_new_tokens=NUM_NEW, num_assistant_tokens_schedule="constant", **own
+        **inputs, max_new_tokens=NUM_NEW, num_assistant_tokens_schedule="constant", **draft_options
     )
     assert_equal_ids(plain, ours)
     assert oracle.accepted >= set(range(num_drafted + 1))
@@ -146,9 +150,9 @@ def test_passed_cache_continues_over_calls(family, batch_size):
     new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
     ends = [int(new_ids[0, 4]), int(new_ids[-1, 9])] if batch_size > 1 else None
     caches, texts = [], []
-    for own in ({}, {"assistant_model": draft_of(family), "num_assistant_tokens": 4}):
+    for draft_options in ({}, {"assistant_model": draft_of(family), "num_assistant_tokens": 4}):
         caches.append(DynamicCache(config=target.config))
-        options = {"max_new_tokens": 14, cache_name(target): caches[-1], **own}
+        options = {"max_new_tokens": 14, cache_name(target): caches[-1], **draft_options}
         first = target.generate(**inputs, **options, eos_token_id=ends)
         more = torch.cat([first, torch.full((batch_size, 3), 7)], dim=1)
         mask = torch.ones_like(more)

@@ -44,17 +44,19 @@ def decode(
     """Return ids and statistics of one call; without a source, those of plain decoding."""
     target, draft = models or smallest()
     stats = hf_speculate.SpeculationStats()
-    own = {
+    draft_options = {
         "speculation_stats": stats,
         "tokenizer": pieces(SIZE),
         "max_new_tokens": NUM_NEW,
         "pad_token_id": 0,
     }
-    own |= SOURCES.get(source, {}) | (
+    draft_options |= SOURCES.get(source, {}) | (
         {"assistant_model": draft} if source in ("model", "both") else {}
     )
     grammar = grammar or ForcedGrammar(TextMachine(SIZE))
-    return target.generate(**inputs, **{**own, **options}, logits_processor=[grammar]), stats
+    return target.generate(
+        **inputs, **{**draft_options, **options}, logits_processor=[grammar]
+    ), stats
 
 
 @pytest.mark.fallback("forced text alone, because a draft model as large as its target")

@@ -126,9 +126,9 @@ def test_rows_draft_from_the_outputs_of_their_prompt():
     outputs = store.of_prompt(prompts[0])._memory.newer.by_key[tuple(prompts[0])].numbered()
     assert [ids[:-NUM_NEW] for _, ids in outputs] == [prompts[0][-8:]] * 2
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
-    own = {"suffix_store": store.of("elsewhere"), **options}
+    draft_options = {"suffix_store": store.of("elsewhere"), **options}
     assert (
-        assert_decodes_as_plain(pair("llama")[0], None, alone, **own).num_batch_rounds
+        assert_decodes_as_plain(pair("llama")[0], None, alone, **draft_options).num_batch_rounds
         > second.num_batch_rounds
     )
 

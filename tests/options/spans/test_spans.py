@@ -132,13 +132,15 @@ def test_registered_verifier_is_restricted_to_spans(models, prompts, registry):
         "all", lambda config: KeepsAll(), lossless=False, reads_draft_logits=False
     )
     target, draft = models
-    own = {
+    draft_options = {
         "assistant_model": draft,
         "num_assistant_tokens": 4,
         "verifier": "all",
         "relax_only_inside": [OPEN, CLOSE],
     }
-    counts = compare(target, prompts, target.generate(**prompts, **own, max_new_tokens=NUM_NEW))
+    counts = compare(
+        target, prompts, target.generate(**prompts, **draft_options, max_new_tokens=NUM_NEW)
+    )
     assert counts.wrong == 0
     assert min(counts.relaxed, counts.untypical) > 0
 
@@ -159,9 +161,9 @@ def test_registered_verifier_is_restricted_to_spans(models, prompts, registry):
 )
 def test_exact_verifiers_and_unknown_ids_are_refused(models, prompts, options, message):
     target, draft = models
-    own = {"assistant_model": draft, "relax_only_inside": (OPEN, CLOSE), **options}
+    draft_options = {"assistant_model": draft, "relax_only_inside": (OPEN, CLOSE), **options}
     with pytest.raises(hf_speculate.ConfigError, match=f"^relax_only_inside {message}"):
-        target.generate(**prompts, **own, max_new_tokens=3)
+        target.generate(**prompts, **draft_options, max_new_tokens=3)
 
 
 SPAN = Span(1, 4)
