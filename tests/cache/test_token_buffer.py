@@ -60,7 +60,7 @@ def test_buffer_stays_in_place_then_doubles():
 
 @cache
 def padding(num_rows: int) -> torch.Tensor:
-    """[B, 1], one column more in each row; the same object in every call, as of a layout."""
+    """Return [B, 1], one column more in each row; the same object every time, as in layouts."""
     return torch.arange(num_rows)[:, None]
 
 
