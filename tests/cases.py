@@ -198,14 +198,14 @@ def plain_and_ours(
 
     `num_assistant_tokens` is 5 by default: the adaptive schedule never calls drafts of target size.
     """
-    own: dict[str, Any] = {"num_assistant_tokens": 5}
-    own |= {
+    draft_options: dict[str, Any] = {"num_assistant_tokens": 5}
+    draft_options |= {
         name: options.pop(name)
         for name in list(options)
         if name in ("num_assistant_tokens", "speculation_stats")
     }
     plain = target.generate(**inputs, **options)
-    ours = target.generate(**inputs, assistant_model=draft, **own, **options)
+    ours = target.generate(**inputs, assistant_model=draft, **draft_options, **options)
     return plain, ours
 
 

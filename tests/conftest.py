@@ -41,9 +41,9 @@ NEEDS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "fail the run if a test was skipped for another reason than that this machine cannot serve its marker"
+    words = "fail the run if a test was skipped although this machine can serve its marker"
     parser.addoption("--fail-on-skip", action="store_true", help=words)
-    words = "the folder of an environment with what `pip install .` brings, for tests/plain_environment.py"
+    words = "folder of an environment of `pip install .`, for tests/plain_environment.py"
     parser.addoption("--environment", help=words)
 
 

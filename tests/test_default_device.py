@@ -50,12 +50,12 @@ def test_batch_is_decoded_on_its_device(name):
         "eos_token_id": int(text[0, -NUM_NEW + 4]),
         "pad_token_id": 0,
     }
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, **CALLS[name]}
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 3, **CALLS[name]}
 
     def decode():
         # a separate state each
         more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}
-        return target.generate(**inputs, **options, **{**own, **more})
+        return target.generate(**inputs, **options, **{**draft_options, **more})
 
     expected = decode()
     with torch.device("meta"):

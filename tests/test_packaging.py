@@ -139,8 +139,8 @@ assert sys.modules["triton"] is None
 """
 
 # Modules missing from a plain installation.
-EXTRAS = "accelerate datasets fastapi httpx kernels matplotlib openai pandas peft prometheus_client ray torchao"
-EXTRAS += " triton uvicorn xgrammar"
+EXTRAS = "accelerate datasets fastapi httpx kernels matplotlib openai pandas peft "
+EXTRAS += "prometheus_client ray torchao triton uvicorn xgrammar"
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_joined_rows_follow_the_present_ones():
 
 
 def test_parts_of_a_batch_share_one_upload():
-    kept, device = RowIndices([1, 0]), torch.device("cpu")
-    assert RowIndices.of(kept) is kept
-    assert kept.on(device) is kept.on(device)
-    assert kept.select(torch.tensor([[1, 2, 3]]), dim=1).tolist() == [[2, 1]]
+    row_indices, device = RowIndices([1, 0]), torch.device("cpu")
+    assert RowIndices.of(row_indices) is row_indices
+    assert row_indices.on(device) is row_indices.on(device)
+    assert row_indices.select(torch.tensor([[1, 2, 3]]), dim=1).tolist() == [[2, 1]]

@@ -231,10 +231,10 @@ def test_verified_tokens_in_lock_step_are_those_reached(is_lock_step):
     num_verified = 0
     for report in reports:
         # no row is read past the first rejection
-        most = 1 + min(report.num_accepted) if is_lock_step else 3
+        max_verified = 1 + min(report.num_accepted) if is_lock_step else 3
         rows = zip(report.num_drafted, report.num_accepted, strict=True)
         num_verified += sum(
-            min(num_drafted, num_accepted + 1, most) for num_drafted, num_accepted in rows
+            min(num_drafted, num_accepted + 1, max_verified) for num_drafted, num_accepted in rows
         )
     assert stats.num_verified == num_verified
     assert stats.num_accepted < stats.num_verified < stats.num_drafted
@@ -449,7 +449,7 @@ def test_callback_gets_every_round_as_counted(options):
     assert sum(len(report.row_ids) for report in reports) == stats.num_rounds
     for name in ("num_drafted", "num_accepted", "num_emitted"):
         assert sum(sum(getattr(report, name)) for report in reports) == getattr(stats, name) > 0
-    assert all(type(num) is int for report in reports for part in report[1:5] for num in part)
+    assert all(type(num) is int for report in reports for values in report[1:5] for num in values)
     assert all(
         report.draft_s > 0 and report.score_s > 0 and report.other_s > 0 for report in reports
     )
@@ -463,14 +463,14 @@ def test_callback_gets_every_round_as_counted(options):
 
 
 def test_callback_names_rows_by_output_index():
-    reports, quiet, told = [], SpeculationStats(), SpeculationStats()
+    reports, quiet, stats = [], SpeculationStats(), SpeculationStats()
     options = {"eos_token_id": 5, "max_new_tokens": 60}
     generate(**options)  # the first call of a type measures a plain step
-    text = generate(speculation_callback=reports.append, **options, speculation_stats=told)
+    text = generate(speculation_callback=reports.append, **options, speculation_stats=stats)
     assert_equal_ids(generate(**options, speculation_stats=quiet), text)
     assert (quiet.num_host_syncs, quiet.num_user_host_syncs) == (
-        told.num_host_syncs,
-        told.num_user_host_syncs,
+        stats.num_host_syncs,
+        stats.num_user_host_syncs,
     )
     ends = [(row[12:] == 5).nonzero()[:1, 0] for row in text]
     emitted = [1, 1, 1]  # the prompt's token comes before the first round

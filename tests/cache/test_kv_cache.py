@@ -64,9 +64,9 @@ def test_rows_keep_their_states_through_random_operations(make, seed):
                     torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(by_head)
                 ]
             case "rows":
-                kept = sorted(draw.sample(range(len(by_head)), max(2, len(by_head) - 1)))
-                cache.rows(kept)
-                by_head = [by_head[index] for index in kept]
+                row_indices = sorted(draw.sample(range(len(by_head)), max(2, len(by_head) - 1)))
+                cache.rows(row_indices)
+                by_head = [by_head[index] for index in row_indices]
             case family:
                 drops = [draw.randint(0, min(lens))] * len(lens)
                 if family == "crop rows":

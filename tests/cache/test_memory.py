@@ -79,12 +79,12 @@ def test_long_prompt_peaks_at_plain_plus_the_draft_cache(num_rows: int, draft_wi
     ids = torch.randint(3, 64, (num_rows, PROMPT_LEN), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
     plain = peak_bytes(lambda: target.generate(**inputs))
-    own = {
+    draft_options = {
         "assistant_model": draft,
         "num_assistant_tokens": 3,
         "num_assistant_tokens_schedule": "constant",
     }
-    ours = peak_bytes(lambda: hf_speculate.generate(target, **inputs, **own))
+    ours = peak_bytes(lambda: hf_speculate.generate(target, **inputs, **draft_options))
     # keys and values, heads, width, bytes
     draft_cache = num_rows * (PROMPT_LEN + 6) * 2 * 2 * 8 * 4
     assert ours <= ALLOWED * (plain + draft_cache)

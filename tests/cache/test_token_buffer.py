@@ -36,9 +36,9 @@ def test_buffer_equals_lists_through_random_operations(seed: int) -> None:
                 rows = [row[: make.randint(1, len(row))] for row in rows]
                 buffer.row_lens.set([len(row) for row in rows])
             case "rows":
-                kept = make.sample(range(len(rows)), make.randint(1, len(rows)))
-                rows = [rows[row] for row in kept]
-                buffer.rows(kept)
+                row_indices = make.sample(range(len(rows)), make.randint(1, len(rows)))
+                rows = [rows[row] for row in row_indices]
+                buffer.rows(row_indices)
             case family:
                 counts = [3 if family == "whole" else make.randint(0, 3) for _ in rows]
                 new = [[make.randrange(64) for _ in range(count)] for count in counts]
@@ -60,7 +60,7 @@ def test_buffer_stays_in_place_then_doubles():
 
 @cache
 def padding(num_rows: int) -> torch.Tensor:
-    """[B, 1], one column more in each row; the same object in every call, as of a layout."""
+    """Return [B, 1], one column more in each row; the same object every time, as in layouts."""
     return torch.arange(num_rows)[:, None]
 
 
@@ -96,17 +96,17 @@ def test_row_lens_equal_the_host_through_random_operations(seed: int) -> None:
                     [max(length - num, 0) for length, num in zip(lens.on_host, counts, strict=True)]
                 )
             case "rows":
-                kept = make.sample(range(len(counts)), make.randint(1, len(counts)))
-                lens.rows(kept)
-                second.rows(kept)
+                row_indices = make.sample(range(len(counts)), make.randint(1, len(counts)))
+                lens.rows(row_indices)
+                second.rows(row_indices)
         gap = make.randint(-3, 3)
         second.set([length + gap for length in lens.on_host], lens)
         if not (lens.is_even or second.is_even):
             varying, shared = lens.less(second)
             assert (varying + shared).tolist() == [-gap] * len(lens.on_host)
-        twin = lens.copy()
+        expected = lens.copy()
         check_lens(lens)
         check_lens(second)
         lens.add(1)
-        check_lens(twin)
+        check_lens(expected)
         check_lens(lens)

@@ -150,11 +150,15 @@ def test_generator_and_head_draft_as_transformers(case, monkeypatch, registry):
     theirs, generators[:] = [ids for ids in generators if ids], []
     watching = WatchingVerifier()
     hf_speculate.register_verifier("watching", lambda config: watching, lossless=True)
-    for own in (
+    for draft_options in (
         {"candidate_generator": case.source},
         {"assistant_model": case.head, "verifier": "watching"},
     ):
-        options = {**own, "num_assistant_tokens": case.num_drafted, "max_new_tokens": NUM_NEW}
+        options = {
+            **draft_options,
+            "num_assistant_tokens": case.num_drafted,
+            "max_new_tokens": NUM_NEW,
+        }
         assert_equal_ids(text, case.target.generate(**inputs, **options))
     for ours in (generators, watching.drafted):
         # at the end, transformers may request more tokens

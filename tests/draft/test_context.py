@@ -133,7 +133,7 @@ def test_long_row_keeps_the_drafts_of_other_rows(family, longest):
 
 @pytest.mark.parametrize("family", ["gpt_neo", "mpt", "opt"])
 def test_padding_common_to_all_rows_takes_no_context(family):
-    inputs = {name: part[:2] for name, part in prompts(5, 3, 20).items()}
+    inputs = {name: tensor[:2] for name, tensor in prompts(5, 3, 20).items()}
     stats = assert_decodes_as_plain(
         *pair_of(family), inputs, max_new_tokens=9, num_assistant_tokens=K
     )
@@ -143,7 +143,7 @@ def test_padding_common_to_all_rows_takes_no_context(family):
 @pytest.mark.fallback(PAST_CONTEXT)
 def test_padding_with_positions_takes_context():
     """Use TrOCR, because it counts padding columns as positions in plain decoding too."""
-    inputs = {name: part[:1] for name, part in prompts(5, 10).items()}
+    inputs = {name: tensor[:1] for name, tensor in prompts(5, 10).items()}
     stats = assert_decodes_as_plain(
         *pair_of("trocr"), inputs, max_new_tokens=20, num_assistant_tokens=K
     )

@@ -305,12 +305,14 @@ def test_drafts_of_any_form_keep_the_text(change, options):
             return CHANGES[change](super().draft(request), len(self.told))
 
     target, options = pair("llama")[0], {} if "logits" in change else options
-    own = {
+    draft_options = {
         "drafter": functools.partial(Changed, target),
         "num_assistant_tokens": 4,
         "max_new_tokens": NUM_NEW,
     }
-    stats = assert_decodes_as_plain(target, None, ragged_prompts(3, seed=8), **options, **own)
+    stats = assert_decodes_as_plain(
+        target, None, ragged_prompts(3, seed=8), **options, **draft_options
+    )
     assert (stats.num_accepted > 0) is ("ids" not in change)
 
 

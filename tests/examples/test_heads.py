@@ -1,4 +1,4 @@
-"""The draft heads of the examples: how they draft, with and without a cache, and what they learnt."""
+"""Test the draft heads of the examples: their drafts, cached or not, and their training."""
 
 import functools
 
@@ -21,14 +21,14 @@ NUM_STEPS = 4
 TOLERANCE = 1e-9
 
 
-def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
+def test_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
     rollout, target = import_example("training.eagle3.rollout").rollout, target_of()
     head = load_drafter(write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3)), target)
     for text in random_texts([5, 9], seed=3):
         draft = Rounds(head, target, [text]).draft(NUM_STEPS, SampleStrategy.RANDOM)
         ids = torch.tensor([text + draft.token_ids[0].tolist()])
         states = states_of(target, text[:-1], EAGLE3.aux_layers)
-        # those after the newest are not read
+        # States after the newest one are not read.
         states = torch.nn.functional.pad(states, (0, 0, 0, NUM_STEPS))[None]
         states_seen = rollout(
             head.network, target.get_input_embeddings().weight, ids, states, NUM_STEPS
@@ -60,7 +60,7 @@ def test_blocks_give_the_logits_of_drafts(import_example, design, tmp_path):
 
 
 @pytest.mark.parametrize("name", MIN_LENGTHS)
-def test_the_saved_heads_draft_long_greedy_texts(import_example, name):
+def test_saved_heads_draft_long_greedy_texts(import_example, name):
     measure, models = import_example("training.measure_eagle3"), import_example("models")
     target = measure.load_model(models.PAIR / "target", torch.float32, "cpu")
     head, stats = load_drafter(models.EAGLE3.parent / name, target), hf_speculate.SpeculationStats()
@@ -87,7 +87,7 @@ K = 3
 
 
 def make_head(import_example, target, draft_ids):
-    """A random head that proposes `draft_ids`."""
+    """Make a random head with `draft_ids`."""
     torch.manual_seed(1)
     head = import_example("smollm2_head.head").DraftHead(
         target.config, AUX_LAYERS, draft_ids, target
@@ -104,7 +104,10 @@ def target():
 
 
 def drafted_without_cache(head, target, text, num_tokens):
-    """The greedy draft after `text`, every attention computed anew; outputs of pairs stand in for later states."""
+    """Return the greedy draft after `text`, with every attention computed anew.
+
+    Outputs of pairs stand in for later states.
+    """
     states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     # [1, N, D]
     states = head.project(torch.cat([states[layer] for layer in head.hidden_layers], dim=-1))
@@ -126,7 +129,7 @@ def drafted_without_cache(head, target, text, num_tokens):
 
 
 @pytest.mark.parametrize(("confidence", "lens"), [(0.0, {K}), (0.1, {1, K})])
-def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, confidence, lens):
+def test_drafts_equal_a_forward_without_a_cache(import_example, target, confidence, lens):
     head = make_head(import_example, target, torch.arange(0, 64, 2))
     inputs, seen = ragged_prompts(3, seed=4), []
     eos = int(target.generate(**inputs, max_new_tokens=6)[0, -1])  # a row ends early

@@ -1,4 +1,4 @@
-"""The tutorial's cells run, and show what the notebook holds."""
+"""Test that the tutorial's cells run and print the saved outputs."""
 
 import re
 
@@ -6,7 +6,7 @@ from tests.notebook import TUTORIAL, execute, read
 
 
 def shown(outputs):
-    """What a cell printed or returned; numbers may differ by the machine."""
+    """Return the output of a cell; numbers may differ between machines."""
     texts = [
         "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
         for output in outputs
@@ -16,7 +16,7 @@ def shown(outputs):
     ]
 
 
-def test_the_tutorial_runs_and_holds_what_its_cells_show(registry):
+def test_tutorial_runs_and_prints_the_saved_outputs(registry):
     notebook = read()
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     executed = execute(notebook, TUTORIAL.parent)

@@ -1,4 +1,4 @@
-"""The pages' commands run, pasted one after the other in an environment that has every extra."""
+"""Test the pages' commands, pasted in order in an environment with every extra."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.pasted_commands import has_run, make_clone, paste
 from tests.support.pages import PAGES, commands
 
-# What only makes the environment, which the test has, what takes hours, and what needs a GPU.
+# Commands that only make the environment, take hours, or need a GPU.
 ON_A_GPU = "PYTHONPATH=. python3 benchmarks/gpu.py --out build/gpu"
 NOT_RUN = ("make install", ". .venv/bin/activate", "pip install .", "make bench", ON_A_GPU)
 WITH_COMMANDS = [
@@ -18,7 +18,7 @@ WITH_COMMANDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_every_command_runs_as_it_stands_in_the_pages_order(page: str, tmp_path: Path) -> None:
+def test_commands_run_unchanged_in_the_order_of_the_page(page: str, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     make_clone(clone, Path(sys.prefix))
     printed = {}

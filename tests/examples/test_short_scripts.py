@@ -1,4 +1,4 @@
-"""The examples run as their pages say, and say what they claim."""
+"""Test that the examples run as their pages say and print the announced lines."""
 
 import io
 import os
@@ -20,13 +20,13 @@ ROWS = extras_of_scripts()
 MEAN = r"mean acceptance length:? (\d+\.\d\d)"
 
 
-def test_the_page_names_every_example_and_each_says_how_to_run_it():
+def test_examples_are_listed_and_say_how_to_run_them():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= set(ROWS)
     page = (EXAMPLES / "training" / "README.md").read_text(encoding="utf-8")
     for path in (EXAMPLES / "training").glob("[a-z]*.py"):  # modules of the package `training`
         assert f"`cd examples && python -m training.{path.stem}`" in page
     for path in EXAMPLES.glob("*.py"):
-        source = path.read_text(encoding="utf-8")  # of a script, or of a module that scripts share
+        source = path.read_text(encoding="utf-8")  # a script, or a module shared by scripts
         assert "__main__" not in source or re.search(
             rf"^    (\w.* )?(examples/)?{path.name}", source, re.M
         ), path.name
@@ -90,12 +90,12 @@ PROGRAM = ["-m", "hf_speculate.tools.cli.main"]
         ),
     ],
 )
-def test_what_is_missing_is_said_in_one_line_with_the_extra_of_the_page(
+def test_missing_library_error_names_the_extra_of_the_page(
     command, library, message, run, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setitem(sys.modules, library, None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, library, None)  # importing it fails
     with pytest.raises(SystemExit) as raised:
         run(*command)
     assert message in raised.value.code
@@ -125,7 +125,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.fallback("lock step, because of LogitsProcessor")  # grammar.py's
+@pytest.mark.fallback("lock step, because of LogitsProcessor")  # of grammar.py
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
@@ -140,7 +140,7 @@ SLOW = [
     ],
     ids=lambda value: value[0] if value[0].endswith(".py") else "",
 )
-def test_a_script_prints_what_it_claims(command, shown, run, registry, monkeypatch):
+def test_script_prints_the_announced_lines(command, shown, run, registry, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a function that sorts\nand its test\n"))
     printed = run(*command)
     assert all(words in printed for words in shown)
@@ -148,21 +148,15 @@ def test_a_script_prints_what_it_claims(command, shown, run, registry, monkeypat
     assert not lengths or (min(lengths) >= 1 and max(lengths) > 1)
 
 
+def run_in_process(*words):
+    command = [sys.executable, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return done.stdout
+
+
 @pytest.mark.slow
-def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_text():
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        EXAMPLES / "tensor_parallel.py",
-    ]
-    commands = [sys.executable, EXAMPLES / "batch.py"], [sys.executable, *launcher]
-    batch, shared = (
-        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
-        for command in commands
-    )
-    lines = batch.splitlines()
+def test_interrupted_batch_resumes():
+    lines = run_in_process(EXAMPLES / "batch.py").splitlines()
     assert "interrupted" in lines
     assert {"2 were there already", "3 were there already"} & set(lines)
     assert [line.split(" (")[0] for line in lines if line.endswith(" tokens)")] == [
@@ -172,6 +166,12 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
         "4",
         "5",
     ]
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_write_one_text():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    shared = run_in_process(*launcher, EXAMPLES / "tensor_parallel.py")
     assert "processes: 2, all with one text: True" in shared
     assert "rows as plain generate() has them: 3 of 3" in shared
     assert float(re.search(MEAN, shared)[1]) >= 1
@@ -188,7 +188,7 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
         ),
     ],
 )
-def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path):
+def test_server_of_the_page_answers_and_stops(words, stop, tmp_path):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     names = ["--allowed-host", "name.example"] if stop == signal.SIGTERM else []
     store = tmp_path / "store.safetensors"
@@ -211,12 +211,12 @@ def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path
         answer = httpx.post(f"{address}/completions", **request).json()
         page = httpx.get(address.removesuffix("v1"), headers=headers, trust_env=False)
         process.send_signal(stop)
-        rest = process.communicate(timeout=30)[1]
+        stderr = process.communicate(timeout=30)[1]
     assert page.status_code == (404 if "--no-page" in words else 200)
     assert answer["choices"][0]["text"]
     assert answer["usage"]["speculation"]["rounds"] > 0
     assert process.returncode == 0
-    remarks = rest.splitlines()
+    remarks = stderr.splitlines()
     assert remarks[-1] == "stopped" or (
         remarks[-2] == "stopped" and "tokens of earlier outputs" in remarks[-1]
     )

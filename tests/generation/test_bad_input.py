@@ -1,4 +1,4 @@
-"""Every wrong call raises an error that names what is wrong, before any model runs."""
+"""Test that every wrong call raises an error with the wrong name before any model runs."""
 
 import functools
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ CHOICES = (
 
 @pytest.fixture
 def models():
-    """A pair whose forwards fail the test."""
+    """Return a pair whose forwards fail the test."""
 
     def fail(*args):
         raise AssertionError("a model ran before the error")
@@ -72,7 +72,7 @@ def models():
         ),
     ],
 )
-def test_wrong_fields(models, fields, message):
+def test_invalid_fields_are_refused(models, fields, message):
     target, draft = models
     with pytest.raises(ConfigError) as error:
         target.generate(
@@ -103,8 +103,8 @@ def test_wrong_fields(models, fields, message):
         (
             lambda: {"candidate_generator": LOOKUP, "prompt_lookup_num_tokens": 3},
             (
-                "pass one draft source, got candidate_generator and prompt_lookup_num_tokens; omit one "
-                "of them$"
+                "pass one draft source, got candidate_generator and prompt_lookup_num_tokens; omit "
+                "one of them$"
             ),
         ),
         (
@@ -114,8 +114,8 @@ def test_wrong_fields(models, fields, message):
                 "assistant_early_exit": 1,
             },
             (
-                "got assistant_early_exit and candidate_generator and prompt_lookup_num_tokens; omit "
-                "all but one$"
+                "got assistant_early_exit and candidate_generator and prompt_lookup_num_tokens; "
+                "omit all but one$"
             ),
         ),
         (
@@ -124,17 +124,17 @@ def test_wrong_fields(models, fields, message):
         ),
     ],
 )
-def test_wrong_sources_of_drafts(models, make, message):
+def test_invalid_draft_sources_are_refused(models, make, message):
     target, draft = models
     options = make()
     if "candidate_generator" not in options:
         options = {"assistant_model": draft, **options}
-    with pytest.raises(ValueError, match=message):  # transformers raises it for an unfit assistant
+    with pytest.raises(ValueError, match=message):  # raised by transformers
         target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **options)
 
 
 def with_gradient_checkpointing(model):
-    name = "activation_checkpointing_enable"  # as newer versions call it
+    name = "activation_checkpointing_enable"  # name in newer versions
     getattr(model.train(), name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
 
@@ -164,7 +164,7 @@ def without_weights(model):
         (in_stages, "must lie whole in every process or be split by tensor parallel"),
     ],
 )
-def test_models_that_cannot_take_part(models, change, message):
+def test_unsupported_models_are_refused(models, change, message):
     (target, draft), llama = models, make_model("llama")
     change(llama)
     for first, another in ((llama, draft), (target, llama)):
@@ -172,7 +172,7 @@ def test_models_that_cannot_take_part(models, change, message):
             hf_speculate.generate(first, **ragged_prompts(1, seed=1), assistant_model=another)
 
 
-def test_rotary_embeddings_that_change_past_a_border():
+def test_length_dependent_rotary_embeddings_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     target = hf_speculate.enable(
         make_model("llama", rope_parameters=rope, max_position_embeddings=32)
@@ -183,7 +183,7 @@ def test_rotary_embeddings_that_change_past_a_border():
         target.generate(**inputs, assistant_model=draft, max_new_tokens=40)
 
 
-def test_only_the_call_itself_forbids_the_cache():
+def test_use_cache_false_is_refused_in_a_call_only():
     target, draft = make_model("mpt"), pair("mpt")[1]
     assert target.config.use_cache is False
     target.generation_config = GenerationConfig.from_model_config(target.config)
@@ -239,7 +239,7 @@ def held(model, num_rows, num_tokens):
         ),
     ],
 )
-def test_prompts_caches_and_masks_that_do_not_fit_each_other(models, ids, num_held, more, message):
+def test_mismatched_prompts_caches_and_masks_are_refused(models, ids, num_held, more, message):
     target, draft = models
     options = {CACHE_NAME: held(target, *num_held)} if num_held else {}
     for drafts in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
@@ -248,7 +248,7 @@ def test_prompts_caches_and_masks_that_do_not_fit_each_other(models, ids, num_he
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "rejection", "coupled"])
-def test_triton_by_name_where_it_cannot_run(models, verifier, monkeypatch):
+def test_triton_by_name_is_refused_without_a_device(models, verifier, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     target, draft = models
     options = {
@@ -264,14 +264,14 @@ def test_triton_by_name_where_it_cannot_run(models, verifier, monkeypatch):
 @pytest.mark.parametrize(
     "function", [hf_speculate.enable, hf_speculate.disable, hf_speculate.is_enabled]
 )
-def test_enabling_is_for_models_that_generate(function):
+def test_enable_refuses_models_without_generate(function):
     with pytest.raises(
         UnsupportedModelError, match="must be a transformers model that can generate, got Linear"
     ):
         function(torch.nn.Linear(1, 1))
 
 
-def test_a_mistyped_keyword_names_the_nearest():
+def test_mistyped_keyword_error_names_the_nearest():
     target, _ = pair("llama")
     for name, nearest in (
         ("num_asistant_tokens", "num_assistant_tokens"),
@@ -286,7 +286,7 @@ def test_a_mistyped_keyword_names_the_nearest():
 
 
 @pytest.mark.fallback("lock step", "gains nothing")
-def test_an_error_of_the_users_own_code_is_raised_as_it_is():
+def test_error_of_user_code_is_raised_unchanged():
     class OwnError(ValueError):
         pass
 

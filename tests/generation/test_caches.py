@@ -1,4 +1,4 @@
-"""KV caches of calls: passed and returned ones hold what plain `generate` leaves, and buffers give its text."""
+"""Test passed and returned KV caches against plain `generate`, and the text from buffers."""
 
 import copy
 import warnings
@@ -33,11 +33,11 @@ from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_
 K = 4
 NUM_NEW = 24
 BATCH_SIZE = 4
-# not the id of the padding before the prompts: plain `generate` feeds it like any other token
+# This is not the padding id before the prompts. Plain `generate` feeds it like any other token.
 PAD = 2
 ROOM = 96  # tokens, more than two turns have
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
-# attention of Gemma 2 and Bloom takes its softmax in float32, whatever the dtype
+# Gemma 2 and Bloom take the softmax of attention in float32 for every dtype.
 FLOAT32_TOLERANCE = 1e-4
 SAID = torch.tensor([[9, 8], [7, 6], [5, 4], [3, 11]])
 ONE_ROW = {
@@ -74,13 +74,13 @@ def parts_of(cache: Cache) -> list[Any]:
 
 
 def cache_contents(cache: Cache) -> list[tuple]:
-    """Copies of each layer's keys and values, and what else goes on from them.
+    """Copy each layer's keys and values and its other state.
 
-    The oldest column of a full static window, which is never read, is left out.
+    The oldest column of a full static window is left out, because it is never read.
     """
     tensors = []
     for layer in (
-        layer for part in parts_of(cache) for layer in part.layers if layer.is_initialized
+        layer for kv_cache in parts_of(cache) for layer in kv_cache.layers if layer.is_initialized
     ):
         length = int(layer.get_seq_length())
         first = int(isinstance(layer, StaticSlidingWindowLayer) and length >= layer.max_cache_len)
@@ -109,7 +109,7 @@ def prompts() -> dict[str, Tensor]:
 
 @cache
 def ends(family: str) -> list[int]:
-    """Ids in the plain texts that end rows one after the other."""
+    """Return ids of the plain texts that end the rows one after the other."""
     target, _ = pair(family)
     inputs = prompts()
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
@@ -122,32 +122,30 @@ def ends(family: str) -> list[int]:
     family=["llama", "mistral_window", "gemma2", "bloom"],
     cache_kind=["dynamic", "preallocated", "auto"],
 )
-def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(
-    family, cache_kind, drafts
-):
+def test_rows_of_unequal_length_leave_the_cache_of_plain(family, cache_kind, drafts):
     target, draft = pair(family)
     if drafts == "adaptive":
         draft = make_model(family, num_hidden_layers=1)
     inputs, eos = prompts(), ends(family)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD}
     caches = [DynamicCache(config=target.config) for _ in range(2)]
-    own = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
+    draft_options = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
     plain = target.generate(**inputs, **options, **{CACHE_NAME: caches[0]})
-    ours = target.generate(**inputs, **options, **{CACHE_NAME: caches[1]}, **own)
+    ours = target.generate(**inputs, **options, **{CACHE_NAME: caches[1]}, **draft_options)
     assert_equal_ids(plain, ours)
     new = plain[:, inputs["input_ids"].shape[1] :]
     num_live = [
         next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW)
         for row in new.tolist()
     ]
-    assert max(num_live) - min(num_live) > K  # or nothing is shown
+    assert max(num_live) - min(num_live) > K  # without this gap the test shows nothing
     assert_same_contents(*map(cache_contents, caches), tolerance_of(family))
 
 
-def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
-    target, same = pair("mistral_window", ACCEPTED_ALL)  # so that all rows end in the first round
+def test_passed_cache_is_restored_after_an_error_in_padding():
+    target, same = pair("mistral_window", ACCEPTED_ALL)  # all rows end in the first round
     inputs, error = prompts(), Mistake("on purpose")
-    cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
+    cache = prefilled(target, *(tensor[:, :3] for tensor in inputs.values()))
     before = cache_contents(cache)
     options = {
         "max_new_tokens": NUM_NEW,
@@ -168,16 +166,16 @@ def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
     pad=[64, -1, PAD, 64, -1, PAD],
     drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"],
 )
-def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
-    """Plain `generate` cannot feed it, and so fails unless all rows end together."""
+def test_pad_id_without_an_embedding_keeps_row_lengths(drafts, pad):
+    """Compare with another padding id: plain `generate` cannot feed this one."""
     target, draft = pair("llama")
-    own = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
+    draft_options = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True}
     for eos in (ends("llama"), -1):
         plain = target.generate(
             **prompts(), **options, eos_token_id=eos, pad_token_id=PAD if eos != -1 else pad
         )
-        ours = target.generate(**prompts(), **options, eos_token_id=eos, **own)
+        ours = target.generate(**prompts(), **options, eos_token_id=eos, **draft_options)
         assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != pad, PAD))
         assert ours[CACHE_NAME].get_seq_length() == plain[CACHE_NAME].get_seq_length()
         assert len(ours.scores) == len(plain.scores)
@@ -191,7 +189,7 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
     ("family", "batch_size", "max_cache_len"),
     [("llama", 1, None), ("llama", 4, ROOM), ("mistral_window", 4, None), ("gemma2", 4, None)],
 )
-def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, max_cache_len):
+def test_returned_static_cache_equals_plain(family, batch_size, max_cache_len):
     target, draft = pair(family)
     inputs = prompts() if batch_size > 1 else ONE_ROW
     options = {
@@ -201,7 +199,7 @@ def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, 
     }
     options |= {"return_dict_in_generate": True, "eos_token_id": ends(family), "pad_token_id": PAD}
     plain_target = copy.deepcopy(target)
-    # which plain calls leave, and later ones use
+    # Plain calls leave these caches, and later calls use them.
     vars(plain_target).pop("_previous_max_cache_length", None)
     plain = plain_target.generate(**inputs, **options)
     before = vars(target).copy()
@@ -213,7 +211,7 @@ def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, 
     )
 
 
-def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
+def test_returned_static_cache_of_recurrent_states_equals_plain():
     target, draft = pair("jamba")
     options = {
         "cache_implementation": "static",
@@ -228,6 +226,10 @@ def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed()
             torch.testing.assert_close(
                 getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0
             )
+
+
+def test_passed_static_cache_of_recurrent_states_is_refused():
+    target, draft = pair("jamba")
     cache = StaticCache(target.config, ROOM)
     with pytest.raises(
         UnsupportedGenerationError, match="got one of LinearAttentionLayer, StaticLayer"
@@ -236,8 +238,8 @@ def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed()
 
 
 @each_value(batch_size=[1, 4], family=["llama", "mistral_window"])
-def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_size):
-    """Over two turns."""
+def test_returned_static_cache_serves_the_next_turn(family, batch_size):
+    """Decode two turns."""
     target, draft = pair(family)
     inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(family), "pad_token_id": PAD}
@@ -246,12 +248,12 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_
         "max_cache_len": ROOM,
         "return_dict_in_generate": True,
     }
-    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K}
     for first, second in (
         ({}, {}),
-        ({}, own),
-        (own, {}),
-        (own, {**own, "speculation_cache": "dynamic"}),
+        ({}, draft_options),
+        (draft_options, {}),
+        (draft_options, {**draft_options, "speculation_cache": "dynamic"}),
     ):
         output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
         ids, kept_cache = (
@@ -272,15 +274,17 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_is_passed_under_the_name_of_any_version(name):
+def test_cache_is_accepted_under_the_name_of_any_version(name):
     target, draft = pair("llama")
     texts = []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
         kv_cache = prefilled(target, ONE_ROW["input_ids"][:, :-1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FutureWarning)
             texts.append(
-                target.generate(**ONE_ROW, **own, **{name: kv_cache}, max_new_tokens=NUM_NEW)
+                target.generate(
+                    **ONE_ROW, **draft_options, **{name: kv_cache}, max_new_tokens=NUM_NEW
+                )
             )
         assert kv_cache.get_seq_length() == ONE_ROW["input_ids"].shape[1] + NUM_NEW - 1
         warned = [warning.filename for warning in caught if "use `cache`" in str(warning.message)]
@@ -288,7 +292,7 @@ def test_a_cache_is_passed_under_the_name_of_any_version(name):
     assert_equal_ids(*texts)
 
 
-def test_the_static_caches_of_an_encoder_decoder():
+def test_encoder_decoder_static_caches_equal_plain():
     target, draft = encoder_pair("t5")
     options = {
         "cache_implementation": "static",
@@ -297,20 +301,23 @@ def test_the_static_caches_of_an_encoder_decoder():
         **inputs_of("t5", 2),
     }
     plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True)[CACHE_NAME]
-    own = {"assistant_model": draft, "num_assistant_tokens": K}
-    ours = target.generate(**options, return_dict_in_generate=True, **own)
-    assert all(type(part) is StaticCache for part in parts_of(ours[CACHE_NAME]))
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K}
+    ours = target.generate(**options, return_dict_in_generate=True, **draft_options)
+    assert all(type(kv_cache) is StaticCache for kv_cache in parts_of(ours[CACHE_NAME]))
     assert_same_contents(cache_contents(plain), cache_contents(ours[CACHE_NAME]), STATE_TOLERANCE)
     del options["cache_implementation"], options["max_cache_len"]
     options["decoder_input_ids"] = ours.sequences
     fresh = target.generate(**options)  # plain feeds a passed cache the whole text again
-    assert_equal_ids(fresh, target.generate(**options, **own, **{CACHE_NAME: plain}))
-    assert [int(part.get_seq_length()) for part in parts_of(plain)] == [fresh.shape[1] - 1, 12]
+    assert_equal_ids(fresh, target.generate(**options, **draft_options, **{CACHE_NAME: plain}))
+    assert [int(kv_cache.get_seq_length()) for kv_cache in parts_of(plain)] == [
+        fresh.shape[1] - 1,
+        12,
+    ]
 
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_at_end", [False, True])
-def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
+def test_passed_static_cache_is_unchanged_by_a_failed_call(is_at_end):
     (target, draft), fault = pair("mistral_window"), Fault(1 if is_at_end else 5, Mistake())
     cache = StaticCache(config=target.config, max_cache_len=ROOM)
     options = {"max_new_tokens": 2 * SLIDING_WINDOW, CACHE_NAME: cache}
@@ -325,19 +332,19 @@ def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
     assert_same_contents(before, cache_contents(cache))
 
 
-def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
+def test_static_cache_without_room_is_refused_with_its_need():
     inputs = ragged_prompts(1, seed=1, min_len=6)
     num_columns = inputs["input_ids"].shape[1] + 9 - 1
-    # windows forget
+    # Layers with a window drop old columns.
     for family, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):
         target, draft = pair(family)
         options = {**inputs, "max_new_tokens": num_new}
-        own = {
+        draft_options = {
             "assistant_model": draft,
             "num_assistant_tokens": K,
             CACHE_NAME: StaticCache(config=target.config, max_cache_len=room),
         }
-        assert_equal_ids(target.generate(**options), target.generate(**options, **own))
+        assert_equal_ids(target.generate(**options), target.generate(**options, **draft_options))
     target, draft = pair("llama")
     cache = StaticCache(config=target.config, max_cache_len=num_columns - 1)
     with pytest.raises(
@@ -348,13 +355,16 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
 
 
 K = 4
-# whose ALiBi needs the dynamic cache
+# ALiBi needs the dynamic cache.
 FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")
 
 
 @pytest.mark.parametrize("family", FITTING)
-def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(family):
-    """The prompt fills a window's buffers, which move once before the text is as long as the first step of growth."""
+def test_text_equals_plain_while_buffers_grow_and_windows_move(family):
+    """Fill a window's buffers with the prompt.
+
+    They move once before the text reaches the first step of growth.
+    """
     inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
     assert MIN_STEP < 90
     for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 41)):
@@ -374,8 +384,8 @@ def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_
     family=["llama", "mistral_window", "llama"],
     cache_kind=["preallocated", "auto"],
 )
-def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, cache_kind):
-    """In float32, where the tests' models do not keep masks finite themselves: NaNs would reach real tokens."""
+def test_chunk_of_padding_leaves_the_states_of_plain(family, attention, cache_kind):
+    """Decode in float32: the models do not keep masks finite there, so NaN would reach tokens."""
     target = hf_speculate.enable(
         make_model(family, dtype=torch.float32, attn_implementation=attention)
     )
@@ -383,20 +393,20 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, 
     assert not inputs["attention_mask"][2, :9].any()
     options = {"max_new_tokens": 12, "prefill_chunk_size": 3, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **options)
-    own = {
+    draft_options = {
         "assistant_model": noisy_copy(target),
         "num_assistant_tokens": K,
         "speculation_cache": cache_kind,
     }
-    ours = target.generate(**inputs, **options, **own)
+    ours = target.generate(**inputs, **options, **draft_options)
     assert_equal_ids(plain.sequences, ours.sequences)
     assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), 1e-4)
-    # nobody sees the states then, and the text's must hold all the same
+    # Padding states are visible to nobody now. The states of the text must still be right.
     options["return_dict_in_generate"] = False
-    assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
+    assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **draft_options))
 
 
-def test_a_window_layer_holds_its_window_however_long_the_text():
+def test_window_layer_holds_its_window_only():
     (target, draft), inputs = pair("cohere2"), ragged_prompts(1, min_len=230, max_len=230)
     options = {
         "max_new_tokens": 150,
@@ -422,15 +432,22 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
 
 @pytest.mark.fallback("no graphs")
 @each_value(family=["mistral_window", "cohere2"], batch_size=[1, 3], num_held=[SLIDING_WINDOW, 13])
-def test_on_a_gpu_a_passed_cache_that_has_cut_its_window_goes_on(family, batch_size, num_held):
-    """The first column that attention reads there is rounded down, and buffers hold none before the window."""
+def test_passed_cache_with_a_cut_window_continues_on_a_gpu(family, batch_size, num_held):
+    """Pass a cut cache: buffers hold no column before the window.
+
+    Attention rounds down the first column it reads there.
+    """
     target, draft = map(copy.deepcopy, pair(family))
     inputs = ragged_prompts(batch_size, min_len=16, max_len=19)
     beginning = {name: value[:, :num_held] for name, value in inputs.items()}
     options = {"max_new_tokens": 12, "return_dict_in_generate": True}
     expected = target.generate(**inputs, **options, **{CACHE_NAME: prefilled(target, **beginning)})
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": "preallocated"}
-    own["verifier_backend"] = "torch"
+    draft_options = {
+        "assistant_model": draft,
+        "num_assistant_tokens": K,
+        "speculation_cache": "preallocated",
+    }
+    draft_options["verifier_backend"] = "torch"
     with FakeCuda():
         for model in (target, draft):
             model.to("cuda:0")
@@ -438,25 +455,26 @@ def test_on_a_gpu_a_passed_cache_that_has_cut_its_window_goes_on(family, batch_s
             {name: value.to("cuda:0") for name, value in part.items()}
             for part in (inputs, beginning)
         )
-        own[CACHE_NAME] = prefilled(target, **beginning)
+        draft_options[CACHE_NAME] = prefilled(target, **beginning)
         assert_equal_ids(
-            expected.sequences, target.generate(**inputs, **options, **own).sequences.to("cpu")
+            expected.sequences,
+            target.generate(**inputs, **options, **draft_options).sequences.to("cpu"),
         )
 
 
-def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
+def test_dynamic_cache_serves_models_without_preallocation():
     target, inputs = pair("llama")[0], {"input_ids": torch.tensor([[5, 6, 7]])}
     passed, holes = {CACHE_NAME: DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
     for family, arguments, message in (
         ("bloom", inputs, "it takes no position_ids"),
         ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
-        ("llama", {**inputs, **passed}, ""),  # the user's own cache: no second copy
+        ("llama", {**inputs, **passed}, ""),  # the user's cache: no second copy
     ):
         target, draft = pair(family)
-        own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
-        own["speculation_stats"] = hf_speculate.SpeculationStats()
-        target.generate(**arguments, **own)
-        stats, name = own["speculation_stats"], type(target).__name__
+        draft_options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
+        draft_options["speculation_stats"] = hf_speculate.SpeculationStats()
+        target.generate(**arguments, **draft_options)
+        stats, name = draft_options["speculation_stats"], type(target).__name__
         assert stats.cache == "dynamic"
         parts = ("target", "draft") if message else ()
         assert stats.fallbacks == [f"{part} cache: dynamic, because {message}" for part in parts]
@@ -464,15 +482,15 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
             with pytest.raises(
                 UnsupportedModelError, match=f"for {name}, got 'preallocated': {message}; leave"
             ):
-                target.generate(**arguments, **own, speculation_cache="preallocated")
+                target.generate(**arguments, **draft_options, speculation_cache="preallocated")
 
 
-def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
+def test_draft_state_with_windows_uses_the_dynamic_cache():
     target, draft = pair("mistral_window")
     options = {"max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": K}
     options["speculation_stats"] = hf_speculate.SpeculationStats()
-    for own, num in (({}, 0), ({"draft_state": hf_speculate.DraftState()}, 1)):
-        target.generate(**ONE_ROW, **options, **own)
+    for draft_options, num in (({}, 0), ({"draft_state": hf_speculate.DraftState()}, 1)):
+        target.generate(**ONE_ROW, **options, **draft_options)
         texts = options["speculation_stats"].fallbacks
         assert (
             sum(
@@ -483,14 +501,14 @@ def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
         )
 
 
-def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
+def test_cache_without_windows_cannot_be_preallocated():
     target, draft = pair("mistral_window")
     options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
-    own = {"assistant_model": draft, "num_assistant_tokens": K}
-    own[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
-    target(options["input_ids"][:, :4], **{CACHE_NAME: own[CACHE_NAME]})
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K}
+    draft_options[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
+    target(options["input_ids"][:, :4], **{CACHE_NAME: draft_options[CACHE_NAME]})
     with pytest.raises(
         UnsupportedModelError, match="made without its config, and knows no windows"
     ):
-        target.generate(**options, **own, speculation_cache="preallocated")
-    assert_equal_ids(target.generate(**options), target.generate(**options, **own))
+        target.generate(**options, **draft_options, speculation_cache="preallocated")
+    assert_equal_ids(target.generate(**options), target.generate(**options, **draft_options))

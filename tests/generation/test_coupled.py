@@ -1,4 +1,4 @@
-"""`verifier="coupled"` gives one text for a row seed and a prompt, with every assistant and with none, in float64."""
+"""Test `verifier="coupled"`: a row seed and a prompt give one text with every assistant."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ VOCAB_SIZE = 64
 COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0}
 
 WARPERS = {"plain": {}, "warped": {"temperature": 0.7, "top_p": 0.9}}
-# The drafter, then how it drafts; calls take these in turn.
+# The drafter and its options. Calls take these in turn.
 METHODS = [
     ("near", {"num_assistant_tokens": 3}),
     ("near", {"num_assistant_tokens": 5, "draft_sampling": "argmax"}),
@@ -28,7 +28,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def models():
-    """The smallest target there is, a draft that is often right, and one that knows nothing of it."""
+    """Return the smallest target, a draft that is often right, and an unrelated draft."""
     target = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0))
     return {
         "target": target,
@@ -39,7 +39,7 @@ def models():
 
 @pytest.fixture(scope="module", params=WARPERS)
 def texts(models, request):
-    """Warpers, prompts, and the new tokens that the target draws alone: all rows in one call."""
+    """Return warpers, prompts, and the new tokens of the target alone, for all rows in one call."""
     warpers = WARPERS[request.param]
     inputs = ragged_prompts(NUM_SEQUENCES, seed=1)
     seeds = list(range(NUM_SEQUENCES))
@@ -53,28 +53,28 @@ def texts(models, request):
     ("num_rows", "batch_size"),
     [(1000, 1000), (60, 8), *(pytest.param(1000, size, marks=pytest.mark.slow) for size in (8, 1))],
 )
-def test_the_text_of_a_row_is_the_same_with_every_assistant_and_in_every_batch(
-    models, texts, num_rows, batch_size
-):
+def test_row_text_is_the_same_with_every_assistant_and_batch(models, texts, num_rows, batch_size):
     warpers, inputs, alone = texts
     for call, begin in enumerate(range(0, num_rows, batch_size)):
         rows = list(range(begin, min(begin + batch_size, num_rows)))
-        # so the padding differs from the great batch's
+        # The padding differs from that of the large batch.
         longest = int(inputs["attention_mask"][rows].sum(1).max())
         drafter, options = METHODS[call % len(METHODS)]
         rows_alone = {name: value[rows, -longest:] for name, value in inputs.items()}
-        own = {**COUPLED, **warpers, **options, "assistant_model": models[drafter]}
-        ids = models["target"].generate(**rows_alone, **own, seed=rows, max_new_tokens=NUM_NEW)
+        draft_options = {**COUPLED, **warpers, **options, "assistant_model": models[drafter]}
+        ids = models["target"].generate(
+            **rows_alone, **draft_options, seed=rows, max_new_tokens=NUM_NEW
+        )
         assert torch.equal(ids[:, -NUM_NEW:], alone[rows]), (rows, drafter, options)
 
 
-def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(models):
-    """A token's position counts real tokens, so a text goes on in the same way wherever the call begins."""
+def test_token_does_not_depend_on_where_the_prompt_ended(models):
+    """Begin calls anywhere in a text: a token's position counts real tokens."""
     target, draft = models["target"], models["near"]
     prompt = ragged_prompts(1, seed=2)["input_ids"]
     whole = target.generate(prompt, **COUPLED, seed=6, max_new_tokens=20)
     for assistant in ({}, {"assistant_model": draft, "num_assistant_tokens": 5}):
-        # transformers would mask a drawn id of 0
+        # transformers would mask a drawn id of 0.
         begin, mask = whole[:, :-9], torch.ones_like(whole[:, :-9])
         longer = target.generate(
             begin, attention_mask=mask, **COUPLED, seed=6, max_new_tokens=9, **assistant
@@ -83,7 +83,7 @@ def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(mod
 
 
 @pytest.mark.fallback("lock step")
-def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
+def test_lock_step_rows_draw_the_tokens_of_the_target_alone(models):
     options = {
         **COUPLED,
         "seed": [1, 2, 3],
@@ -95,7 +95,7 @@ def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
     ).lock_step
 
 
-def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(models):
+def test_seed_is_drawn_from_the_generator(models):
     prompt, texts = ragged_prompts(1, seed=6)["input_ids"], []
     for assistant in ({}, {"assistant_model": models["far"], "num_assistant_tokens": 5}):
         torch.manual_seed(3)
@@ -114,7 +114,7 @@ def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(model
     ("keyword", "passed", "settled"),
     [(None, None, True), (None, False, False), (True, False, True)],
 )
-def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, settled):
+def test_do_sample_is_resolved_as_in_transformers(keyword, passed, settled):
     model, stats = (
         hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0)),
         hf_speculate.SpeculationStats(),
@@ -129,7 +129,7 @@ def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, settle
     assert (stats.verifier == "coupled") == settled
 
 
-def test_what_is_not_supported_without_an_assistant_raises(models):
+def test_unsupported_options_without_an_assistant_raise(models):
     attentions = {"output_attentions": True, "return_dict_in_generate": True}
     for options in ({"num_beams": 2}, {"use_cache": False}, {"use_mtp": True}, attentions):
         with pytest.raises(UnsupportedGenerationError):

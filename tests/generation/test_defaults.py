@@ -1,4 +1,4 @@
-"""`enable(model, ...)`: what it is given counts in every call, whoever makes it, and stays out of the model."""
+"""Test the defaults of `enable(model, ...)`: every call uses them, and the model stays the same."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def models():
 
 
 def drafted(model, inputs=None, **options):
-    """Number of drafted tokens of a call, and its ids."""
+    """Return the number of drafted tokens of a call, and its ids."""
     stats = SpeculationStats()
     output = model.generate(
         **(inputs or ragged_prompts(2)), **N, speculation_stats=stats, **options
@@ -41,7 +41,7 @@ def drafted(model, inputs=None, **options):
     return stats.num_drafted, output
 
 
-def test_a_library_that_calls_generate_drafts(models):
+def test_generate_called_by_a_library_drafts(models):
     target, draft = models
     plain = target.generate(**ragged_prompts(2), **N)
     calls = []
@@ -54,7 +54,7 @@ def test_a_library_that_calls_generate_drafts(models):
     assert calls[0] is not calls[1]
 
 
-def test_an_object_for_statistics_holds_the_newest_call(models):
+def test_stats_object_holds_the_newest_call(models):
     stats = SpeculationStats()
     target = hf_speculate.enable(models[0], prompt_lookup_num_tokens=4, speculation_stats=stats)
     target.generate(**ragged_prompts(2), **N)
@@ -78,7 +78,7 @@ def described(model):
     )
 
 
-def test_the_model_holds_no_draft(models, tmp_path):
+def test_enabled_model_keeps_its_modules_and_files(models, tmp_path):
     target, draft = models
     target.save_pretrained(tmp_path / "plain")
     before = described(target)
@@ -96,24 +96,24 @@ def test_the_model_holds_no_draft(models, tmp_path):
     assert not any("speculate" in name for name in vars(target))
 
 
-def test_keywords_and_passed_configs_outrank_defaults_which_outrank_saved_fields(models):
+def test_call_outranks_defaults_and_defaults_outrank_the_model(models):
     target, draft = models
     target.generation_config.num_assistant_tokens = 2
     target.generation_config.verifier = "typical"
     hf_speculate.enable(target, assistant_model=draft, num_assistant_tokens=4)
     passed = GenerationConfig(num_assistant_tokens=6, pad_token_id=0)
-    for options, most in (
+    for options, max_num in (
         ({}, 4),
         ({"generation_config": passed}, 6),
         ({"generation_config": passed, "num_assistant_tokens": 1}, 1),
     ):
         stats = SpeculationStats()
         target.generate(**ragged_prompts(2), max_new_tokens=30, speculation_stats=stats, **options)
-        assert max(stats.rounds_by_draft_len) == most
+        assert max(stats.rounds_by_draft_len) == max_num
         assert stats.verifier == "typical"
 
 
-def test_a_source_of_the_call_replaces_those_of_enable(models):
+def test_draft_source_of_the_call_replaces_the_enabled_one(models):
     target, draft = models
     hf_speculate.enable(target, prompt_lookup_num_tokens=4, **K)
     for options in (
@@ -128,7 +128,7 @@ def test_a_source_of_the_call_replaces_those_of_enable(models):
         assert stats.num_drafted > 0
 
 
-def test_what_belongs_to_a_replaced_source_goes_with_it(models):
+def test_settings_of_a_replaced_source_are_dropped(models):
     target, draft = models
     hf_speculate.enable(target, draft, draft_state=hf_speculate.DraftState(), use_mtp=False, **K)
     assert drafted(target, prompt_lookup_num_tokens=3)[0] >= 0
@@ -141,7 +141,7 @@ def test_what_belongs_to_a_replaced_source_goes_with_it(models):
 
 @pytest.mark.fallback("plain decoding: ")
 @pytest.mark.filterwarnings("ignore:a call decodes plainly")
-def test_stop_strings_and_healing_find_the_tokenizer_of_enable(models):
+def test_tokenizer_of_enable_serves_stop_strings_and_healing(models):
     target, draft = models
     tokenizer = letters_tokenizer(
         [*CHARACTERS], bos_token=CHARACTERS[1], eos_token=CHARACTERS[-1], pad_token=CHARACTERS[0]
@@ -165,7 +165,7 @@ def test_stop_strings_and_healing_find_the_tokenizer_of_enable(models):
     assert len(calls) == 1
 
 
-def test_a_function_gets_statistics_when_a_plain_call_has_ended(models):
+def test_stats_callback_is_called_after_a_plain_call(models):
     target, _ = models
     events = []
     hf_speculate.enable(target, speculation_stats=lambda stats: events.append("stats"))
@@ -177,7 +177,7 @@ def test_a_function_gets_statistics_when_a_plain_call_has_ended(models):
 
 
 class Events(TextStreamer):
-    """Notes when a text ends."""
+    """Streamer that records the end of a text."""
 
     def __init__(self, events):
         self.events = events
@@ -189,7 +189,7 @@ class Events(TextStreamer):
         self.events.append("end")
 
 
-def test_plain_decodes_without_any_source(models):
+def test_plain_setting_decodes_without_a_draft_source(models):
     target, draft = models
     target.generation_config.prompt_lookup_num_tokens = 4
     hf_speculate.enable(target, assistant_model=draft, **K)
@@ -215,7 +215,7 @@ def test_plain_decodes_without_any_source(models):
 
 
 class Pieces(TextStreamer):
-    """Keeps what it is given."""
+    """Streamer that records its input."""
 
     def __init__(self):
         self.pieces = []
@@ -229,9 +229,7 @@ class Pieces(TextStreamer):
 
 @pytest.mark.fallback("plain decoding: ")
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}, {"is_late": True}])
-def test_a_call_that_cannot_be_assisted_decodes_plainly_with_one_warning(
-    models, options, monkeypatch
-):
+def test_unsupported_call_decodes_plainly_with_one_warning(models, options, monkeypatch):
     target, draft = models
     inputs = ragged_prompts(1)
     if options.pop("is_late", None):  # refused after transformers has given the streamer its prompt
@@ -259,7 +257,7 @@ def refuse(*args, **kwargs):
 
 
 @pytest.mark.fallback("plain decoding: ")
-def test_a_call_without_a_grammar_decodes_plainly_where_grammars_draft_by_default(models):
+def test_call_without_a_grammar_decodes_plainly(models):
     target, _ = models
     plain = target.generate(**ragged_prompts(2), **N)
     hf_speculate.enable(target, grammar_draft=True)
@@ -273,19 +271,19 @@ def test_copies_share_the_draft_and_pickles_leave_it_out(models):
     target, draft = models
     hf_speculate.enable(target, assistant_model=draft, **K)
     for copier in (copy.copy, copy.deepcopy):
-        twin = copier(target)
-        assert drafted(twin)[0] > 0
-        assert list(twin.named_modules())[1][0] == list(target.named_modules())[1][0]
+        copied = copier(target)
+        assert drafted(copied)[0] > 0
+        assert list(copied.named_modules())[1][0] == list(target.named_modules())[1][0]
     with pytest.warns(UserWarning, match="a pickle of the model leaves out assistant_model"):
-        twin = pickle.loads(pickle.dumps(target))
-    assert hf_speculate.is_enabled(twin)
-    assert drafted(twin)[0] == 0
+        copied = pickle.loads(pickle.dumps(target))
+    assert hf_speculate.is_enabled(copied)
+    assert drafted(copied)[0] == 0
     assert drafted(hf_speculate.enable(target))[0] > 0  # a second call without arguments keeps them
     hf_speculate.disable(target)
     assert drafted(hf_speculate.enable(target))[0] == 0
 
 
-def test_a_peft_model_drafts_with_what_its_base_was_given(models):
+def test_peft_model_drafts_with_the_defaults_of_its_base(models):
     target, draft = models
     config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     wrapped = get_peft_model(target, config).eval().to(torch.float64)
@@ -322,21 +320,21 @@ def test_a_peft_model_drafts_with_what_its_base_was_given(models):
         ({"assistant_model": "no/such folder"}, ConfigError, "which does not load"),
     ],
 )
-def test_wrong_defaults_are_refused_at_once(models, values, error, words):
+def test_invalid_defaults_are_refused_by_enable(models, values, error, words):
     target, _ = models
     with pytest.raises(error, match=words):
         hf_speculate.enable(target, **values)
     assert not hf_speculate.is_enabled(target)
 
 
-def test_a_draft_of_another_vocabulary_is_refused_at_once(models):
+def test_draft_of_another_vocabulary_is_refused_by_enable(models):
     target, _ = models
     other = make_model("llama", vocab_size=5000)
     with pytest.raises(UnsupportedModelError, match="must have the target's vocabulary"):
         hf_speculate.enable(target, other)
 
 
-def test_a_path_in_place_of_a_target_is_refused(models, tmp_path):
+def test_path_as_a_target_is_refused(models, tmp_path):
     with pytest.raises(
         UnsupportedModelError, match=r"load it first.*from_pretrained\('some/model'\)"
     ):

@@ -1,7 +1,8 @@
-"""The joint distribution of the first new tokens is the target's, computed exactly from every prefix.
+"""Compare the joint distribution of the first new tokens with the target's exact one.
 
-The first token comes with the prompt's forward. A round of K drafted tokens and a bonus can give K
-+ 1 more; after a refusal the rest comes from further rounds, on a draft cache that was rolled back.
+The first token comes with the prompt's forward. A round of K drafted tokens and a bonus gives up to
+K + 1 more. After a rejection, the rest comes from further rounds on a draft cache that was rolled
+back.
 """
 
 import itertools
@@ -25,7 +26,7 @@ K = 2
 NUM_DRAWS, MANY_DRAWS = 40_000, 200_000  # of 4096 texts; the second find a bias of a few per cent
 DRAWS_OF_MATCHES = 8_000  # 256 texts
 ROWS_PER_CALL = 20_000
-# a right sampler fails one run in ten thousand; the controls come out below 1e-12
+# A correct sampler fails one run in ten thousand. The controls are below 1e-12.
 SIGNIFICANCE = 1e-4
 PROMPT = torch.tensor([[1, 5, 2, 7]])
 
@@ -47,7 +48,7 @@ def models():
 def step_distribution(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """[N, V] float64: the distribution of one token after the warpers, by their definitions."""
+    """Compute the distribution [N, V] float64 of one token by the warpers' definitions."""
     probs = (logits.double() / temperature).softmax(-1)
     if top_k:
         probs = torch.where(probs >= probs.topk(top_k).values[:, -1:], probs, 0)
@@ -64,7 +65,10 @@ def step_distribution(
 def joint_distribution(
     target, num_tokens: int = NUM_TOKENS, prompt: Tensor | None = None, **warpers
 ) -> Tensor:
-    """[V, V, ...] float64: distribution of `num_tokens` tokens after the prompt; `target` is any function of ids."""
+    """Return the distribution [V, V, ...] float64 of `num_tokens` tokens after the prompt.
+
+    `target` is any function of ids.
+    """
     joint = torch.ones(1, dtype=torch.float64)
     prefixes = prompt_of(target) if prompt is None else prompt
     for _ in range(num_tokens):
@@ -76,17 +80,17 @@ def joint_distribution(
 
 
 def prompt_of(target) -> Tensor:
-    """The prompt in the model's vocabulary."""
+    """Return the prompt in the model's vocabulary."""
     return PROMPT % target.config.vocab_size
 
 
 def texts_of(joint: Tensor) -> itertools.product:
-    """Every text, in the order of the flattened entries of its distribution."""
+    """Return every text, in the order of the flattened distribution."""
     return itertools.product(range(len(joint)), repeat=joint.ndim)
 
 
 def with_eos(joint: Tensor, eos_token_id: int) -> Tensor:
-    """The distribution of texts that are padded with `eos_token_id` after the first one."""
+    """Return the distribution of texts that are padded with `eos_token_id` after the first one."""
     ended = torch.zeros_like(joint)
     for text in texts_of(joint):
         end = text.index(eos_token_id) + 1 if eos_token_id in text else len(text)
@@ -95,7 +99,7 @@ def with_eos(joint: Tensor, eos_token_id: int) -> Tensor:
 
 
 def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options) -> Counter:
-    """Counts of the drawn texts, from calls of many rows that each have a seed of their own."""
+    """Count the texts of calls with many rows, each with a seed."""
     prompt = prompt_of(target)
     counts: Counter = Counter()
     for begin in range(0, num_draws, num_rows):
@@ -112,7 +116,7 @@ def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options
 
 
 def p_value(counts: Counter, distribution: Tensor) -> float:
-    """Chi-square over all texts, rare ones pooled; 0 when an impossible one was drawn."""
+    """Return the chi-square p-value over all texts, rare ones pooled; 0 for an impossible text."""
     observed = torch.tensor([counts[text] for text in texts_of(distribution)])
     return distributions.p_value(observed, distribution.flatten())
 
@@ -155,7 +159,7 @@ def test_lossless_verifiers_keep_the_joint_distribution(
     )
     assert p_value(counts, joint_distribution(target, **WARPERS[warpers])) > SIGNIFICANCE
     if warpers != "plain":
-        # the warpers are told apart
+        # the warpers differ
         assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE
 
 
@@ -172,7 +176,7 @@ def test_lossless_verifiers_keep_the_joint_distribution(
 )
 def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
     target, draft = models
-    # many rows in lock step advance by one token
+    # Many rows in lock step advance by one token.
     num_rows = 200 if "logits_processor" in options else ROWS_PER_CALL
     counts = draw(target, draft, NUM_DRAWS, num_rows, num_assistant_tokens=K, **options)
     joint = joint_distribution(target)
@@ -194,7 +198,7 @@ def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
     ],
 )
 def test_matches_in_the_prompt_leave_the_joint_distribution(verifier, options):
-    """Beside a draft model, rows differ in their source."""
+    """Decode beside a draft model, so rows differ in their source."""
     target = hf_speculate.enable(make_small_model(4, seed=0, dtype=torch.float32))
     draft, stats = (
         make_small_model(4, seed=1, sharpness=1.5, dtype=torch.float32),
@@ -213,7 +217,7 @@ def test_matches_in_the_prompt_leave_the_joint_distribution(verifier, options):
 
 
 class ArgmaxPassedOffAsSampled:
-    """A control: takes a point-mass draft for one that was drawn from its logits."""
+    """Control verifier that takes a point-mass draft for one drawn from its logits."""
 
     def verify(self, target_logits, draft, keys):
         biased = DraftOut(
@@ -222,7 +226,7 @@ class ArgmaxPassedOffAsSampled:
         return RejectionVerifier().verify(target_logits, biased, keys)
 
 
-def test_a_wrong_verifier_fails_the_same_test(models, registry):
+def test_wrong_verifier_fails_the_distribution_test(models, registry):
     target, draft = models
     hf_speculate.register_verifier(
         "control", lambda config: ArgmaxPassedOffAsSampled(), lossless=False
@@ -239,15 +243,17 @@ def test_a_wrong_verifier_fails_the_same_test(models, registry):
 
 
 @pytest.mark.fallback("rejection in place of block")
-def test_block_gives_way_to_rejection_where_it_gains_nothing(models):
+def test_block_verifier_yields_to_rejection_without_a_gain(models):
     stats, ids, (target, draft) = [], [], models
     options = {"draft_sampling": "argmax", "assistant_model": draft, "do_sample": True, "seed": 3}
     options["num_assistant_tokens"] = K
     for verifier in ("block", "rejection"):
         stats.append(hf_speculate.SpeculationStats())
-        own = {"verifier": verifier, "speculation_stats": stats[-1], "max_new_tokens": 24}
+        draft_options = {"verifier": verifier, "speculation_stats": stats[-1], "max_new_tokens": 24}
         ids.append(
-            target.generate(**ragged_prompts(3, seed=2, vocab_size=VOCAB_SIZE), **options, **own)
+            target.generate(
+                **ragged_prompts(3, seed=2, vocab_size=VOCAB_SIZE), **options, **draft_options
+            )
         )
     assert_equal_ids(*ids)
     assert stats[0].verifier == "rejection"

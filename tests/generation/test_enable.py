@@ -1,4 +1,4 @@
-"""`enable()` changes one object's `generate()` and nothing else, whatever wraps the model."""
+"""Test `enable()`: it changes one object's `generate()` and nothing else."""
 
 import ast
 import copy
@@ -32,7 +32,7 @@ def models():
     return target, noisy_copy(target, 0.05, seed=1)
 
 
-def test_only_this_object_changes(models):
+def test_enable_changes_one_object_only(models):
     target, draft = models
     for _ in range(2):  # twice is harmless
         assert hf_speculate.enable(target) is target
@@ -50,7 +50,7 @@ def test_only_this_object_changes(models):
     "options",
     [{}, {"do_sample": True, "top_k": 5}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}],
 )
-def test_without_an_assistant_it_decodes_plainly_bit_for_bit(models, options):
+def test_enabled_model_without_a_draft_equals_plain_bitwise(models, options):
     target, _ = models
     inputs = ragged_prompts(1, seed=1)
     texts = []
@@ -62,10 +62,10 @@ def test_without_an_assistant_it_decodes_plainly_bit_for_bit(models, options):
 
 
 class Mine(hf_speculate.SpeculativeGenerationMixin, LlamaForCausalLM):
-    """A class of the user's own."""
+    """Class of a user with the mixin."""
 
 
-def test_a_class_of_ones_own_with_the_mixin(models):
+def test_custom_class_with_the_mixin_drafts(models):
     target, draft = models
     target.__class__ = Mine
     assert hf_speculate.is_enabled(target)
@@ -78,7 +78,7 @@ def test_a_class_of_ones_own_with_the_mixin(models):
 
 
 class WithItsOwn(Mine):
-    """As a user's class that looks at the arguments of the mixin."""
+    """Class of a user that inspects the arguments of the mixin."""
 
     def generate(self, *args, **kwargs):
         """Has a text of its own."""
@@ -86,18 +86,18 @@ class WithItsOwn(Mine):
 
 
 class Derived(WithItsOwn):
-    """Inherits `generate`."""
+    """Class with an inherited `generate`."""
 
 
 class NamesTheFirst(LlamaForCausalLM):
-    """As Granite Speech and Kyutai STT: looks at an argument and hands on all."""
+    """Class that inspects one argument and passes all on, as Granite Speech and Kyutai STT do."""
 
     def generate(self, ids, *args, **kwargs):
         return super().generate(ids, *args, **kwargs)
 
 
 @each_value(family=[LlamaForCausalLM, NamesTheFirst], num_places=[2, 1, 7])
-def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, family):
+def test_positional_arguments_of_any_generate_are_kept(models, num_places, family):
     target, draft = models
     target.__class__ = family
     config, stats = (
@@ -118,7 +118,7 @@ def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, fam
         assert stats.num_rounds > 0
 
 
-def test_help_names_the_arguments_of_the_class_and_the_fields_of_speculation(models):
+def test_help_names_class_arguments_and_speculation_fields(models):
     model = hf_speculate.enable(models[0])
     parameters, plain = (
         inspect.signature(each).parameters for each in (model.generate, LlamaForCausalLM.generate)
@@ -129,7 +129,7 @@ def test_help_names_the_arguments_of_the_class_and_the_fields_of_speculation(mod
         == hf_speculate.SpeculationConfig().posterior_threshold
     )
     text = pydoc.render_doc(model.generate, renderer=pydoc.plaintext)
-    assert "Generates sequences of token ids for models" in text  # transformers'
+    assert "Generates sequences of token ids for models" in text  # of transformers
     assert "posterior_threshold: epsilon of typical acceptance, in (0, 1)." in text
     assert "SpeculationConfig" in dir(hf_speculate)
     for family, names in (
@@ -141,7 +141,7 @@ def test_help_names_the_arguments_of_the_class_and_the_fields_of_speculation(mod
     assert inspect.getdoc(model.generate) == "Has a text of its own."
 
 
-def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
+def test_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
     target, _ = models
     target.save_pretrained(tmp_path / "plain")
     hf_speculate.enable(target).save_pretrained(tmp_path / "enabled")
@@ -167,7 +167,7 @@ COPIERS = {
 
 
 class Forwarding(torch.nn.Module):
-    """As wrappers of many libraries: what it lacks is looked up in its model."""
+    """Wrapper that looks up missing attributes in its model."""
 
     def __init__(self, model):
         super().__init__()
@@ -185,7 +185,7 @@ def with_lora(model):
 
 
 def with_offloading_hook(model):
-    """What accelerate leaves: a `forward` on the object that is bound to it."""
+    """Add accelerate's hook, with a `forward` bound to the object."""
     return add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
 
 
@@ -196,11 +196,11 @@ WRAPPERS = {
     "any": Forwarding,
     "accelerate": with_offloading_hook,
 }
-UNPICKLED = ("accelerate",)  # whose hooks are closures
+UNPICKLED = ("accelerate",)  # its hooks are closures
 
 
 def inner_of(wrapped):
-    return next(part for part in wrapped.modules() if isinstance(part, LlamaForCausalLM))
+    return next(module for module in wrapped.modules() if isinstance(module, LlamaForCausalLM))
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ def inner_of(wrapped):
         if name not in UNPICKLED or "copy" in copier
     ],
 )
-def test_copies_and_pickles_stay_what_they_are(models, wrapper, copier):
+def test_copies_and_pickles_stay_enabled(models, wrapper, copier):
     target, draft = models
     wrapped = WRAPPERS[wrapper](hf_speculate.enable(target))
-    twin = COPIERS[copier](wrapped)
-    assert type(twin) is type(wrapped)
-    assert twin is not wrapped
-    inner, is_shared = inner_of(twin), copier == "copy"
+    copied = COPIERS[copier](wrapped)
+    assert type(copied) is type(wrapped)
+    assert copied is not wrapped
+    inner, is_shared = inner_of(copied), copier == "copy"
     assert (inner.lm_head.weight is target.lm_head.weight) == is_shared
     assert is_shared or inner is not target
     assert (
@@ -232,17 +232,17 @@ def test_copies_and_pickles_stay_what_they_are(models, wrapper, copier):
 
 
 @pytest.mark.parametrize("copier", COPIERS)
-def test_copies_and_pickles_of_a_model_that_another_library_gave_a_class(models, copier):
+def test_copies_of_a_reclassed_model_stay_enabled(models, copier):
     target = hf_speculate.enable(models[0])
-    # as libraries make that shard a model
+    # Libraries that shard a model make such a class.
     target.__class__ = type("LlamaForCausalLM", (type(target),), {})
-    twin = COPIERS[copier](target)
-    assert hf_speculate.is_enabled(twin)
-    # a pickle cannot name that class
-    assert (type(twin) is type(target)) == (copier in ("copy", "deepcopy"))
+    copied = COPIERS[copier](target)
+    assert hf_speculate.is_enabled(copied)
+    # A pickle cannot name that class.
+    assert (type(copied) is type(target)) == (copier in ("copy", "deepcopy"))
 
 
-def test_fields_that_transformers_will_lose_earn_a_warning(models):
+def test_deprecated_transformers_fields_warn(models):
     target, _ = models
     target.generation_config = GenerationConfig.from_model_config(target.config)
     target.generation_config.verifier = "typical"
@@ -262,7 +262,7 @@ def test_fields_that_transformers_will_lose_earn_a_warning(models):
         ),
     ],
 )
-def test_what_a_wrapper_adds_to_each_forward_is_refused(config, addition, models):
+def test_wrapper_changing_each_forward_is_refused(config, addition, models):
     target, draft = models
     wrapped = get_peft_model(target, config)
     with pytest.raises(
@@ -271,7 +271,7 @@ def test_what_a_wrapper_adds_to_each_forward_is_refused(config, addition, models
         hf_speculate.generate(wrapped, **ragged_prompts(1, seed=4), assistant_model=draft)
 
 
-def test_a_peft_model_is_enabled_through_its_base(models):
+def test_peft_model_is_enabled_through_its_base(models):
     target, draft = models
     wrapped, inputs = with_lora(target), ragged_prompts(2, seed=4)
     ours = hf_speculate.generate(
@@ -292,7 +292,7 @@ def test_a_peft_model_is_enabled_through_its_base(models):
 
 
 @pytest.mark.parametrize("is_enabled", [False, True])
-def test_the_hub_repository_runs_through_custom_generate(models, is_enabled):
+def test_hub_repository_runs_through_custom_generate(models, is_enabled):
     target, draft = models
     if is_enabled:
         hf_speculate.enable(target)
@@ -308,15 +308,18 @@ def test_the_hub_repository_runs_through_custom_generate(models, is_enabled):
     assert (stats.verifier, stats.num_rounds > 0) == ("typical", True)
 
 
-def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(models):
-    """transformers puts a repository's function on the object when it loads one with `trust_remote_code`."""
+def test_generate_function_on_the_object_does_not_recurse(models):
+    """Set a function on the object, as transformers does with `trust_remote_code`."""
     target, draft = models
     target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
-    own = {"assistant_model": draft, "num_assistant_tokens": 3}
-    assert target.generate(**ragged_prompts(2), **own, max_new_tokens=5).shape == (2, 12 + 5)
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 3}
+    assert target.generate(**ragged_prompts(2), **draft_options, max_new_tokens=5).shape == (
+        2,
+        12 + 5,
+    )
 
 
-def test_a_version_of_transformers_without_a_name_is_refused_on_enable():
+def test_missing_transformers_name_is_refused_by_enable():
     def missing(model):
         raise AttributeError
 
@@ -335,7 +338,7 @@ def test_a_version_of_transformers_without_a_name_is_refused_on_enable():
 CLASSES = {name: type(name, (LlamaForCausalLM,), {}) for name in ("First", "Second")}
 
 
-def test_a_newer_transformers_brings_one_warning_for_each_class(monkeypatch):
+def test_newer_transformers_warns_once_per_class(monkeypatch):
     models = [make_model("llama") for _ in range(3)]
     for model, name in zip(models, ("First", "First", "Second"), strict=True):
         model.__class__ = CLASSES[name]
@@ -343,13 +346,16 @@ def test_a_newer_transformers_brings_one_warning_for_each_class(monkeypatch):
     with pytest.warns(UserWarning) as caught:
         for model in models:
             hf_speculate.enable(model)
-    words = r"5\.17\.0 to 5\.\d+\.\d+.* got 5\.99\.1; the first speculative call compares (\w+) .*; install"
+    words = (
+        r"5\.17\.0 to 5\.\d+\.\d+.* got 5\.99\.1; "
+        r"the first speculative call compares (\w+) .*; install"
+    )
     assert [re.search(words, str(warning.message))[1] for warning in caught] == ["First", "Second"]
     assert {warning.filename for warning in caught} == {__file__}
 
 
 @pytest.mark.parametrize("version", ["5.16.0", private_names.transformers.__version__])
-def test_a_version_that_is_not_newer_brings_no_warning(monkeypatch, version):
+def test_supported_transformers_version_does_not_warn(monkeypatch, version):
     model = make_model("llama")
     model.__class__ = type("Another", (LlamaForCausalLM,), {})
     monkeypatch.setattr(private_names.transformers, "__version__", version)
@@ -358,7 +364,7 @@ def test_a_version_that_is_not_newer_brings_no_warning(monkeypatch, version):
         hf_speculate.enable(model)
 
 
-def test_every_private_name_that_is_read_is_checked():
+def test_private_names_in_use_are_all_checked():
     read = {
         node.attr
         for node in ast.walk(ast.parse(Path(private_names.__file__).read_text()))

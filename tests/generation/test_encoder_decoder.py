@@ -1,4 +1,4 @@
-"""Encoder-decoders decode as plain `generate` does: one encoder run, ragged rows, every kind of draft."""
+"""Test encoder-decoders against plain `generate`: one encoder run, ragged rows, every draft."""
 
 import copy
 from functools import cache
@@ -35,13 +35,13 @@ MAKERS = {"t5": make_t5, "bart": make_bart, "whisper": make_whisper}
 
 @cache
 def encoder_pair(family):
-    """An enabled target and a draft with an encoder of its own. Shared between tests: change neither."""
+    """Return an enabled target and a draft with an encoder, shared by tests: change neither."""
     target = hf_speculate.enable(MAKERS[family]())
     return target, noisy_copy(target, DRAFT_NOISE)
 
 
 def inputs_of(family, batch_size):
-    """What the encoder reads; text is padded on the right, as it is for encoders."""
+    """Return the inputs of the encoder; text is padded on the right, as usual for encoders."""
     if family == "whisper":
         return {"input_features": speech(batch_size, seed=batch_size)}
     inputs = ragged_prompts(batch_size, seed=batch_size)
@@ -62,7 +62,7 @@ def test_greedy_equals_plain(family):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("family", ["t5", "bart"])
-def test_prompts_of_the_decoder_may_be_padded(family):
+def test_padded_decoder_prompts_equal_plain(family):
     ids = torch.tensor([[0, 0, 1, 9], [0, 1, 8, 4], [1, 7, 5, 3]])
     prompts = {"decoder_input_ids": ids, "decoder_attention_mask": (ids > 0).long()}
     assert_decodes_as_plain(
@@ -71,7 +71,7 @@ def test_prompts_of_the_decoder_may_be_padded(family):
 
 
 @pytest.mark.parametrize("family", MAKERS)
-def test_hidden_states_are_those_of_plain(family):
+def test_hidden_states_equal_plain(family):
     target, draft = encoder_pair(family)
     options = {
         "output_hidden_states": True,
@@ -88,32 +88,32 @@ def test_hidden_states_are_those_of_plain(family):
 
 
 @each_value(shares=["nothing", "the encoder", "the output"], dtype=[torch.float32, torch.float64])
-def test_encoders_run_once_and_drafts_read_the_speech_in_their_own_dtype(shares, dtype):
+def test_encoder_runs_once_and_drafts_read_its_states(shares, dtype):
     target, whole = encoder_pair("whisper")
     draft = (decoder_of(whole) if shares == "the output" else copy.deepcopy(whole)).to(dtype)
     if shares == "the encoder":
         draft.model.encoder = target.get_encoder()
-    inputs, kept, own = inputs_of("whisper", 3), [], []
+    inputs, outputs, own = inputs_of("whisper", 3), [], []
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
     encoder, stats = target.get_encoder(), hf_speculate.SpeculationStats()
     handle = encoder.register_forward_hook(
-        lambda *args: kept.append((args[2][0], args[2][0].clone()))
+        lambda *args: outputs.append((args[2][0], args[2][0].clone()))
     )
     if shares == "nothing":
         draft.get_encoder().register_forward_hook(lambda *_: own.append(1))
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 4, "speculation_stats": stats}
     assert_equal_ids(plain, target.generate(**inputs, **options, assistant_model=draft))
     handle.remove()
-    # it would guess one token in 64 without the target's encoder
+    # Without the target's encoder it would guess one token in 64.
     assert stats.verified_acceptance_rate > 0.2
     assert len(own) == (shares == "nothing")
-    ((output, state),) = kept  # the target's own output is what it was
+    ((output, state),) = outputs  # the target's output is unchanged
     assert output.dtype == torch.float64
     assert torch.equal(output, state)
 
 
 @pytest.mark.fallback("lock step")
-def test_a_passed_cache_is_brought_back_after_an_error():
+def test_passed_cache_is_restored_after_an_error():
     target, draft = encoder_pair("t5")
     cache, inputs = EncoderDecoderCache(DynamicCache(), DynamicCache()), inputs_of("t5", 1)
     options = {
@@ -135,7 +135,7 @@ def test_a_passed_cache_is_brought_back_after_an_error():
     )
 
 
-def test_passed_encoder_outputs():
+def test_passed_encoder_outputs_equal_plain():
     target, draft = encoder_pair("t5")
     inputs = inputs_of("t5", 2)
     arguments = {
@@ -159,7 +159,7 @@ SILENCE = {
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("options", [{"prompt_ids": torch.tensor([44, 11, 12])}, SILENCE])
-def test_options_that_whisper_alone_has(options):
+def test_whisper_options_equal_plain(options):
     stats = assert_decodes_as_plain(
         *encoder_pair("whisper"), inputs_of("whisper", 2), max_new_tokens=24, **options
     )
@@ -167,7 +167,7 @@ def test_options_that_whisper_alone_has(options):
 
 
 @pytest.mark.parametrize(("batch_size", "conditioned"), [(1, True), (2, False)])
-def test_whispers_long_form(batch_size, conditioned):
+def test_whisper_long_form_equals_plain(batch_size, conditioned):
     mask, reports = torch.ones(batch_size, 3 * NUM_FRAMES, dtype=torch.int64), []
     mask[0, 2 * NUM_FRAMES :] = 0
     inputs = {
@@ -184,7 +184,7 @@ def test_whispers_long_form(batch_size, conditioned):
     )
     assert stats.num_emitted > 20 * batch_size  # the rounds of all windows
     assert len(stats.draft_lens) == stats.num_batch_rounds == len(reports)
-    assert [report.num_round for report in reports].count(1) > 1  # each run counts its own
+    assert [report.num_round for report in reports].count(1) > 1  # each run counts its rounds
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_whispers_long_form(batch_size, conditioned):
         ("whisper", lambda: decoder_of(make_whisper(d_model=16)), "must attend to the 32 numbers"),
     ],
 )
-def test_what_is_not_supported_raises(family, make_draft, message):
+def test_unsupported_drafts_and_models_raise(family, make_draft, message):
     with pytest.raises(SpeculateError, match=message):
         encoder_pair(family)[0].generate(
             **inputs_of(family, 1), assistant_model=make_draft(), max_new_tokens=4
         )
 
 
-def test_times_of_whispers_tokens_are_not_supported():
+def test_whisper_token_timestamps_are_not_supported():
     target, draft = encoder_pair("whisper")
     with pytest.raises(SpeculateError, match="return_token_timestamps must be left out"):
         target.generate(
@@ -216,7 +216,7 @@ def test_times_of_whispers_tokens_are_not_supported():
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("family", ["bart", "whisper"])
-def test_matches_in_the_decoders_text_are_drafted(family):
+def test_matches_in_the_decoder_text_are_drafted(family):
     target, inputs = encoder_pair(family)[0], inputs_of(family, 3)
     store = hf_speculate.SuffixStore()
     store.add(target.generate(**inputs, max_new_tokens=NUM_NEW)[0].tolist())
@@ -224,15 +224,15 @@ def test_matches_in_the_decoders_text_are_drafted(family):
     assert assert_decodes_as_plain(target, None, inputs, **options).num_accepted > 0
 
 
-def test_a_draft_with_an_encoder_whose_table_ends_elsewhere():
+def test_draft_encoder_may_have_another_position_table():
     target, draft = encoder_pair("t5")[0], make_t5(vocab_size=62)
     with pytest.warns(UserWarning, match="the target has 64 ids and the draft 62"):
         stats = assert_decodes_as_plain(target, draft, inputs_of("t5", 2), max_new_tokens=NUM_NEW)
     assert stats.num_drafted > 0
 
 
-def test_a_trainer_predicts_the_same_with_drafts(tmp_path):
-    """In a training loop, `generate()` is handed the labels too."""
+def test_trainer_predicts_the_same_with_drafts(tmp_path):
+    """Pass the labels to `generate()` too, as a training loop does."""
     target, stats = hf_speculate.enable(make_t5()), hf_speculate.SpeculationStats()
     rows = zip(*ragged_prompts(4, seed=2).values(), strict=True)
     data = [{"input_ids": ids, "attention_mask": mask, "labels": ids} for ids, mask in rows]
@@ -251,7 +251,7 @@ def test_a_trainer_predicts_the_same_with_drafts(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["seed", "num_assistant_tokens"])
-def test_lists_per_row_are_refused_before_the_first_of_several_windows(field):
+def test_per_row_lists_are_refused_for_long_audio(field):
     target, draft = encoder_pair("whisper")
     short, long = (speech(2, num_frames=num * NUM_FRAMES, seed=4) for num in (1, 3))
     options = {
@@ -261,14 +261,14 @@ def test_lists_per_row_are_refused_before_the_first_of_several_windows(field):
         field: [3, 4],
     }
     target.generate(short, **options)
-    for inputs, own in (
+    for inputs, draft_options in (
         (long, {}),
         (short, {"return_timestamps": True}),
         (short, {"temperature": (0.0, 0.2)}),
     ):
         stats = hf_speculate.SpeculationStats()
         with pytest.raises(SpeculateError, match=f"{field} must be one number for audio"):
-            target.generate(inputs, **options, **own, speculation_stats=stats)
+            target.generate(inputs, **options, **draft_options, speculation_stats=stats)
         assert stats.num_rounds == 0
     one_number = {**options, field: 3}
     target.generate(

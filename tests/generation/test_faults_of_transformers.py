@@ -1,10 +1,10 @@
-"""Faults of transformers' assisted generation, as of 5.23, and the tests that would find them here.
+"""List the faults of transformers' assisted generation, as of 5.23, with the tests for them.
 
 Files are named below `tests/`:
 
 - a: a prefilled cache is fed the whole prompt again. `generation/test_matrix.py`, ids, scores,
   states and cache
-- b: stopping criteria are looked at when a block ends, so text runs on.
+- b: stopping criteria are checked when a block ends, so text runs on.
   `generation/test_options.py`
 - c: `stop_strings` with an assistant raise. `generation/test_options.py`
 - d: under sampling, a padded vocabulary raises. `generation/test_vocabularies.py`
@@ -30,7 +30,7 @@ from tests.support.tiny import ragged_prompts
 NUM_NEW = 24
 
 
-def test_fault_i_one_request_does_not_change_the_next():
+def test_fault_i_call_does_not_change_the_next():
     target, draft = new_pair("llama", ACCEPTED_ALL)
     configs = [model.generation_config.to_dict() for model in (target, draft)]
     options = {
@@ -45,14 +45,12 @@ def test_fault_i_one_request_does_not_change_the_next():
         for _ in "ab"
     )
     assert first == second
-    assert len(first) > 2  # the schedule did move
+    assert len(first) > 2  # the schedule changed the number
     assert [model.generation_config.to_dict() for model in (target, draft)] == configs
 
 
 @each_value(do_sample=[False, True], batch_size=[1, 3])
-def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(
-    monkeypatch, batch_size, do_sample
-):
+def test_fault_k_round_runs_k_draft_forwards_and_no_generate(monkeypatch, batch_size, do_sample):
     target, draft = new_pair()
     plain, generates, forwards, stats = GenerationMixin.generate, [], [], SpeculationStats()
 
@@ -78,6 +76,6 @@ def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(
     )
     assert generates == [target]
     assert len(forwards) == sum(num * count for num, count in stats.rounds_by_draft_len.items())
-    # a round begins with the newest token, and with the last drafted one if all were accepted
+    # A round begins with the newest token, and with the last drafted one if all were accepted.
     if batch_size == 1:
         assert sum(width > 1 for width in forwards[1:]) <= stats.accepted_per_position[-1]

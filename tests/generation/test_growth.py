@@ -1,4 +1,4 @@
-"""What a call does besides the models' forwards: it does not grow with the vocabulary, the prompt or the depth."""
+"""Test that work outside the models' forwards does not grow with vocabulary, prompt or depth."""
 
 import sys
 from collections import Counter
@@ -20,22 +20,22 @@ V, L, T = 4096, 2, 300  # chunks of a prompt are sized from 256 tokens on
 FIRST_LETTER = 0x4E00
 SOURCES = ["draft", "another vocabulary", "lookup", "early exit"]
 TOP_P = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 1}
-# sampling goes by blocks of V
+# Sampling works on blocks of V.
 LARGER = {"vocab_size": 2 * V}, {"num_prompt": 2 * T}, {"num_prompt": 2 * T, **TOP_P}
-# torch registers operators at their first calls
+# torch registers operators at their first calls.
 COUNTED = ("hf_speculate/", "transformers/", "torch/nn/modules/")
-MOST_MORE = 2  # calls that depend on where a prompt's columns end in a buffer
+MOST_MORE = 2  # calls that depend on a prompt's end in a buffer
 MOST_PER_LAYER = 8  # short functions of ours, for each layer of each model
 MOST_CACHES = 3  # made from configs: the target's by transformers, and two of the draft
 
 
 class Counts(TorchDispatchMode):
-    """Counts operators and calls of Python functions outside the models' forwards."""
+    """Dispatch mode that counts operators and Python calls outside the models' forwards."""
 
     def __init__(self, *models: PreTrainedModel):
         super().__init__()
         self.operators: Counter[str] = Counter()
-        # operators that write a number for each token of a vocabulary
+        # Operators that write a number for each token of a vocabulary.
         self.large: Counter[str] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()  # by file and function
         self._models, self._depth = models, 0
@@ -84,7 +84,10 @@ class Counts(TorchDispatchMode):
 def counts(
     source: str, vocab_size: int = V, num_layers: int = L, num_prompt: int = T, **options: Any
 ) -> Counts:
-    """The second call of a pair whose drafts are all accepted; without a draft model, a call that drafts nothing."""
+    """Count the second call of a pair with all drafts accepted.
+
+    Without a draft model, the call drafts nothing.
+    """
     sizes = {
         "vocab_size": vocab_size,
         "num_hidden_layers": num_layers,
@@ -106,7 +109,7 @@ def counts(
         options |= {"assistant_early_exit": 1, "max_new_tokens": 2}
     else:
         options["assistant_model"] = draft
-    if source == "another vocabulary":  # the same letters backwards, but for one
+    if source == "another vocabulary":  # the same letters backwards, except one
         letters = [chr(FIRST_LETTER + index) for index in range(vocab_size)]
         options |= {"tokenizer": letters_tokenizer(letters)}
         options |= {"assistant_tokenizer": letters_tokenizer(["?", *letters[-2::-1]])}
@@ -123,12 +126,12 @@ def counts(
 
 @pytest.mark.parametrize("larger", LARGER, ids=["vocabulary", "prompt", "prompt, sampled"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_nothing_grows_with_the_vocabulary_or_the_prompt(source, larger):
+def test_operator_count_ignores_vocabulary_and_prompt_size(source, larger):
     few = counts(source, **{name: value for name, value in larger.items() if name in TOP_P})
     many = counts(source, **larger)
     assert min(sum(few.operators.values()), sum(few.calls.values())) > 100
     assert many.operators - few.operators == Counter()
-    # the draft's shared tokens
+    # The draft's shared tokens.
     chosen = {"aten.index_select.default"} if source == "another vocabulary" else set()
     assert "do_sample" in larger or set(many.large) <= chosen
     assert not any(name == "get_vocab" for _, name in many.calls)
@@ -136,8 +139,8 @@ def test_nothing_grows_with_the_vocabulary_or_the_prompt(source, larger):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_little_grows_with_the_layers(source, monkeypatch):
-    monkeypatch.setitem(attention_backends._served, 0, True)  # as where there is a GPU
+def test_operator_count_grows_little_with_layers(source, monkeypatch):
+    monkeypatch.setitem(attention_backends._served, 0, True)  # as with a GPU
     num_more, few = 10, counts(source)
     many = counts(source, num_layers=L + num_more)
     assert many.operators - few.operators == Counter()

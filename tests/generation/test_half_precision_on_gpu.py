@@ -1,4 +1,4 @@
-"""`generate()` in half precision on a CUDA device, eager and compiled."""
+"""Test `generate()` in half precision on a CUDA device, eager and compiled."""
 
 from functools import cache
 from typing import Any
@@ -47,7 +47,7 @@ def prompts(batch_size: int) -> dict[str, Tensor]:
     ("is_compiled", "family"),
     [*((False, family) for family in GREEDY), (True, "plain"), (True, "lookup")],
 )
-def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
+def test_greedy_tokens_equal_plain_except_for_ties(
     dtype: torch.dtype, batch_size: int, is_compiled: bool, family: str
 ) -> None:
     target, draft = pair(dtype)

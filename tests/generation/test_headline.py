@@ -1,4 +1,4 @@
-"""The headline of the statistics agrees with a clock of which every second is known."""
+"""Compare the headline of the statistics with a clock of known seconds."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ CLOSE = 0.03  # of the clock
 
 
 class Script:
-    """Seconds that pass in forwards, and where a test says so."""
+    """Clock that advances in forwards and where a test says so."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -30,7 +30,7 @@ class Script:
         return self.seconds
 
     def charge(self, model, base_s, token_s):
-        """Let a forward of the model take `base_s` and `token_s` for each of its tokens."""
+        """Charge a forward of the model `base_s` and `token_s` for each of its tokens."""
 
         def pass_by(module, args, kwargs):
             self.seconds += base_s + token_s * kwargs["input_ids"].numel()
@@ -38,7 +38,7 @@ class Script:
         model.register_forward_pre_hook(pass_by, with_kwargs=True)
 
     def after(self, function, seconds):
-        """The function, which takes so long."""
+        """Wrap a function, so it takes this long."""
 
         def slow(*args, **kwargs):
             self.seconds += seconds
@@ -60,9 +60,9 @@ def script(monkeypatch):
 
 @pytest.mark.parametrize("noise", [FEW_REJECTED, ACCEPTED_NONE])
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
-def test_the_headline_is_that_of_the_clock(script, monkeypatch, batch_size, noise):
+def test_headline_speedup_is_the_measured_one(script, monkeypatch, batch_size, noise):
     target, draft = new_pair(noise=noise)
-    draft.to(torch.float32)  # half as many bytes, so that the schedule asks it
+    draft.to(torch.float32)  # half the bytes, so the schedule tries it
     inputs = ragged_prompts(batch_size, seed=5)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     ends = [int(text[0, NUM_NEW // 4]), int(text[-1, NUM_NEW // 2])] if batch_size > 1 else []

@@ -1,4 +1,4 @@
-"""Hooks and forwards that a user puts into the target: the text is plain decoding's, and a fallback says why."""
+"""Test a user's hooks and forwards in the target: plain text, and a fallback with the reason."""
 
 import types
 from functools import partial
@@ -21,7 +21,7 @@ HIDDEN = 32
 
 
 def of_user(function):
-    """The function as if a user's script had defined it: hooks of tests are known."""
+    """Return the function as if a user's script had defined it; hooks of tests are known."""
     scope = {**function.__globals__, "__name__": "__main__"}
     return types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
@@ -29,7 +29,7 @@ def of_user(function):
 
 
 def with_hidden(output, change):
-    """A layer's output, a tensor or a tuple, with changed hidden states [B, Q, D]."""
+    """Return a layer's output, a tensor or a tuple, with changed hidden states [B, Q, D]."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
@@ -163,7 +163,7 @@ def test_hooks_that_count_tokens_get_the_plain_text(name, num_rows, monkeypatch)
 
 
 @pytest.mark.fallback("may read or edit its layers", "plain decoding, because of")
-def test_a_hook_on_every_token_is_compared_once_and_served():
+def test_hook_on_every_token_is_compared_once():
     (target, draft), inputs = new_pair("llama"), ragged_prompts(2, seed=2)
     forwards = []
     target.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -188,7 +188,7 @@ def test_a_hook_on_every_token_is_compared_once_and_served():
 
 
 @pytest.mark.fallback("may read or edit its layers", "speculation_hooks is")
-def test_the_choice_for_hooks_is_followed():
+def test_hooks_setting_is_followed():
     (target, _), inputs = new_pair("llama"), ragged_prompts(1, seed=2)
     target.model.layers[0].register_forward_hook(every_token)
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
@@ -209,12 +209,12 @@ def test_the_choice_for_hooks_is_followed():
 
 @pytest.mark.fallback("may read or edit its layers")
 @pytest.mark.parametrize("choice", ["check", "trusted"])
-def test_rows_stay_where_a_hook_holds_a_vector_for_each(choice):
+def test_rows_stay_with_a_hook_holding_a_vector_per_row(choice):
     (target, draft), inputs = new_pair("llama"), ragged_prompts(3, seed=2)
     vectors = torch.stack([VECTOR / 8, -VECTOR / 8, VECTOR / 16])
     target.model.layers[0].register_forward_hook(partial(by_row, vectors))
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    # the first row ends before the others
+    # The first row ends before the others.
     options = {"eos_token_id": int(text[0, -8]), "max_new_tokens": NUM_NEW}
     plain = target.generate(**inputs, **options)
     options |= {
@@ -235,7 +235,7 @@ def test_rows_stay_where_a_hook_holds_a_vector_for_each(choice):
 
 @pytest.mark.fallback("may read or edit its layers")
 @pytest.mark.parametrize("cache", ["auto", "preallocated"])
-def test_a_shortened_layer_is_named(cache):
+def test_shortened_layer_is_named(cache):
     (target, _), inputs = new_pair("llama"), ragged_prompts(1, seed=2, min_len=40, max_len=40)
     add_eviction(target)
     with pytest.raises(
@@ -269,7 +269,7 @@ def test_plain_calls_keep_seeds_outputs_and_streamers():
 
 @pytest.mark.fallback("may read or edit its layers", "plain decoding, because of")
 @pytest.mark.filterwarnings("ignore:plain decoding, because of")
-def test_coupled_calls_draw_the_text_of_no_draft():
+def test_coupled_calls_draw_the_text_without_a_draft():
     (target, draft), inputs = new_pair("llama"), ragged_prompts(2, seed=2)
     add_single_tokens(target)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": NUM_NEW}

@@ -1,4 +1,7 @@
-"""Every pair of two choices of a call: the rows of `tests/pairs.json` over the axes of `tests/cases.py`."""
+"""Test every pair of two choices of a call.
+
+The rows are in `tests/pairs.json`, over the axes of `tests/cases.py`.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +25,7 @@ ROWS = read()
 
 
 def rows_where(keep: Callable[[Row], bool]) -> pytest.MarkDecorator:
-    """Runs a test for the rows that fulfil a condition."""
+    """Parametrize a test with the rows that meet a condition."""
     rows = [(row, seed) for row, seed in ROWS if keep(row)]
     return pytest.mark.parametrize(
         ("row", "seed"), rows, ids=[", ".join(row.values()) for row, _ in rows]
@@ -30,15 +33,18 @@ def rows_where(keep: Callable[[Row], bool]) -> pytest.MarkDecorator:
 
 
 def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
-    """Seeds are chosen so that both occur; another version of transformers may draw other weights."""
+    """Assert accepted and rejected tokens.
+
+    Seeds are chosen for both. Another version of transformers may draw other weights.
+    """
     if transformers.__version__ == pinned_version():
         assert num_accepted > 0 and num_rejected > 0, "run python -m tests.pairs"
 
 
 @pytest.mark.fallback("lock step", "because of candidate_generator")
 @rows_where(has_plain_twin)
-def test_ids_scores_states_and_cache_are_those_of_plain_generate(row: Row, seed: int) -> None:
-    """In float64, where the row asks for them."""
+def test_ids_scores_states_and_cache_equal_plain_generate(row: Row, seed: int) -> None:
+    """Decode in float64 if the row asks for them."""
     result = run_case(case_of(row, seed))
     assert result.outcome == "equal", result
     assert_accepts_and_rejects(result.num_accepted, result.num_rejected)
@@ -46,10 +52,10 @@ def test_ids_scores_states_and_cache_are_those_of_plain_generate(row: Row, seed:
 
 @pytest.mark.fallback("lock step", "rejection in place of block", "because of candidate_generator")
 @rows_where(lambda row: not has_plain_twin(row))
-def test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted(row: Row, seed: int) -> None:
+def test_row_of_a_batch_is_drawn_as_alone(row: Row, seed: int) -> None:
     case, stats = case_of(row, seed), hf_speculate.SpeculationStats()
     ours = decode(case, speculation_stats=stats)
-    if stats.lock_step:  # rounds end where the slowest row ends, so that a row alone takes others
+    if stats.lock_step:  # rounds end with the slowest row, so a row alone takes others
         assert torch.equal(ours, decode(case))
     else:
         for index in {0, case.batch_size - 1}:
@@ -63,13 +69,13 @@ def test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted(row: Row,
     assert sum(stats.rounds_by_draft_len.values()) == stats.num_batch_rounds
 
 
-def test_the_rows_hold_every_pair_that_is_not_refused() -> None:
+def test_rows_hold_every_supported_pair() -> None:
     covered = set().union(*(pairs_in(row) for row, _ in ROWS))
     assert covered == pairs_of(AXES, EXCLUDED), "run python -m tests.pairs"
 
 
-def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> None:
-    """Rows that copied made the draft model lag behind by more tokens than the row without a prompt has."""
+def test_empty_row_follows_a_draft_model_that_lags_behind() -> None:
+    """Let rows copy: the draft model then lags behind by more tokens than the empty row has."""
     case = Case(
         family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0
     )
@@ -78,7 +84,7 @@ def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> Non
 
 
 @pytest.mark.parametrize("pair", [pair for pair in EXCLUDED if pair not in SERVED_NOW], ids=str)
-def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
+def test_pairs_left_out_of_the_rows_are_refused(pair: Any) -> None:
     plainest = {name: values[0] for name, values in AXES.items()} | {
         "batch": "2" if "padding" in pair[0] else "1"
     }
@@ -87,8 +93,8 @@ def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_greedy_text_of_many_models_is_plain(family: str) -> None:
-    """2,016 sequences of the six kinds together; the targets have different weights."""
+def test_greedy_text_of_many_models_equals_plain(family: str) -> None:
+    """Decode 2,016 sequences of six kinds; the targets have different weights."""
     for seed in range(6):
         target = hf_speculate.enable(make_model(family, seed=seed))
         draft = noisy_copy(target, 0.02, seed=seed + 1)
@@ -104,7 +110,7 @@ def test_greedy_text_of_many_models_is_plain(family: str) -> None:
 
 
 FAMILIES = ("llama", "mistral_window", "gpt2")
-# Before, plain decoding reads the whole text again behind a cache that holds it.
+# Plain decoding first reads the whole text again behind a cache with the same text.
 READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
 
 
@@ -113,7 +119,7 @@ READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
     "numbers",
     [*(range(at, at + 4) for at in (0, 4, 8)), pytest.param(range(12, 60), marks=pytest.mark.slow)],
 )
-def test_text_scores_and_cache_of_every_turn_are_those_of_plain(numbers):
+def test_text_scores_and_cache_of_every_turn_equal_plain(numbers):
     outcomes: Counter[str] = Counter()
     for number in numbers:
         case = draw_case(7, number, FAMILIES)

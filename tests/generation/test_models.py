@@ -1,4 +1,4 @@
-"""Kinds of decoder-only models, and models that other libraries have wrapped: greedy text equals plain `generate`."""
+"""Compare kinds of decoder-only models and wrapped models with plain `generate`."""
 
 import copy
 from functools import partial
@@ -31,7 +31,7 @@ from tests.support.tiny import (
     ragged_prompts,
 )
 
-NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
+NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of all models
 FEW_NEW = 16
 DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
 _LORA = LoraConfig(
@@ -42,8 +42,8 @@ _LORA = LoraConfig(
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 @pytest.mark.parametrize("cache_kind", ["auto", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_greedy_equals_plain(family, cache_kind):
-    # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where
-    # padding becomes NaN.
+    # MPT fills masked scores with the lowest float64 and takes the softmax in float32, so padding
+    # becomes NaN.
     models = pair(family, dtype=torch.float32 if family == "mpt" else torch.float64)
     options = {
         "max_new_tokens": NUM_NEW,
@@ -58,7 +58,7 @@ def test_greedy_equals_plain(family, cache_kind):
     assert not stats.lock_step
 
 
-def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks():
+def test_maskless_window_layers_get_buffers_with_masks():
     sizes = {
         "hidden_size": 32,
         "ffn_dim": 48,
@@ -77,20 +77,23 @@ def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks()
     model.generation_config = GenerationConfig(pad_token_id=0)
     inputs, draft = ragged_prompts(3, seed=3), noisy_copy(model)
     assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
-    for own in ({"speculation_cache": "dynamic"}, {CACHE_NAME: DynamicCache(config=config)}):
+    for draft_options in (
+        {"speculation_cache": "dynamic"},
+        {CACHE_NAME: DynamicCache(config=config)},
+    ):
         with pytest.raises(
             UnsupportedModelError, match="must be preallocated, for its window layers read all"
         ):
-            model.generate(**inputs, **own, assistant_model=draft, max_new_tokens=NUM_NEW)
+            model.generate(**inputs, **draft_options, assistant_model=draft, max_new_tokens=NUM_NEW)
 
 
 def adapted(model):
-    """The model in a PEFT wrapper, with a LoRA that changes its text."""
+    """Return the model in a PEFT wrapper, with a LoRA that changes its text."""
     torch.manual_seed(0)
     return get_peft_model(model, _LORA).eval().to(torch.float64)
 
 
-def test_a_lora_draft_drafts_with_its_adapter():
+def test_lora_draft_drafts_with_its_adapter():
     draft, options = (
         adapted(make_model("llama")),
         {"max_new_tokens": FEW_NEW, "num_assistant_tokens": 3},
@@ -103,7 +106,7 @@ def test_a_lora_draft_drafts_with_its_adapter():
     assert stats.verified_acceptance_rate < same.verified_acceptance_rate == 1.0
 
 
-def test_a_learned_prompt_is_refused():
+def test_learned_prompt_is_refused():
     target, draft = pair("llama")
     learned = get_peft_model(
         make_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -117,7 +120,7 @@ def test_a_learned_prompt_is_refused():
         hf_speculate.enable(learned).generate(**options, assistant_model=draft)
 
 
-def test_every_row_may_have_its_own_adapter():
+def test_rows_may_have_different_adapters():
     target, draft = adapted(make_model("llama")), pair("llama")[1]
     target.add_adapter("other", _LORA)
     target.to(torch.float64)
@@ -131,7 +134,7 @@ def test_every_row_may_have_its_own_adapter():
 
 
 @pytest.mark.parametrize("part", ["target", "draft"])
-def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
+def test_model_with_layers_on_disk_decodes_as_plain(part, tmp_path):
     target = make_model("llama")
     models = {"target": target, "draft": noisy_copy(target)}
     models[part].save_pretrained(tmp_path / "model")
@@ -152,26 +155,26 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     assert_equal_ids(target.generate(**options), ours)
     assert not hf_speculate.is_enabled(models["target"])
     small, stats = make_model("llama", num_hidden_layers=1), hf_speculate.SpeculationStats()
-    for num_rows in (1, 2):  # loading weights outweighs what a forward of one row computes
+    for num_rows in (1, 2):  # loading weights takes longer than computing a forward of one row
         options = {
             **ragged_prompts(num_rows, seed=3),
             "max_new_tokens": 4,
             "speculation_stats": stats,
         }
         hf_speculate.generate(models["target"], **options, assistant_model=small)
-        most = 32 if part == "target" and num_rows == 1 else 10
-        assert f"adaptive, at most {most};" in stats.plan
+        max_num = 32 if part == "target" and num_rows == 1 else 10
+        assert f"adaptive, at most {max_num};" in stats.plan
 
 
 class Nameless(LlamaForCausalLM):
-    """A class that names no embeddings of its tokens."""
+    """Class without named token embeddings."""
 
     def get_input_embeddings(self):
         raise NotImplementedError
 
 
 @pytest.mark.parametrize("part", ["target", "draft"])
-def test_a_model_may_name_no_embeddings(part):
+def test_model_without_named_embeddings_decodes(part):
     models = dict(
         zip(("target", "draft"), (copy.deepcopy(model) for model in pair("llama")), strict=True)
     )
@@ -182,7 +185,7 @@ def test_a_model_may_name_no_embeddings(part):
     )
     assert stats.num_accepted > 0
     ahead = torch.zeros(1, 3, target.config.hidden_size, dtype=torch.float64)
-    if part == "draft":  # whose ids are compared with its table
+    if part == "draft":  # its ids are compared with its table
         options = {
             "input_ids": torch.ones(1, 3, dtype=torch.int64),
             "inputs_embeds": ahead,
@@ -211,7 +214,7 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "part"), [("forward", "target"), ("in place", "draft"), ("layers", "target")]
 )
-def test_a_forward_that_the_caller_compiled_runs_eagerly_and_says_so(form, part):
+def test_compiled_forward_of_the_caller_runs_eagerly(form, part):
     target, draft = new_pair("llama")
     model, traced = target if part == "target" else draft, []
     options = {**ragged_prompts(3, seed=1), "max_new_tokens": FEW_NEW}
@@ -244,7 +247,7 @@ def int4(model, folder):
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import quantize_
 
-    # the only int4 weights that run on a CPU
+    # The only int4 weights that run on a CPU.
     quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))
     return model
 
@@ -254,12 +257,12 @@ def nf4(model, folder):
 
 
 def int8_activations(model, folder):
-    """Rounds what a layer reads, too, so that a last bit decides between two texts."""
+    """Round a layer's input too, so a last bit decides between two texts."""
     return load_quantised(model, folder, load_in_8bit=True)
 
 
 def load_quantised(model, folder, **fields):
-    """The model with weights of bitsandbytes, which quantises while it loads."""
+    """Load the model with bitsandbytes weights, quantised while loading."""
     model.save_pretrained(folder)
     config = BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=torch.float32)
     return AutoModelForCausalLM.from_pretrained(
@@ -281,7 +284,7 @@ def load_quantised(model, folder, **fields):
         (int8_activations, "draft", 3, "preallocated"),
     ],
 )
-def test_weights_may_be_quantised(quantise, parts, batch_size, cache, tmp_path):
+def test_quantised_model_decodes_as_plain(quantise, parts, batch_size, cache, tmp_path):
     widths = {
         "hidden_size": 64,
         "intermediate_size": 64,
@@ -297,12 +300,12 @@ def test_weights_may_be_quantised(quantise, parts, batch_size, cache, tmp_path):
             models[name] = quantise(model, tmp_path / name)
             weights = step_weights(models[name])
             assert weights.is_quantised
-            # what is stored, not the float32 that it stands for
+            # stored bytes, not those of float32
             assert weights.num_bytes < num_bytes / 2
             logits_of = partial(
                 logits_after_text, token_ids=torch.tensor([3, 4, 5]), block_len=2, num_rows=2
             )
-            # runs no float64
+            # It does not run in float64.
             assert DifferenceCheck(models[name])((6, 7), 0.0, 0, logits_of).verdict == "tie"
     hf_speculate.enable(models["target"])
     inputs = ragged_prompts(batch_size, seed=4)

@@ -1,4 +1,4 @@
-"""Options that steer a text, end it or add to the output act with an assistant as in plain `generate`."""
+"""Compare options that steer or end a text, or add to the output, with plain `generate`."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ from tests.support.tiny_tokenizers import byte_level_tokenizer
 
 K = 4
 NUM_NEW = 24
-# scores are rounded to float32, whose resolution at these magnitudes is 1e-6
+# Scores are rounded to float32, with a resolution of 1e-6 at these magnitudes.
 SCORE_TOLERANCE = 1e-5
 
 
 def new_ids(inputs: dict, row: int = 0) -> list[int]:
-    """The greedy text of a row that nothing ends."""
+    """Return the greedy text of a row without an end."""
     return (
         pair("llama")[0]
         .generate(**inputs, max_new_tokens=NUM_NEW)[row, inputs["input_ids"].shape[1] :]
@@ -35,7 +35,7 @@ def new_ids(inputs: dict, row: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 7])
-def test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken(num_new):
+def test_max_new_tokens_is_exact_also_for_int32_prompts(num_new):
     inputs = ragged_prompts(2, seed=13)
     inputs["input_ids"] = inputs["input_ids"].int()
     plain, ours = plain_and_ours(
@@ -48,15 +48,13 @@ def test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken(num_new):
 def test_max_time_stops_soon():
     target, draft = pair("llama")
     inputs, num_new = ragged_prompts(1, seed=18), 480
-    own = {"assistant_model": draft, "num_assistant_tokens": 2}
-    ours = target.generate(**inputs, max_new_tokens=num_new, max_time=0.05, **own)
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 2}
+    ours = target.generate(**inputs, max_new_tokens=num_new, max_time=0.05, **draft_options)
     assert inputs["input_ids"].shape[1] < ours.shape[1] < inputs["input_ids"].shape[1] + num_new
 
 
 @each_value(batch_size=[1, 3], num_assistant_tokens=[2, 8], eos_token_id=[None, 63])
-def test_stop_strings_end_the_text_where_plain_ends_it(
-    batch_size, num_assistant_tokens, eos_token_id
-):
+def test_stop_strings_end_the_text_as_in_plain(batch_size, num_assistant_tokens, eos_token_id):
     inputs = ragged_prompts(batch_size, seed=31)
     stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])  # spans two tokens
     options = {
@@ -69,7 +67,7 @@ def test_stop_strings_end_the_text_where_plain_ends_it(
     assert_decodes_as_plain(*pair("llama"), inputs, **options)
 
 
-def test_drafts_that_a_stop_cuts_off_did_not_stay():
+def test_drafts_cut_off_by_a_stop_are_not_accepted():
     target, _ = pair("llama")
     inputs, stats = ragged_prompts(1, seed=31), hf_speculate.SpeculationStats()
     stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])
@@ -82,8 +80,7 @@ def test_drafts_that_a_stop_cuts_off_did_not_stay():
     target.generate(
         **inputs, **options, assistant_model=noisy_copy(target, 0.0), speculation_stats=stats
     )
-    # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6
-    # drafts
+    # The prompt's token, a round of 6 drafts and a target token, and 2 of the next 6 drafts.
     assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (
         9,
         8,
@@ -93,7 +90,10 @@ def test_drafts_that_a_stop_cuts_off_did_not_stay():
 
 
 class Recorder(LogitsProcessor):
-    """A user's own processor: forbids the id that follows the last one, and keeps all that it was shown."""
+    """Custom processor that forbids the successor of the last id.
+
+    It records its input.
+    """
 
     def __init__(self):
         self.seen: list[list[list[int]]] = []
@@ -104,7 +104,10 @@ class Recorder(LogitsProcessor):
 
 
 class StopAtSum(StoppingCriteria):
-    """A user's own criterion: ends a row whose last three ids add up to a multiple of seven; answers as it is told."""
+    """Custom criterion that ends a row if its last three ids add up to a multiple of seven.
+
+    It answers in the given form.
+    """
 
     def __init__(self, answer=lambda stops: stops):
         self.seen: list[list[list[int]]] = []
@@ -120,21 +123,23 @@ PureStop = hf_speculate.register_row_wise(type("PureStop", (StopAtSum,), {}))
 
 @pytest.mark.fallback("lock step")
 @each_value(batch_size=[1, 3], eos_token_id=[None, 17])
-def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_size, eos_token_id):
+def test_custom_processors_and_criteria_are_called_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
     seen, texts, stats = [], [], hf_speculate.SpeculationStats()
-    for own in (
+    for draft_options in (
         {},
         {"assistant_model": draft, "num_assistant_tokens": K, "speculation_stats": stats},
     ):
         processor, criterion = Recorder(), StopAtSum()
-        own |= {
+        draft_options |= {
             "logits_processor": [processor],
             "stopping_criteria": [criterion],
             "eos_token_id": eos_token_id,
         }
         texts.append(
-            target.generate(**ragged_prompts(batch_size, seed=16), max_new_tokens=NUM_NEW, **own)
+            target.generate(
+                **ragged_prompts(batch_size, seed=16), max_new_tokens=NUM_NEW, **draft_options
+            )
         )
         seen.append((processor.seen, criterion.seen))
     assert_equal_ids(*texts)
@@ -150,7 +155,7 @@ def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_si
     criterion=[StopAtSum, PureStop],
     answer=[lambda stops: stops.to(torch.uint8), lambda stops: stops.long() + 2, lambda stops: 0],
 )
-def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
+def test_criteria_may_return_numbers(answer, criterion, batch_size):
     inputs = ragged_prompts(batch_size, seed=14)
     options = {
         "max_new_tokens": NUM_NEW,
@@ -158,21 +163,21 @@ def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
         "stopping_criteria": [criterion(answer)],
     }
     stats = assert_decodes_as_plain(*pair("llama"), inputs, **options, num_assistant_tokens=K)
-    assert stats.num_rounds > 1  # else to stop at once is right
+    assert stats.num_rounds > 1  # otherwise stopping at once is correct
 
 
 @each_value(batch_size=[1, 4], eos_token_id=[17, None])
-def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_size, eos_token_id):
+def test_stopped_rows_without_eos_continue_as_in_plain(batch_size, eos_token_id):
     options = {
         "max_new_tokens": NUM_NEW,
         "eos_token_id": eos_token_id,
         "return_dict_in_generate": True,
     }
-    # of 4 rows some run ahead of the end, and some lag behind it
+    # Of 4 rows, some run ahead of the end and some lag behind it.
     inputs = ragged_prompts(batch_size, seed=41)
     plain, ours = plain_and_ours(*pair("llama"), inputs, **options, stopping_criteria=[PureStop()])
     assert_equal_ids(plain.sequences, ours.sequences)
-    # else no row may run ahead of the end
+    # Otherwise no row may run ahead of the end.
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW
     assert not ours.speculation.lock_step
     for layer, our_layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
@@ -180,8 +185,8 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
 
 
 @pytest.mark.fallback("lock step")
-def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
-    """In float32, since logits of other dtypes are copied anyway."""
+def test_processor_writing_into_its_scores_leaves_the_logits():
+    """Decode in float32, because logits of other dtypes are copied anyway."""
     target, draft = pair("llama", dtype=torch.float32)
     options = {
         "max_new_tokens": 6,
@@ -198,7 +203,7 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3n", "qwen3_5", "falcon_h1"])
-def test_hidden_states_and_attentions_are_those_of_plain(family):
+def test_hidden_states_and_attentions_equal_plain(family):
     target = hf_speculate.enable(make_model(family, attn_implementation="eager"))
     draft, inputs = noisy_copy(target, 0.02, seed=1), ragged_prompts(1, seed=20, min_len=10)
     options = {
@@ -215,7 +220,7 @@ def test_hidden_states_and_attentions_are_those_of_plain(family):
     torch.testing.assert_close(ours.attentions, plain.attentions, **tolerance)
 
 
-def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
+def test_streamer_gets_tokens_one_by_one_as_in_plain():
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=21)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": new_ids(inputs)[9]}
@@ -228,7 +233,7 @@ def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
     assert streams[1].has_ended
 
 
-def test_speculation_comes_with_the_output_object():
+def test_output_object_holds_the_statistics():
     target, draft = pair("llama")
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "speculation_stats": stats}
@@ -243,7 +248,7 @@ def test_speculation_comes_with_the_output_object():
 
 
 @pytest.mark.fallback("lock step")
-def test_a_large_bound_on_the_length_reserves_no_memory():
+def test_large_length_bound_reserves_no_memory():
     target, draft = pair("llama")
     options = {
         "max_new_tokens": 10**12,
@@ -258,7 +263,7 @@ def test_a_large_bound_on_the_length_reserves_no_memory():
 
 @pytest.fixture(scope="module")
 def healed():
-    """A tokenizer in which words begin with others, and models of its size."""
+    """Return a tokenizer with words that begin with others, and models of its size."""
     words = ["http", "https", "https:", "hell", "hello", "help", " se", " see", " the", " their"]
     tokenizer = byte_level_tokenizer(words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     target = make_small_model(len(tokenizer), seed=6)
@@ -269,7 +274,7 @@ def healed():
 @pytest.mark.parametrize(
     ("prompts", "is_healed"), [(["go to http", "say hell", "I see the"], True), (["x y z"], False)]
 )
-def test_a_healed_prompt_is_that_of_plain(healed, prompts, is_healed):
+def test_healed_prompt_equals_plain(healed, prompts, is_healed):
     tokenizer, target, draft = healed
     inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
     options = {
@@ -283,33 +288,37 @@ def test_a_healed_prompt_is_that_of_plain(healed, prompts, is_healed):
     assert torch.equal(prompt, inputs["input_ids"]) != is_healed
 
 
-def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
+def healing_call(tokenizer, draft):
+    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8}
+    options |= {"assistant_model": draft, "num_assistant_tokens": 3}
+    return dict(tokenizer(["go to http"], return_tensors="pt")) | options
+
+
+def test_healed_tokens_are_streamed(healed):
     tokenizer, target, draft = healed
-    inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
-    options = {
-        "token_healing": True,
-        "tokenizer": tokenizer,
-        "max_new_tokens": 8,
-        "assistant_model": draft,
-    }
-    options["num_assistant_tokens"] = 3
-    ids = target.generate(**inputs, **options, streamer=streamed)
+    streamed = Streamed()
+    ids = target.generate(**healing_call(tokenizer, draft), streamer=streamed)
     assert streamed.ids == ids[0].tolist()
+
+
+def test_token_healing_needs_an_enabled_model(healed):
+    tokenizer, _, draft = healed
+    model, call = make_small_model(len(tokenizer), seed=6), healing_call(tokenizer, draft)
     with pytest.raises(
         UnsupportedGenerationError, match="token_healing must be left out for a model that is not"
     ):
-        hf_speculate.generate(make_small_model(len(tokenizer), seed=6), **inputs, **options)
+        hf_speculate.generate(model, **call)
 
 
-def test_zero_tokens_are_drafted_if_that_is_asked_for():
+def test_num_assistant_tokens_zero_drafts_nothing():
     target, draft = pair("llama")
-    for source, own in (
+    for source, draft_options in (
         (draft, {}),
         (draft, {"prompt_lookup_num_tokens": 4}),
         (None, {"prompt_lookup_num_tokens": 4}),
         (draft, {"num_assistant_tokens_schedule": "heuristic"}),
     ):
-        options = {"num_assistant_tokens": 0, "max_new_tokens": NUM_NEW, **own}
+        options = {"num_assistant_tokens": 0, "max_new_tokens": NUM_NEW, **draft_options}
         assert (
             assert_decodes_as_plain(
                 target, source, ragged_prompts(2, seed=5), **options

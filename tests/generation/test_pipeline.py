@@ -1,4 +1,4 @@
-"""`pipeline(..., assistant_model=draft)` hands the fields through: text, speech and images, one input and batches."""
+"""Test the fields of `pipeline(..., assistant_model=draft)` for text, speech and images."""
 
 import copy
 import functools
@@ -56,8 +56,11 @@ def texts(outputs) -> list[str]:
     sampling=[{}, SAMPLING],
     batch_size=[1, 2, 4],
 )
-def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling, batch_size):
-    """transformers asks for the assistant's tokenizer in the constructor, then raises at the call because of it."""
+def test_fault_h_draft_of_other_special_ids_drafts(pipelines, field, sampling, batch_size):
+    """Pass the assistant to the constructor.
+
+    transformers asks for its tokenizer there and then raises at the call because of it.
+    """
     plain, ours = pipelines
     stranger = copy.deepcopy(ours.assistant_model)
     setattr(stranger.config, field, 7)
@@ -81,7 +84,7 @@ def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling,
         assert stats.num_accepted > 0
 
 
-def test_prompts_and_chats_draft_with_what_enable_was_given():
+def test_pipeline_drafts_prompts_and_chats_by_enabled_defaults():
     target = make_model("llama")
     tokenizer = letters_tokenizer(CHARACTERS, pad_token="a")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -116,7 +119,7 @@ def speech_tokenizer() -> WhisperTokenizer:
 
 
 @each_value(make_draft=[lambda model: model, decoder_of], batch_size=[1, 3])
-def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
+def test_speech_text_is_the_same_with_a_draft(make_draft, batch_size):
     sizes = {
         "feature_size": NUM_MEL_BINS,
         "sampling_rate": SAMPLING_RATE,
@@ -132,7 +135,7 @@ def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
     make |= {"model": hf_speculate.enable(make_whisper())}
     rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
     waves = [rng.normal(size=SAMPLING_RATE - 400 * num).astype(np.float32) for num in range(3)]
-    options = {"max_new_tokens": 16, "num_beams": 1}  # the pipeline would search beams
+    options = {"max_new_tokens": 16, "num_beams": 1}  # otherwise the pipeline searches beams
     own = {**options, "num_assistant_tokens": 3, "speculation_stats": stats}
     draft = make_draft(noisy_copy(make_whisper(), 0.01))
     plain, ours = pipeline(**make), pipeline(**make, assistant_model=draft)
@@ -151,7 +154,7 @@ def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_images_are_described_as_without_a_draft(batch_size):
+def test_image_text_is_the_same_with_a_draft(batch_size):
     tokens = ["<pad>", *LETTERS, *"0123456789.", "<image>", *",:;"]
     tokenizer = letters_tokenizer(tokens, pad_token="<pad>", additional_special_tokens=["<image>"])
     image_processor = CLIPImageProcessorPil(

@@ -1,4 +1,4 @@
-"""Images, sounds, types, positions and what else is read with the prompt only, by decoders or by an encoder."""
+"""Test images, sounds, types and positions that a decoder or an encoder reads with the prompt."""
 
 from functools import cache
 
@@ -33,33 +33,33 @@ from tests.support.tiny_readers import ENCODERS, READERS, READINGS
 from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 24
-LITTLE_NOISE = 0.01  # not every draft has read what the target has
-KEEPS_PICTURES = "because its cache would hold the states of pictures too"  # the draft's
-# Two masks, positions of three axes, positions that the forward does not name, and neither; the
-# others are slow.
+LITTLE_NOISE = 0.01  # a draft may not have read all the target's input
+KEEPS_PICTURES = "because its cache would hold the states of pictures too"  # of the draft
+# Two masks, positions of three axes, positions unknown to the forward, and neither. The others are
+# slow.
 VARIED = ("cohere2_vision", "glm46v", "moss_transcribe_diarize", "voxtral")
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 
 
 @cache
 def picture_pair(family):
-    """An enabled target and a draft of text alone. Shared between tests: change neither."""
+    """Return an enabled target and a text-only draft. Shared between tests: change neither."""
     target = hf_speculate.enable(MAKERS[family]())
     return target, text_draft(target)
 
 
 @each_value(cache_kind=["auto", "dynamic"], family=[*MAKERS, *MAKERS], batch_size=[1, 3])
-def test_readers_of_images_decode_as_in_plain(family, batch_size, cache_kind):
+def test_image_models_decode_as_plain(family, batch_size, cache_kind):
     target, draft = picture_pair(family)
     inputs, options = picture_prompts(target, batch_size), {"max_new_tokens": NUM_NEW}
     stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert 0 < stats.num_accepted < stats.num_verified
     blind = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    # the picture was seen
+    # The picture was read.
     assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))
 
 
-def test_videos_are_read_as_images_are():
+def test_videos_decode_as_plain():
     target, draft = picture_pair("qwen2_vl")
     inputs, config = picture_prompts(target, 2), target.config
     ids = inputs["input_ids"].masked_fill(
@@ -81,7 +81,7 @@ def test_videos_are_read_as_images_are():
     ("options", "num_tokens"),
     [({"vision_feature_layer": -1}, 4), ({"vision_feature_select_strategy": "full"}, 5)],
 )
-def test_features_are_chosen_as_the_call_says(options, num_tokens):
+def test_feature_options_of_the_call_are_followed(options, num_tokens):
     target, draft = picture_pair("llava")
     pictures = picture_prompts(target, 1)
     image = [target.config.image_token_id] * num_tokens
@@ -91,19 +91,19 @@ def test_features_are_chosen_as_the_call_says(options, num_tokens):
     }
     plain, ours = plain_and_ours(target, draft, {**inputs, **options}, max_new_tokens=NUM_NEW)
     assert_equal_ids(plain, ours)
-    if num_tokens == 4:  # else the default cannot read the prompt
+    if num_tokens == 4:  # otherwise the default cannot read the prompt
         assert not torch.equal(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
 
 
 def decode(model, inputs, **options):
-    torch.manual_seed(0)  # some readers draw noise
+    torch.manual_seed(0)  # some models draw noise
     options |= {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_logits": True}
     return model.generate(**inputs, **options)
 
 
 @pytest.mark.fallback("lock step", KEEPS_PICTURES)
 @pytest.mark.parametrize("name", [*READERS, *READINGS])
-def test_a_reader_decodes_as_in_plain(name):
+def test_multimodal_model_decodes_as_plain(name):
     target, inputs, reading = (READERS | READINGS)[name]()
     draft = noisy_copy(target, LITTLE_NOISE) if name in READERS else text_draft(target)
     plain = decode(target, inputs)
@@ -117,16 +117,15 @@ def test_a_reader_decodes_as_in_plain(name):
     stats = ours.speculation
     assert stats.num_accepted > 0
     assert not stats.lock_step
-    # pictures in the cache
+    # Pictures in the cache.
     assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")
-    if reading is not None:  # else the prompt has no other reading
+    if reading is not None:  # otherwise the prompt has one reading only
         assert not torch.equal(
             decode(target, {**inputs, name: reading}, **options).sequences, ours.sequences
         )
 
 
-# Older versions make a static cache whose layers of pictures are as long as the text, and fail with
-# it.
+# Older versions make a static cache with picture layers as long as the text, and fail with it.
 HAS_STATIC = "_prepare_static_cache" in vars(transformers.MllamaForConditionalGeneration)
 
 
@@ -140,7 +139,7 @@ def assert_same_layers(one, other):
 
 @pytest.mark.fallback(KEEPS_PICTURES)
 @pytest.mark.skipif(not HAS_STATIC, reason="transformers' own static cache fails")
-def test_layers_of_pictures_that_a_cut_config_still_names_are_none():
+def test_cross_layers_outside_a_cut_config_are_ignored():
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     target.config.text_config.cross_attention_layers = [1, 9]  # of three layers
     drafts = {"assistant_model": noisy_copy(target, LITTLE_NOISE), "num_assistant_tokens": 3}
@@ -161,14 +160,16 @@ def test_layers_of_pictures_that_a_cut_config_still_names_are_none():
     "family",
     ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))],
 )
-def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(family, has_mask):
+def test_cross_attention_layers_keep_their_length_in_next_turn(family, has_mask):
     target, inputs, _ = READERS["aspect_ratio_ids"]()
-    if not has_mask:  # then all tokens see all tiles, but for those of the prompt
+    if not has_mask:  # then all tokens see all tiles, except those of the prompt
         del inputs["cross_attention_mask"]
     hf_speculate.enable(target)
     draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        first = decode(target, inputs, cache_implementation=family, max_cache_len=96, **own)
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        first = decode(
+            target, inputs, cache_implementation=family, max_cache_len=96, **draft_options
+        )
         ids = torch.cat([first.sequences, torch.tensor([[9, 8], [7, 6]])], dim=1)
         mask = torch.cat(
             [inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1
@@ -176,14 +177,14 @@ def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on
         options = {"attention_mask": mask, CACHE_NAME: first[CACHE_NAME], "max_new_tokens": NUM_NEW}
         if has_mask:
             options["cross_attention_mask"] = torch.ones(*ids.shape, 1, 2, dtype=torch.int64)
-        texts.append(target.generate(ids, **options, **own))
+        texts.append(target.generate(ids, **options, **draft_options))
         caches.append(first[CACHE_NAME])
     assert_equal_ids(*texts)
     assert_same_layers(*caches)
     assert caches[0].layers[1].keys.shape[2] == 10  # two tiles of four patches and a class each
 
 
-def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
+def test_static_layer_too_short_for_pictures_is_named():
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     cache = StaticCache(config=target.config.get_text_config(), max_cache_len=64)
     cache.layers[1] = StaticLayer(max_cache_len=6)
@@ -201,7 +202,7 @@ def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
     "name",
     [name if name in VARIED else pytest.param(name, marks=pytest.mark.slow) for name in WRAPPERS],
 )
-def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
+def test_text_decoder_wrapper_uses_preallocated_buffers(name):
     target, inputs, _ = WRAPPERS[name].make()
     draft, plain = noisy_copy(target, DRAFT_NOISE), decode(target, inputs)
     blind = decode(target, {name: inputs[name] for name in ("input_ids", "attention_mask")})
@@ -219,7 +220,7 @@ def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", ENCODERS)
-def test_what_an_encoder_reads_beside_its_text(name):
+def test_extra_encoder_inputs_reach_the_draft(name):
     target, inputs, reading = ENCODERS[name]()
     draft, seen = noisy_copy(target, LITTLE_NOISE), []
     draft.get_encoder().register_forward_pre_hook(
@@ -235,7 +236,7 @@ def test_what_an_encoder_reads_beside_its_text(name):
 
 
 @pytest.mark.parametrize("family", MAKERS)
-def test_sampled_rows_that_end_leave_with_their_positions(family):
+def test_sampled_rows_leave_with_their_positions(family):
     target, draft = picture_pair(family)
     inputs = picture_prompts(target, 2)
     options = {
@@ -250,49 +251,49 @@ def test_sampled_rows_that_end_leave_with_their_positions(family):
     assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
 
 
-def test_a_second_turn_goes_on_from_the_cache():
+def test_second_turn_continues_from_the_cache():
     target, draft = picture_pair("qwen2_vl")
     texts = []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        own[CACHE_NAME] = DynamicCache(config=target.config.get_text_config())
-        first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        draft_options[CACHE_NAME] = DynamicCache(config=target.config.get_text_config())
+        first = target.generate(**picture_prompts(target, 1), **draft_options, max_new_tokens=6)
         more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
         texts.append(
             target.generate(
-                more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW
+                more, attention_mask=torch.ones_like(more), **draft_options, max_new_tokens=NUM_NEW
             )
         )
     assert_equal_ids(*texts)
 
 
-def test_threads_do_not_read_each_others_positions():
+def test_threads_keep_their_positions_apart():
     target, draft = picture_pair("qwen2_vl")
     calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
-    # no picture, so another delta
+    # Without a picture the delta differs.
     calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
     wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
     outputs = together(
-        *(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls)
+        *(lambda _, inputs=inputs: target.generate(**inputs, **draft_options) for inputs in calls)
     )
     for plain, ours in zip(wanted, outputs, strict=True):
         assert_equal_ids(plain, ours)
 
 
 @pytest.mark.fallback("lock step")
-def test_a_failed_run_leaves_the_model_as_plain_generate_would():
+def test_failed_run_leaves_the_model_as_plain_generate():
     target, draft = picture_pair("qwen2_vl")
     left = []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another state to start from
-        own["stopping_criteria"] = [FaultyCriterion(Fault(1, RuntimeError("on purpose")))]
+    for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another initial state
+        draft_options["stopping_criteria"] = [FaultyCriterion(Fault(1, RuntimeError("on purpose")))]
         with pytest.raises(RuntimeError, match="on purpose"):
-            target.generate(**picture_prompts(target, 2), **own, max_new_tokens=8)
+            target.generate(**picture_prompts(target, 2), **draft_options, max_new_tokens=8)
         left.append(target.model.rope_deltas)
     assert torch.equal(*left)
 
 
-def test_what_cannot_be_read_is_not_supported():
+def test_unreadable_arguments_are_refused():
     target, draft = picture_pair("llava")
     small = make_model("llama", vocab_size=64)
     small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
@@ -308,7 +309,7 @@ def test_what_cannot_be_read_is_not_supported():
         **inputs,
         "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64),
     }
-    for arguments, own, message in (
+    for arguments, draft_options, message in (
         (
             inputs,
             {"assistant_model": draft, "prefill_chunk_size": 2},
@@ -321,7 +322,7 @@ def test_what_cannot_be_read_is_not_supported():
         ),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
-            target.generate(**arguments, **own, max_new_tokens=4)
+            target.generate(**arguments, **draft_options, max_new_tokens=4)
 
 
 GPT2_INPUTS = ragged_prompts(3, seed=3)
@@ -331,7 +332,7 @@ NUM_READ = GPT2_INPUTS["input_ids"].shape[1]
 @pytest.mark.parametrize(
     ("read", "cache_kind"),
     [
-        # the last one is repeated
+        # The last one is repeated.
         ({"token_type_ids": torch.arange(3 * NUM_READ).view(3, -1) % 64}, "auto"),
         (
             {"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])},
@@ -343,7 +344,7 @@ NUM_READ = GPT2_INPUTS["input_ids"].shape[1]
         ),
     ],
 )
-def test_token_types_and_positions_that_are_passed_go_on_from_the_last(read, cache_kind):
+def test_passed_token_types_and_positions_continue(read, cache_kind):
     target, draft = pair("gpt2")
     inputs, options = GPT2_INPUTS | read, {"max_new_tokens": NUM_NEW}
     assert_decodes_as_plain(

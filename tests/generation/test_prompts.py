@@ -1,4 +1,4 @@
-"""Prompts of embeddings, and masks of any form, are read as plain `generate` reads them."""
+"""Compare prompts of embeddings and masks of any form with plain `generate`."""
 
 import pytest
 import torch
@@ -18,14 +18,14 @@ K = 4
 
 
 def embedded(target, inputs, *, with_ids, noise=0.3):
-    """The inputs as embeddings [B, P, hidden] near those of their ids, which stand beside them if wanted."""
+    """Return embeddings [B, P, hidden] near those of the input ids, with the ids if wanted."""
     embeds = target.get_input_embeddings()(inputs["input_ids"])
     generator = torch.Generator().manual_seed(3)
     embeds = embeds + noise * embeds.std() * torch.randn(
         embeds.shape, generator=generator, dtype=embeds.dtype
     )
-    kept = inputs if with_ids else {"attention_mask": inputs["attention_mask"]}
-    return {**kept, "inputs_embeds": embeds}
+    other_inputs = inputs if with_ids else {"attention_mask": inputs["attention_mask"]}
+    return {**other_inputs, "inputs_embeds": embeds}
 
 
 SOURCES = {
@@ -44,7 +44,7 @@ SOURCES = {
     with_ids=[True, False, False],
     cache_kind=["auto", "dynamic", "auto"],
 )
-def test_greedy_text_of_embeddings_is_plain(family, batch_size, with_ids, cache_kind, source):
+def test_greedy_text_of_embeddings_equals_plain(family, batch_size, with_ids, cache_kind, source):
     target, draft = pair(family)
     draft = cheaper_copy(target) if source == "adaptive model" else draft
     prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
@@ -54,42 +54,46 @@ def test_greedy_text_of_embeddings_is_plain(family, batch_size, with_ids, cache_
     ]
     assert not torch.equal(*texts)  # the embeddings were read, not the ids
     ends = [int(texts[0][0, 6]), int(texts[0][-1, 11])]  # rows end apart
-    own = {"assistant_model": draft, "speculation_cache": cache_kind, **SOURCES[source]}
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, **own}
+    draft_options = {"assistant_model": draft, "speculation_cache": cache_kind, **SOURCES[source]}
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, **draft_options}
     stats = assert_decodes_as_plain(target, options.pop("assistant_model"), inputs, **options)
-    # without them the draft lacks the prompt
+    # Without ids the draft lacks the prompt.
     assert stats.num_accepted or source != "model" or not with_ids
     if not with_ids:  # fewer ids than embeddings
         inputs["input_ids"] = prompts["input_ids"][:, -3:]
         assert_decodes_as_plain(
-            target, own["assistant_model"], inputs, **{**options, "eos_token_id": None}
+            target, draft_options["assistant_model"], inputs, **{**options, "eos_token_id": None}
         )
 
 
 @pytest.mark.parametrize("num_drafted", [None, K])
-def test_embeddings_of_ids_are_drawn_as_the_ids_are(num_drafted):
-    """Positions of the noise count the real tokens that were read, whether or not they stand in the output."""
+def test_embeddings_of_ids_give_the_draws_of_the_ids(num_drafted):
+    """Leave tokens out of the output: noise positions count all real tokens that were read."""
     target, draft = pair("llama")
     prompts = ragged_prompts(3, seed=5)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": NUM_NEW}
     alone = target.generate(**prompts, **options)[:, -NUM_NEW:]
-    own = {"num_assistant_tokens": num_drafted, "assistant_model": draft} if num_drafted else {}
+    draft_options = (
+        {"num_assistant_tokens": num_drafted, "assistant_model": draft} if num_drafted else {}
+    )
     for with_ids in (True, False):
         inputs = embedded(target, prompts, with_ids=with_ids, noise=0.0)
-        assert torch.equal(target.generate(**inputs, **options, **own)[:, -NUM_NEW:], alone)
+        assert torch.equal(
+            target.generate(**inputs, **options, **draft_options)[:, -NUM_NEW:], alone
+        )
 
 
 @each_value(
     cache_kind=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False]
 )
-def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, cache_kind):
+def test_passed_cache_holds_the_prefix_of_the_embeddings(with_ids, num_held, cache_kind):
     target, draft = pair("mistral_window")
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))
     inputs = embedded(
         target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, with_ids=with_ids
     )
     caches, texts = [], []
-    for own in (
+    for draft_options in (
         {},
         {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind},
     ):
@@ -101,13 +105,15 @@ def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held
                 use_cache=True,
             )
         texts.append(
-            target.generate(**inputs, **{CACHE_NAME: caches[-1]}, max_new_tokens=NUM_NEW, **own)
+            target.generate(
+                **inputs, **{CACHE_NAME: caches[-1]}, max_new_tokens=NUM_NEW, **draft_options
+            )
         )
     assert_equal_ids(*texts)
     assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)
 
 
-def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
+def test_encoder_embeddings_serve_drafts_without_an_encoder():
     target, draft = encoder_pair("t5")
     inputs = inputs_of("t5", 2)
     embeds = target.get_input_embeddings()(inputs["input_ids"]) * 1.5
@@ -134,7 +140,7 @@ def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
         ({"input_ids": torch.full((1, 6), -200)}, "ids of the prompt must be below 64 .* got -200"),
     ],
 )
-def test_what_cannot_be_read_is_not_supported(options, message):
+def test_unreadable_embeddings_are_refused(options, message):
     target, draft = pair("llama")
     options = {"inputs_embeds": torch.zeros(1, 6, 32).double(), "assistant_model": draft, **options}
     with pytest.raises(UnsupportedGenerationError, match=message):
@@ -145,12 +151,10 @@ def test_what_cannot_be_read_is_not_supported(options, message):
     ("prompt", "cache_kind"),
     [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")],
 )
-def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(
-    prompt, cache_kind
-):
-    """Rows that stay in the batch are fed as many tokens as the others, although this one has fewer."""
+def test_row_ending_at_its_first_token_leaves_other_rows(prompt, cache_kind):
+    """Feed rows that stay in the batch as many tokens as the others; this row has fewer."""
     target = make_model("llama", dtype=torch.float64)
-    # each token follows from the one before it, so a draft needs no prompt
+    # Each token depends on the previous one only, so a draft needs no prompt.
     for layer in target.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     hf_speculate.enable(target)
@@ -171,8 +175,8 @@ def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts
 
 
 @each_value(family=["llama", "gpt2", "mistral_window", "bloom"], chunk_size=[None, 3])
-def test_a_row_may_be_masked_as_a_whole(family, chunk_size):
-    """The rows of `tests/pairs.json` mask tokens on either side and in the midst."""
+def test_fully_masked_row_equals_plain(family, chunk_size):
+    """Mask a whole row; `tests/pairs.json` masks tokens on either side and inside."""
     inputs = ragged_prompts(3, seed=4, min_len=6, max_len=10)
     inputs["attention_mask"][1] = 0
     stats = assert_decodes_as_plain(
@@ -181,7 +185,7 @@ def test_a_row_may_be_masked_as_a_whole(family, chunk_size):
     assert stats.num_accepted > 0
 
 
-def test_one_row_of_ones_masks_nothing_in_any_row():
+def test_mask_of_one_row_applies_to_every_row():
     ids = ragged_prompts(3, seed=1, min_len=6, max_len=6)["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": torch.ones(1, ids.shape[1], dtype=torch.int64)}
     for more in (

@@ -1,4 +1,4 @@
-"""Processors with state that can take calls back run inside a block, on the draft too, equal to plain decoding."""
+"""Test stateful processors with rollback: they run in a block, on the draft too, as in plain."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]  # outsi
 
 @cache
 def smallest() -> tuple[Any, Any]:
-    """A pair of one layer, for what does not depend on the model. Shared between tests: change neither."""
+    """Return a pair of one layer. Shared between tests: change neither."""
     target = make_small_model(VOCAB_SIZE, seed=0)
     return hf_speculate.enable(target), noisy_copy(target, 0.1)
 
@@ -33,16 +33,18 @@ def smallest() -> tuple[Any, Any]:
 def decode(
     processor: Any, inputs: dict, is_assisted: bool = True, family: str = "", **options: Any
 ) -> Any:
-    """One call of a pair's target, greedy unless told."""
+    """Run one call of a pair's target, greedy by default."""
     target, draft = pair(family) if family else smallest()
-    own = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
-    own = {"max_new_tokens": NUM_NEW, "pad_token_id": 0, **own, **options}
-    return target.generate(**inputs, **own, logits_processor=LogitsProcessorList([processor]))
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
+    draft_options = {"max_new_tokens": NUM_NEW, "pad_token_id": 0, **draft_options, **options}
+    return target.generate(
+        **inputs, **draft_options, logits_processor=LogitsProcessorList([processor])
+    )
 
 
 @pytest.mark.fallback("lock step")
 @each_value(eos_token_id=[None, EOS], batch_size=[1, 3], family=["llama", "mistral_window"])
-def test_a_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_id):
+def test_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_id):
     inputs, options = (
         ragged_prompts(batch_size, seed=3),
         {"family": family, "eos_token_id": eos_token_id},
@@ -55,11 +57,11 @@ def test_a_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_
         )
         assert stats.lock_step == bool(stats.fallbacks) == (grammar is Grammar)
         acceptance.append(stats.verified_acceptance_rate)
-    assert acceptance[1] > acceptance[0]  # for drafts obey the grammar too
+    assert acceptance[1] > acceptance[0]  # drafts follow the grammar too
 
 
 @each_value(keeps_rows=[False, True], batch_size=[1, 4, 4])
-def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
+def test_state_is_never_left_on_a_rejected_prefix(batch_size, keeps_rows):
     inputs = ragged_prompts(batch_size, seed=3)
     prompt_len = inputs["input_ids"].shape[1]
     watched = WatchedGrammar(Brackets(), prompt_len)
@@ -74,14 +76,17 @@ def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
 @pytest.mark.parametrize(
     ("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)]
 )
-def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(
-    verifier, drafter
-):
-    """So sampled texts keep their distribution: a pure processor's do."""
+def test_verifiers_decode_as_with_a_stateless_grammar(verifier, drafter):
+    """Sample too: texts keep their distribution, as with a pure processor."""
     target, draft = smallest()
     inputs, results = ragged_prompts(3, seed=5), []
-    own = {"assistant_model": draft, **VERIFIERS[verifier], **DRAFTERS[drafter], "seed": [4, 5, 6]}
-    own |= {
+    draft_options = {
+        "assistant_model": draft,
+        **VERIFIERS[verifier],
+        **DRAFTERS[drafter],
+        "seed": [4, 5, 6],
+    }
+    draft_options |= {
         "max_new_tokens": NUM_NEW,
         "eos_token_id": EOS,
         "num_assistant_tokens": K,
@@ -93,7 +98,7 @@ def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_stat
     ):
         stats = hf_speculate.SpeculationStats()
         ids = target.generate(
-            **inputs, **own, speculation_stats=stats, logits_processor=[processor]
+            **inputs, **draft_options, speculation_stats=stats, logits_processor=[processor]
         )
         results.append((ids.tolist(), stats.num_accepted, stats.status, stats.lock_step))
     assert results[0] == results[1]
@@ -101,7 +106,7 @@ def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_stat
 
 
 @pytest.mark.fallback("lock step")
-def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked():
+def test_grammar_beside_a_custom_processor_is_forked():
     inputs, (target, draft) = ragged_prompts(3, seed=9), smallest()
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS, "pad_token_id": 0}
     plain = target.generate(**inputs, **options, logits_processor=[Recorder(), Grammar(Brackets())])
@@ -117,7 +122,7 @@ def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked():
 
 
 class Incomparable(RollbackGrammar):
-    """Has no hash, and must not be compared."""
+    """Processor without a hash that must not be compared."""
 
     __hash__ = None
 
@@ -125,11 +130,14 @@ class Incomparable(RollbackGrammar):
         raise AssertionError("processors are compared by identity")
 
 
-def test_a_processor_that_rows_have_left_is_refused_by_a_later_call():
+def test_used_processor_is_refused_by_a_later_call():
     inputs, used = ragged_prompts(4, seed=3), RollbackGrammar(Brackets())
     expected = decode(used, inputs, eos_token_id=EOS)
     assert len(used.states) < 4
-    message = "must be a new one in each call, got a RollbackGrammar that holds the last rows of an earlier call; make"
+    message = (
+        "must be a new one in each call, got a RollbackGrammar that holds the last rows of an "
+        "earlier call; make"
+    )
     for batch_size in (4, len(used.states)):
         with pytest.raises(UnsupportedGenerationError, match=message):
             decode(used, ragged_prompts(batch_size, seed=3), eos_token_id=EOS)
@@ -138,7 +146,10 @@ def test_a_processor_that_rows_have_left_is_refused_by_a_later_call():
 
 
 class ForbidsAllWhenLost(RollbackGrammar):
-    """Gives -inf everywhere after a token that it has forbidden, where it should leave the scores as they are."""
+    """Processor that returns -inf everywhere after a forbidden token.
+
+    It should leave the scores unchanged there.
+    """
 
     num_lost = 0
 
@@ -151,8 +162,8 @@ class ForbidsAllWhenLost(RollbackGrammar):
 
 @pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
-    """Matches do not obey the grammar, so forbidden tokens are proposed."""
+def test_scores_after_a_forbidden_token_are_ignored(verifier):
+    """Draft matches, which ignore the grammar, so forbidden tokens are proposed."""
     inputs = ragged_prompts(3, seed=1, min_len=8, max_len=16, vocab_size=6)
     options = {
         "max_new_tokens": NUM_NEW,
@@ -171,7 +182,7 @@ def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
     assert ForbidsAllWhenLost.num_lost > num_lost
 
 
-def test_the_processor_in_the_guide_is_a_whole_one():
+def test_processor_of_the_guide_is_complete():
     text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(
         encoding="utf-8"
     )

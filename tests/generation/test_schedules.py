@@ -1,4 +1,4 @@
-"""Rounds of changing length, and of another length in every row, decode what plain `generate` does."""
+"""Compare rounds with changing draft lengths, also by row, with plain `generate`."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     options=[PROCESSED, {}, {"logits_processor": [Unchanged()]}, {}],
     keeps_rows=[False, False, False, True],
 )
-def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(
+def test_plain_steps_between_drafts_keep_the_greedy_text(
     scripted, family, batch_size, options, keeps_rows
 ):
     target, draft = pair(family)
@@ -53,7 +53,7 @@ def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(
         {"repetition_penalty": 1.3},
     ],
 )
-def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, family, own, options):
+def test_rows_of_equal_length_stay_equal_in_a_probe(scripted, monkeypatch, family, own, options):
     monkeypatch.setattr(ScriptedSchedule, "is_trial", True)
     target, draft = pair(family)
     inputs, reports = ragged_prompts(3, seed=5), []
@@ -64,11 +64,11 @@ def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, family, 
     assert any(max(report.num_accepted) > min(report.num_accepted) for report in reports)
 
 
-def test_the_schedule_is_told_what_a_round_was(scripted):
+def test_schedule_gets_the_outcome_of_every_round(scripted):
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=3)
-    own = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
-    target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
+    target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options)
     outcomes, (prefill_s, num_read) = scripted[0].outcomes, scripted[0].prompt
     prompt_len = inputs["input_ids"].shape[1]
     assert prefill_s > 0
@@ -79,17 +79,17 @@ def test_the_schedule_is_told_what_a_round_was(scripted):
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
     assert outcomes[1].num_fed > 3  # the prompt
-    # the round before emitted one token that was not read, or two; then two steps
+    # The round before emitted one unread token, or two. Two steps follow.
     assert outcomes[4].num_fed in (3, 4)
     assert all(
         outcome.draft_s >= 0 and outcome.score_s > 0 and outcome.other_s > 0 for outcome in outcomes
     )
 
 
-def test_adaptive_is_the_default_and_a_number_bounds_it():
+def test_adaptive_default_is_bounded_by_a_number():
     target = pair("llama")[0]
     draft = noisy_copy(target, 0.0).float()  # half the bytes
-    for schedule, num, most, cache_kind in (
+    for schedule, num, max_len, cache_kind in (
         (None, None, 10, "auto"),
         ("adaptive", 3, 3, "dynamic"),
     ):
@@ -102,11 +102,11 @@ def test_adaptive_is_the_default_and_a_number_bounds_it():
         stats = assert_decodes_as_plain(
             target, draft, inputs, **options, speculation_cache=cache_kind
         )
-        assert 0 < max(stats.rounds_by_draft_len) <= most
+        assert 0 < max(stats.rounds_by_draft_len) <= max_len
 
 
 @pytest.mark.parametrize("own", [{}, {"assistant_early_exit": 1}])
-def test_a_confidence_threshold_shortens_drafts_but_not_the_text(own):
+def test_confidence_threshold_shortens_drafts_only(own):
     options = {"max_new_tokens": NUM_NEW, **ragged_prompts(2, seed=9)}
     target, draft = pair("llama")
     draft = None if own else draft
@@ -124,12 +124,12 @@ LOCK_STEP = {"logits_processor": [Unchanged()]}
 
 
 def decoded(family, lens, inputs, **options):
-    """The new tokens, and the statistics."""
+    """Return the new tokens and the statistics."""
     target, draft = pair(family)
     stats = hf_speculate.SpeculationStats()
     options = {"assistant_model": draft, "max_new_tokens": NUM_NEW, **options}
-    own = {} if lens is None else {"num_assistant_tokens": lens}
-    output = target.generate(**inputs, **own, speculation_stats=stats, **options)
+    draft_options = {} if lens is None else {"num_assistant_tokens": lens}
+    output = target.generate(**inputs, **draft_options, speculation_stats=stats, **options)
     return output[:, inputs["input_ids"].shape[1] :], stats
 
 
@@ -144,14 +144,16 @@ def decoded(family, lens, inputs, **options):
         ("falcon_h1", {}, {}),
     ],
 )
-def test_greedy_rows_are_plain_ones_and_draft_no_more_than_their_number(family, own, options):
+def test_greedy_rows_draft_at_most_their_number(family, own, options):
     inputs = ragged_prompts(3, seed=3)
     plain = pair(family)[0].generate(**inputs, max_new_tokens=NUM_NEW, **options)
     ours, stats = decoded(family, LENS_OF_ROWS, inputs, **own, **options)
     assert_equal_ids(plain[:, inputs["input_ids"].shape[1] :], ours)
     longest = own["prompt_lookup_num_tokens"] if "assistant_model" in own else max(LENS_OF_ROWS)
-    most = [0] * 3 if options is LOCK_STEP else [min(num, longest) for num in LENS_OF_ROWS]
-    for drafted, rounds, num in zip(stats.drafted_per_row, stats.rounds_per_row, most, strict=True):
+    max_lens = [0] * 3 if options is LOCK_STEP else [min(num, longest) for num in LENS_OF_ROWS]
+    for drafted, rounds, num in zip(
+        stats.drafted_per_row, stats.rounds_per_row, max_lens, strict=True
+    ):
         assert drafted <= rounds * num
         assert (drafted > 0) == (num > 0)
     assert sum(stats.drafted_per_row) == stats.num_drafted
@@ -160,7 +162,7 @@ def test_greedy_rows_are_plain_ones_and_draft_no_more_than_their_number(family, 
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "typical"])
-def test_sampled_rows_are_those_of_their_own_number(verifier):
+def test_sampled_rows_equal_calls_with_their_number(verifier):
     inputs = ragged_prompts(3, seed=4)
     options = {
         "do_sample": True,
@@ -179,7 +181,7 @@ def test_sampled_rows_are_those_of_their_own_number(verifier):
     assert len(set(lens)) > 1  # rows leave the batch
 
 
-def test_a_list_in_a_config_counts_for_the_outputs_of_each_prompt():
+def test_list_in_a_config_applies_to_outputs_of_each_prompt():
     config = GenerationConfig(num_assistant_tokens=[0, 3, 2, 0], max_new_tokens=NUM_NEW)
     options = {"do_sample": True, "num_return_sequences": 2, "seed": [1, 2, 3, 4]}
     _, stats = decoded(
@@ -188,8 +190,8 @@ def test_a_list_in_a_config_counts_for_the_outputs_of_each_prompt():
     assert [num > 0 for num in stats.drafted_per_row] == [False, True, True, False]
 
 
-def test_a_list_that_cannot_count_raises():
-    for lens, own, message in (
+def test_invalid_list_of_numbers_is_refused():
+    for lens, draft_options, message in (
         ([1, 2], {}, "one int per output row, 3 of them, got 2"),
         ([1, 2, 129], {}, r"in 0..128 per output row, got \[1, 2, 129\]"),
         ([], {}, "a list of one number"),
@@ -200,4 +202,4 @@ def test_a_list_that_cannot_count_raises():
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            decoded("llama", lens, ragged_prompts(3, seed=1), **own)
+            decoded("llama", lens, ragged_prompts(3, seed=1), **draft_options)

@@ -1,4 +1,4 @@
-"""Drafts whose vocabulary is not the target's, and which tokens of two tokenizers are the same."""
+"""Test drafts with another vocabulary, and shared tokens of two tokenizers."""
 
 import copy
 import gc
@@ -39,8 +39,11 @@ def target():
 
 @pytest.fixture(scope="module")
 def foreign(target):
-    """A draft that knows seven of eight letters, in another order, beside some that the target lacks; its tokenizer."""
-    # the target's ids, by the draft's
+    """Return a draft with seven of eight letters in another order, and its tokenizer.
+
+    It also has letters that the target lacks.
+    """
+    # ids of the target, by id of the draft
     order = [index for index in range(63, -1, -1) if index % 8 != 5]
     tokens = [*(CHARACTERS[index] for index in order), *"?!;:-+"]
     draft = noisy_copy(make_model("llama", vocab_size=len(tokens)), 0.0)
@@ -54,7 +57,7 @@ def foreign(target):
 
 
 def padded_draft(target, size: int):
-    """A good draft whose table ends elsewhere, and whose extra ids are the likeliest of all."""
+    """Return a good draft of another size whose extra ids are the most probable of all."""
     draft, both = noisy_copy(target, 0.03), min(size, target.config.vocab_size)
     tables = [table.weight[:both].clone() for table in (draft.model.embed_tokens, draft.lm_head)]
     draft.resize_token_embeddings(size, mean_resizing=False)
@@ -66,7 +69,7 @@ def padded_draft(target, size: int):
 
 @each_value(verifier=VERIFIERS, size=[72, 62])
 def test_fault_d_padded_vocabulary_samples(target, size, verifier):
-    """Another size of the same vocabulary raises an AttributeError in transformers, under sampling."""
+    """Draw with another size; transformers raises an AttributeError under sampling."""
     stats, inputs = hf_speculate.SpeculationStats(), ragged_prompts(3, seed=4)
     options = {
         "tokenizer": OURS,
@@ -88,8 +91,8 @@ def test_fault_d_padded_vocabulary_samples(target, size, verifier):
     ("letters", "verifier"),
     [("abcdefgh???", "block"), ("hgfexyzda", "rejection"), ("hgfexyzda", "coupled")],
 )
-def test_draws_have_the_distribution_of_the_target(letters, verifier):
-    """With a table that is padded to another size, and with a tokenizer of some of the target's letters and others."""
+def test_draws_follow_the_target_distribution(letters, verifier):
+    """Draw with a table padded to another size, and with a tokenizer of other letters."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     draft = make_small_model(len(letters), seed=1, sharpness=1.5, dtype=torch.float32)
     theirs = letters if len(set(letters)) == 9 else "abcdefgh"
@@ -109,7 +112,7 @@ def test_draws_have_the_distribution_of_the_target(letters, verifier):
 
 
 @each_value(batch_size=[1, 4], options=[{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}])
-def test_another_tokenizer_greedy_is_plain_greedy(target, foreign, batch_size, options):
+def test_greedy_text_with_another_tokenizer_equals_plain(target, foreign, batch_size, options):
     draft, theirs = foreign
     tokenizers = {"tokenizer": OURS, "assistant_tokenizer": theirs}
     inputs = ragged_prompts(batch_size, seed=5)
@@ -119,8 +122,8 @@ def test_another_tokenizer_greedy_is_plain_greedy(target, foreign, batch_size, o
     assert stats.num_accepted > 0
 
 
-def test_fault_e_the_draft_model_stays_as_it_is(target, foreign):
-    """transformers replaces the draft's head and embeddings, under sampling."""
+def test_fault_e_draft_model_is_unchanged(target, foreign):
+    """Check under sampling, because transformers replaces the draft's head and embeddings."""
     draft, theirs = foreign
     modules = [id(module) for module in draft.modules()]
     weights, config = copy.deepcopy(draft.state_dict()), draft.generation_config.to_dict()
@@ -162,7 +165,7 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
                 num_assistant_tokens=2,
                 max_new_tokens=3,
             )
-    # once for all calls
+    # Once for all calls.
     assert looked_up == [(str(tmp_path / name), True) for name in ("ours", "theirs")]
     draft.name_or_path = str(tmp_path / "other")
     with pytest.raises(UnsupportedModelError, match="their tokenizers differ; pass tokenizer= and"):
@@ -170,7 +173,7 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [72, 62])
-def test_near_sizes_without_tokenizers_are_padding_with_one_warning(target, size):
+def test_near_sizes_without_tokenizers_warn_once_of_padding(target, size):
     with pytest.warns(
         UserWarning, match=f"64 ids and the draft {size}; their tokenizers were not found"
     ) as caught:
@@ -183,7 +186,7 @@ def test_near_sizes_without_tokenizers_are_padding_with_one_warning(target, size
 
 
 @pytest.mark.parametrize(("size", "eos_token_id"), [(64 + 1025, None), (72, 5)])
-def test_sizes_far_apart_or_other_ends_are_refused(target, size, eos_token_id):
+def test_different_sizes_or_eos_ids_are_refused(target, size, eos_token_id):
     draft = make_model("llama", vocab_size=size)
     draft.generation_config.eos_token_id = eos_token_id
     with pytest.raises(
@@ -193,15 +196,13 @@ def test_sizes_far_apart_or_other_ends_are_refused(target, size, eos_token_id):
         target.generate(**ragged_prompts(1, seed=11), assistant_model=draft)
 
 
-def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names(
-    target, monkeypatch
-):
+def test_low_acceptance_over_calls_warns_once_with_both_names(target, monkeypatch):
     draft, good, prompts = (
         noisy_copy(target, 0.0),
         noisy_copy(target, 0.03),
         ragged_prompts(3, seed=13),
     )
-    # every token is wrong, as with another vocabulary
+    # Every token is wrong, as with another vocabulary.
     draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))
     monkeypatch.setattr(target, "name_or_path", "the/target")
     draft.name_or_path = "the/draft"
@@ -209,15 +210,21 @@ def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names
     known = {"tokenizer": OURS, "assistant_tokenizer": OURS}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for assistant, own in ((draft, known), (draft, known), (good, {}), (good, {}), (draft, {})):
+        for assistant, draft_options in (
+            (draft, known),
+            (draft, known),
+            (good, {}),
+            (good, {}),
+            (draft, {}),
+        ):
             target.generate(
                 **prompts,
-                **own,
+                **draft_options,
                 assistant_model=assistant,
                 max_new_tokens=16,
                 num_assistant_tokens=5,
             )
-        # a call verifies 45 tokens of the draft, and no pair is warned of before 64
+        # A call verifies 45 draft tokens, and no pair warns before 64.
         assert not caught
         for _ in range(3):
             target.generate(
@@ -229,7 +236,7 @@ def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names
     assert (set(vars(target)), set(vars(draft))) == attributes
 
 
-def test_transformers_generator_for_another_tokenizer_gives_the_plain_text(target, foreign):
+def test_transformers_universal_generator_gives_the_plain_text(target, foreign):
     draft, theirs = foreign
     tokenizers = {"target_tokenizer": OURS, "assistant_tokenizer": theirs}
     source = partial(
@@ -248,7 +255,7 @@ def table(target, draft, num_target=None, num_draft=None):
 
 
 def pairs_of(target, draft) -> dict[str, str]:
-    """The shared tokens, as each writes them."""
+    """Return the shared tokens, in both spellings."""
     mapping = table(target, draft)
     ids = (
         mapping.table.is_shared.nonzero()[:, 0].tolist(),
@@ -259,12 +266,12 @@ def pairs_of(target, draft) -> dict[str, str]:
     )
 
 
-def test_spaces_and_bytes_are_the_same_however_they_are_written():
+def test_spaces_and_bytes_of_all_formats_match():
     target = byte_level_tokenizer([" the", "ing", "é"])
     draft = metaspace_tokenizer([" the", " rain", "ing"], LETTERS + "é")
     pairs = pairs_of(target, draft)
     expected = {"Ġthe": f"{WORD_MARK}the", "Ġ": WORD_MARK, "ing": "ing"}
-    # two bytes and a letter, what only bytes spell, not <0x61>
+    # Two bytes and a letter; only bytes spell it, not <0x61>.
     expected |= {"Ã©": "é", "Ċ": "<0x0A>", "a": "a"}
     assert expected.items() <= pairs.items()
     assert pairs_of(draft, target) == {theirs: ours for ours, theirs in pairs.items()}
@@ -282,13 +289,13 @@ def test_special_tokens_pair_by_name_then_by_role():
     assert {"</s>": "<|end|>", "<pad>": "[PAD]"}.items() <= pairs_of(target, draft).items()
 
 
-def test_a_special_token_is_not_the_text_of_its_name():
+def test_special_token_does_not_match_its_name_as_text():
     target = letters_tokenizer(["a", "b", "#"], eos_token="#")
     draft = letters_tokenizer(["#", "a", "b"])
     assert pairs_of(target, draft) == {"a": "a", "b": "b"}
 
 
-def test_a_lacking_token_is_fed_as_the_end_of_its_text():
+def test_missing_token_is_fed_as_the_end_of_its_text():
     target = byte_level_tokenizer(["string", " the"])
     draft = metaspace_tokenizer(["ring"], LETTERS + "g", pad_token="<pad>")
     mapping = table(target, draft)
@@ -299,7 +306,7 @@ def test_a_lacking_token_is_fed_as_the_end_of_its_text():
         assert draft.convert_ids_to_tokens(mapping.encoded(words)[0]) == ["ring", "e"]
 
 
-def test_what_has_no_text_is_fed_as_the_unknown_token():
+def test_token_without_text_is_fed_as_the_unknown_token():
     target = letters_tokenizer("abcd")
     draft = letters_tokenizer(["a", "b", "c", "?"], unk_token="?")
     mapping = table(target, draft, num_target=9)  # five ids are padding
@@ -307,7 +314,7 @@ def test_what_has_no_text_is_fed_as_the_unknown_token():
     assert not mapping.table.is_shared[4:].any()
 
 
-def test_ids_past_a_model_are_not_used():
+def test_ids_past_the_embeddings_are_not_used():
     target, draft = letters_tokenizer("abcd"), letters_tokenizer("dcba")
     mapping = table(target, draft, num_target=3, num_draft=2)
     assert mapping.table.is_shared.tolist() == [False, False, True]
@@ -318,7 +325,7 @@ READING_S = 0.02
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):
-    """Counts what takes long in large vocabularies."""
+    """Tokenizer that counts slow operations on large vocabularies."""
 
     num_read = num_encoded = 0
 
@@ -349,7 +356,7 @@ def replace_model(tokenizer):
     ],
     ids=["token added", "role given", "vocabulary replaced"],
 )
-def test_a_pair_is_compared_again_only_when_a_tokenizer_has_changed(change):
+def test_pair_is_compared_again_after_a_tokenizer_change_only(change):
     ours, theirs = counting(letters_tokenizer("abcd")), counting(letters_tokenizer("dcba"))
     first = table(ours, theirs)
     for _ in range(3):
@@ -364,7 +371,7 @@ def test_a_pair_is_compared_again_only_when_a_tokenizer_has_changed(change):
     assert ours.num_read > num_read[0] and theirs.num_read > num_read[1]
 
 
-def test_calls_read_no_vocabulary_again_and_encode_a_token_once(target, foreign):
+def test_vocabulary_is_read_and_tokens_encoded_once(target, foreign):
     ours, theirs = counting(OURS), counting(foreign[1])
     inputs = ragged_prompts(3, seed=5)
     options = {"assistant_model": foreign[0], "tokenizer": ours, "assistant_tokenizer": theirs}
@@ -377,12 +384,12 @@ def test_calls_read_no_vocabulary_again_and_encode_a_token_once(target, foreign)
     target.generate(**inputs, **options, speculation_stats=stats)
     assert stats.vocabulary_s >= 2 * READING_S
     counts = ours.num_read, theirs.num_read, theirs.num_encoded
-    assert 0 < counts[2] < 8  # of the 8 tokens that the draft lacks, those that have occurred
+    assert 0 < counts[2] < 8  # those of the 8 missing tokens that have occurred
     target.generate(**inputs, **options)
     assert (ours.num_read, theirs.num_read, theirs.num_encoded) == counts
 
 
-def test_no_tokenizer_is_kept():
+def test_tokenizers_are_not_kept_alive():
     target, draft = letters_tokenizer("abcd"), letters_tokenizer("dcba")
     assert not are_equal(target, draft)
     table(target, draft)

@@ -1,4 +1,4 @@
-"""Inputs for tests of attention for few queries, and a softmax written out by row."""
+"""Provide inputs for tests of attention for few queries, and a softmax written out by row."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,7 +24,10 @@ class Case(NamedTuple):
 
 
 def make_inputs(case: Case) -> tuple[dict[str, Any], Tensor]:
-    """Arguments of `attend` without spans, and an additive mask [B, 1, Q, T]; what no query sees is NaN."""
+    """Make arguments of `attend` without spans, and an additive mask [B, 1, Q, T].
+
+    States that no query sees are NaN.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -57,7 +60,7 @@ def make_inputs(case: Case) -> tuple[dict[str, Any], Tensor]:
 
 
 def written_out(inputs: dict[str, Any], mask: Tensor) -> Tensor:
-    """Attention [B, Q, g*H, D] in float64, one query of one head at a time."""
+    """Compute attention [B, Q, g*H, D] in float64, one query of one head at a time."""
     query, key, value, softcap, sinks = (
         inputs[name] for name in ("query", "key", "value", "softcap", "sinks")
     )

@@ -118,8 +118,8 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     draft = draft_logits.double().softmax(-1)
     num_draft_tokens, vocab_size = draft.shape
     blocks = [
-        torch.zeros(vocab_size ** (kept + 1), dtype=torch.float64)
-        for kept in range(num_draft_tokens + 1)
+        torch.zeros(vocab_size ** (num_accepted + 1), dtype=torch.float64)
+        for num_accepted in range(num_draft_tokens + 1)
     ]
     for path in product(range(vocab_size), repeat=num_draft_tokens):
         ratio, weight = 1.0, 1.0
@@ -136,15 +136,18 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
             residuals.append((ratio * target[position] - draft[position]).clamp(min=0))
             mass = float(residuals[-1].sum())
             accepted.append(mass / (mass + 1.0 - ratio))
-        for kept in range(num_draft_tokens, -1, -1):
-            if accepted[kept] == 0.0:
+        for num_accepted in range(num_draft_tokens, -1, -1):
+            if accepted[num_accepted] == 0.0:
                 continue  # a residual without mass is never drawn from
             code = sum(
-                token_id * vocab_size**position for position, token_id in enumerate(path[:kept])
+                token_id * vocab_size**position
+                for position, token_id in enumerate(path[:num_accepted])
             )
-            emitted = residuals[kept] / residuals[kept].sum()
-            blocks[kept].view(vocab_size, -1)[:, code] += weight * accepted[kept] * emitted
-            weight *= 1.0 - accepted[kept]
+            emitted = residuals[num_accepted] / residuals[num_accepted].sum()
+            blocks[num_accepted].view(vocab_size, -1)[:, code] += (
+                weight * accepted[num_accepted] * emitted
+            )
+            weight *= 1.0 - accepted[num_accepted]
     return torch.cat(blocks)
 
 
@@ -174,9 +177,9 @@ def p_value(counts: Tensor, distribution: Tensor) -> float:
     small = expected < MIN_EXPECTED
     observed = np.append(observed[~small], observed[small].sum())
     expected = np.append(expected[~small], expected[small].sum())
-    kept = expected >= MIN_EXPECTED
-    statistic = ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()
-    return float(chi2.sf(statistic, int(kept.sum()) - 1))
+    is_frequent = expected >= MIN_EXPECTED
+    statistic = ((observed[is_frequent] - expected[is_frequent]) ** 2 / expected[is_frequent]).sum()
+    return float(chi2.sf(statistic, int(is_frequent.sum()) - 1))
 
 
 # Joint distribution of a round and the noise stream of its drafts, by verifier.

@@ -55,7 +55,7 @@ def quick_interpreter() -> Iterator[None]:
 
 
 def _multiplied(builder: Any, multiply: Any, left: Any, right: Any, *others: Any) -> Any:
-    """A matrix product; the interpreter multiplies the bits of bfloat16, which numpy does not know."""
+    """Multiply matrices, also of bfloat16; numpy lacks it, so the interpreter uses its bits."""
     if left.dtype.name == "bf16":
         left, right = (
             builder.cast_impl(factor, builder.get_float_ty()) for factor in (left, right)

@@ -18,7 +18,7 @@ BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
 def moved(value: Any, device: str = DEVICE) -> Any:
     """Move tensors and named tuples of them to `device`, with strides; return others unchanged."""
     if isinstance(value, tuple):
-        parts = [moved(part, device) for part in value]
+        parts = [moved(field, device) for field in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, Tensor) and value.device.type != device:
         return value.to(device)

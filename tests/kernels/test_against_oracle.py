@@ -77,7 +77,7 @@ def verify_block(
 ) -> Decision:
     """Verify one row by blocks, as in algorithm 2 of the paper; arguments as for `reject`."""
     target, draft = target_logits.double().softmax(-1), draft_logits.double().softmax(-1)
-    kept, margin, ratios = 0, 1.0, [1.0]
+    num_accepted, margin, ratios = 0, 1.0, [1.0]
     for count, token_id in enumerate(draft_token_ids, start=1):
         ratio = min(
             ratios[-1] * float(target[count - 1, token_id] / draft[count - 1, token_id]), 1.0
@@ -90,12 +90,12 @@ def verify_block(
         if ratio < 1.0:  # a ratio of 1 or more is always accepted
             margin = min(margin, abs(bound - mass))
         if ratio == 1.0 or bound < mass:
-            kept = count
+            num_accepted = count
     weights = target[-1]
-    if kept < len(draft_token_ids):
-        weights = (ratios[kept] * target[kept] - draft[kept]).clamp(min=0)
-    winner, lead = _race(weights, keys, kept)
-    return Decision([*draft_token_ids[:kept], winner], min(margin, lead))
+    if num_accepted < len(draft_token_ids):
+        weights = (ratios[num_accepted] * target[num_accepted] - draft[num_accepted]).clamp(min=0)
+    winner, lead = _race(weights, keys, num_accepted)
+    return Decision([*draft_token_ids[:num_accepted], winner], min(margin, lead))
 
 
 def accept_typical(

@@ -1,4 +1,4 @@
-"""Attention for few queries, in torch: SDPA's result, and that of a softmax written out."""
+"""Compare torch attention for few queries with SDPA and with a softmax written out."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TOLERANCE = 1e-13  # float64 round-off of sums over 70 states of size 1
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(("groups", "num_query"), [(1, 1), (4, 6), (8, 32)])
-def test_the_reference_is_sdpa(groups: int, num_query: int, window: int | None) -> None:
+def test_reference_equals_sdpa(groups: int, num_query: int, window: int | None) -> None:
     inputs, mask = make_inputs(
         Case(groups, num_query, num_heads=2, window=window, dtype=torch.float64)
     )
@@ -24,7 +24,7 @@ def test_the_reference_is_sdpa(groups: int, num_query: int, window: int | None) 
 
 
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (0.5, True)])
-def test_the_reference_caps_scores_and_counts_sinks(softcap: float | None, has_sinks: bool) -> None:
+def test_reference_caps_scores_and_counts_sinks(softcap: float | None, has_sinks: bool) -> None:
     case = Case(
         2, 3, num_heads=2, window=9, softcap=softcap, has_sinks=has_sinks, dtype=torch.float64
     )
@@ -33,14 +33,14 @@ def test_the_reference_caps_scores_and_counts_sinks(softcap: float | None, has_s
     torch.testing.assert_close(output, written_out(inputs, mask), atol=TOLERANCE, rtol=0)
 
 
-def test_spans_are_those_of_the_mask() -> None:
+def test_spans_follow_the_mask() -> None:
     mask = torch.full((1, 1, 4, 6), -torch.inf)
     mask[0, 0, 0, 2:5] = mask[0, 0, 1, 5:] = mask[0, 0, 2, :1] = 0.0
     mask[0, 0, 2, 1:] = torch.finfo(mask.dtype).min
     assert key_spans(mask).tolist() == [[[2, 5], [5, 6], [0, 1], [0, 0]]]
 
 
-def test_unfit_inputs_are_named() -> None:
+def test_mismatched_inputs_are_named() -> None:
     inputs, mask = make_inputs(Case(2, 3))
     spans = key_spans(mask)
     with pytest.raises(

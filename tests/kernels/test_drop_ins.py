@@ -101,7 +101,7 @@ def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
 
 def test_row_depends_on_its_seed_and_offset_only() -> None:
     """Repeat one row, so only the noise makes results differ."""
-    draft, ids, target = (part.expand(64, *part.shape[1:]) for part in make_batch(1))
+    draft, ids, target = (tensor.expand(64, *tensor.shape[1:]) for tensor in make_batch(1))
 
     def call(rows: slice = slice(64), **options: Any) -> Tensor:
         return chain_speculative_sampling(draft[rows], ids[rows], target[rows], **options)[0]

@@ -112,11 +112,11 @@ def test_extreme_coins_respect_zero_and_full_probability(name: str, backend: str
     rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]
     if name in DENSE:
         rounds += [(open_row, unknown, 1), (open_row, open_row, 1)]
-    target_rows, draft_rows, kept = (
-        torch.tensor(part).repeat_interleave(2, 0) for part in zip(*rounds, strict=True)
+    target_rows, draft_rows, num_accepted = (
+        torch.tensor(values).repeat_interleave(2, 0) for values in zip(*rounds, strict=True)
     )
-    keys = extreme_keys().rows(torch.arange(len(kept)) % 2)
-    ids = torch.ones(len(kept), 1, dtype=torch.int64)
+    keys = extreme_keys().rows(torch.arange(len(num_accepted)) % 2)
+    ids = torch.ones(len(num_accepted), 1, dtype=torch.int64)
     verdict = on(
         backend,
         OPERATIONS[name],
@@ -126,6 +126,6 @@ def test_extreme_coins_respect_zero_and_full_probability(name: str, backend: str
         keys,
     )
     assert_well_formed(verdict, 3, ids[:, 0])
-    assert torch.equal(verdict.num_accepted.long(), kept)
+    assert torch.equal(verdict.num_accepted.long(), num_accepted)
     assert not verdict.status.any()
-    assert (verdict.token_ids[kept == 0, 0] != 1).all()
+    assert (verdict.token_ids[num_accepted == 0, 0] != 1).all()

@@ -58,12 +58,12 @@ def test_kernels_decide_as_the_reference(
 ) -> None:
     target, ids, draft, keys, lens = make_case(*shape)
     target, draft = target.to(target_dtype), draft.to(draft_dtype)
-    twin = OPERATIONS[name](target, ids, draft, keys, lens, backend="torch")
-    assert_same(on_triton(OPERATIONS[name], target, ids.int(), draft, keys, lens.int()), twin)
+    expected = OPERATIONS[name](target, ids, draft, keys, lens, backend="torch")
+    assert_same(on_triton(OPERATIONS[name], target, ids.int(), draft, keys, lens.int()), expected)
     if shape == (3, 3, 40):
         for target_layout, draft_layout in zip(layouts(target), layouts(draft), strict=True):
             assert_same(
-                on_triton(OPERATIONS[name], target_layout, ids, draft_layout, keys, lens), twin
+                on_triton(OPERATIONS[name], target_layout, ids, draft_layout, keys, lens), expected
             )
 
 
@@ -80,13 +80,13 @@ def test_hostile_rows_and_bad_ids_get_the_reference_status(
     lens = torch.full_like(rows, num_draft_tokens)
     lens[5::7], lens[6::7] = 100, -5  # out of range: clamped
     case = (faulty.target[rows], faulty.ids[rows], faulty.draft[rows], make_keys(len(rows)), lens)
-    verdict, twin = on_triton(OPERATIONS[name], *case), OPERATIONS[name](*case, backend="torch")
+    verdict, expected = on_triton(OPERATIONS[name], *case), OPERATIONS[name](*case, backend="torch")
     assert_well_formed(verdict, 50, lens.clamp(0, num_draft_tokens))
-    assert torch.equal(verdict.num_accepted, twin.num_accepted)
-    assert torch.equal(verdict.status, twin.status)
-    any_token = (twin.num_accepted == faulty.positions[rows]) & faulty.is_target[rows]
-    assert torch.equal(verdict.token_ids[~any_token], twin.token_ids[~any_token])
-    assert len(twin.status.unique()) >= (4 if step == 1 else 2)
+    assert torch.equal(verdict.num_accepted, expected.num_accepted)
+    assert torch.equal(verdict.status, expected.status)
+    any_token = (expected.num_accepted == faulty.positions[rows]) & faulty.is_target[rows]
+    assert torch.equal(verdict.token_ids[~any_token], expected.token_ids[~any_token])
+    assert len(expected.status.unique()) >= (4 if step == 1 else 2)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_rejections_at_every_position_equal_the_reference(
         *make_contested_round(num_rows, num_draft_tokens, 6),
         make_keys(num_rows, rounds=4, positions=3),
     )
-    twin = OPERATIONS[name](*case, backend="torch")
-    assert len(twin.num_accepted.unique()) >= 3
-    assert_same(on_triton(OPERATIONS[name], *case), twin)
+    expected = OPERATIONS[name](*case, backend="torch")
+    assert len(expected.num_accepted.unique()) >= 3
+    assert_same(on_triton(OPERATIONS[name], *case), expected)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
@@ -206,8 +206,8 @@ def test_tiles_and_finishing_methods_change_no_bit(
         case = target[copies], ids[copies], draft[copies], keys.rows(copies), lens[copies]
         verdict = run(OPERATIONS[name], *case)
         drawn = run(sample, target[copies, 0], keys=keys.rows(copies), stream=Stream.DRAFT)
-        assert all(torch.equal(part, part[rows][copies]) for part in verdict + drawn)
-        results.append([part[rows] for part in verdict + drawn])
+        assert all(torch.equal(tensor, tensor[rows][copies]) for tensor in verdict + drawn)
+        results.append([tensor[rows] for tensor in verdict + drawn])
         if len(results) == 1:
             request.getfixturevalue("poisoned_memory")
     for result in results[1:]:
@@ -236,8 +236,8 @@ def test_sample_draws_as_the_reference(vocab_size: int, temperature: float | Ten
 def test_float_temperature_and_expanded_draft_row_are_served(name: str, temperature: float) -> None:
     target, ids, _, *rest = make_case(2, 2, 48)
     case = (target, ids, torch.arange(4.0).view(2, 2, 1).expand(2, 2, 48), *rest)
-    twin = OPERATIONS[name](*case, temperature=temperature, backend="torch")
-    assert_same(on_triton(OPERATIONS[name], *case, temperature=temperature), twin)
+    expected = OPERATIONS[name](*case, temperature=temperature, backend="torch")
+    assert_same(on_triton(OPERATIONS[name], *case, temperature=temperature), expected)
 
 
 @pytest.mark.gpu
@@ -250,8 +250,8 @@ def test_captured_graph_replays_the_same_decision(name: str, vocab_size: int) ->
     with torch.cuda.graph(graph):
         captured = OPERATIONS[name](*case, backend="triton")
     for _ in range(3):
-        for part in captured:
-            part.fill_(-7)
+        for tensor in captured:
+            tensor.fill_(-7)
         graph.replay()
         torch.cuda.synchronize()
         assert_same(captured, eager)

@@ -1,4 +1,4 @@
-"""The kernels of attention for few queries against their reference."""
+"""Compare the kernels of attention for few queries with their reference."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels import kernels
 from hf_speculate.kernels._inputs import Attention
 
-# Outputs are below 4. Half precision rounds weights and results; the interpreter cuts digits of
-# bfloat16 off.
+# Outputs are below 4. Half precision rounds weights and results. The interpreter truncates
+# bfloat16.
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 CASES = {
@@ -38,7 +38,7 @@ CASES = {
 
 
 def run(inputs: dict[str, Any], spans: Tensor, num_parts: int | None) -> Tensor:
-    """What the kernels give, on the CPU."""
+    """Return the kernels' result on the CPU."""
     return moved(
         kernels.attend(Attention(**moved_all(inputs), spans=moved(spans, DEVICE)), num_parts), "cpu"
     )
@@ -66,7 +66,7 @@ def test_kernels_agree_with_the_reference(name: str) -> None:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_a_row_that_sees_nothing_is_zero_and_a_nan_that_is_seen_stays(has_sinks: bool) -> None:
+def test_row_without_keys_is_zero_and_nan_propagates(has_sinks: bool) -> None:
     inputs, mask = make_inputs(Case(2, 3, has_sinks=has_sinks))
     spans = key_spans(mask)
     spans[0, 0] = spans[1] = 0
@@ -76,7 +76,7 @@ def test_a_row_that_sees_nothing_is_zero_and_a_nan_that_is_seen_stays(has_sinks:
     assert output[0, 1:].isnan().all()
 
 
-def test_one_span_serves_all_rows() -> None:
+def test_single_span_serves_all_rows() -> None:
     inputs, _ = make_inputs(Case(2, 3))
     inputs = {
         name: value.nan_to_num() if isinstance(value, Tensor) else value
@@ -88,7 +88,7 @@ def test_one_span_serves_all_rows() -> None:
     )
 
 
-def test_states_that_the_kernel_cannot_read_are_left_to_torch_unless_it_is_named() -> None:
+def test_unsupported_width_runs_in_torch_or_raises_by_name() -> None:
     inputs, mask = make_inputs(Case(2, 3, width=12))
     if DEVICE == "cpu":
         assert attend(**inputs, spans=key_spans(mask)).shape == (2, 3, 2, 12)

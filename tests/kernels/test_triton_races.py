@@ -39,10 +39,10 @@ def race_kernel(keys_ptr, ids_ptr, bits_ptr, winners_ptr, vocab_size, WIDTH: tl.
 
 
 def test_packed_keys_sort_as_floats_then_by_lowest_id() -> None:
-    least = torch.tensor(1, dtype=torch.int32).view(torch.float32).item()
+    smallest = torch.tensor(1, dtype=torch.int32).view(torch.float32).item()
     races = {  # keys and the index of the winner
         (1.0, 2.0, 2.0, 0.0): 1,
-        (0.0, least, 0.0, least): 1,
+        (0.0, smallest, 0.0, smallest): 1,
         (3e38, torch.inf, torch.inf, 1.0): 1,
         (0.0, 0.0, 0.0, 0.0): 0,
         (-5.0, -7.0, 0.0, -0.0): 2,  # a negated key is below every other key, 0 included
@@ -127,10 +127,14 @@ def row_kernel(
 ):  # fmt: skip
     zero = tl.zeros([], tl.int64)
     state = kernel_noise.noise_states(tl.load(seeds_ptr + tl.program_id(0)), zero, zero, STREAM)
-    fast = race.race_row(target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
-                           num_pieces, vocab_size, RULE, False, PIECE)  # fmt: skip
-    full = race.race_all(target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
-                           num_pieces, vocab_size, RULE, False, PIECE)  # fmt: skip
+    fast = race.race_row(
+        target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
+        num_pieces, vocab_size, RULE, False, PIECE,
+    )  # fmt: skip
+    full = race.race_all(
+        target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
+        num_pieces, vocab_size, RULE, False, PIECE,
+    )  # fmt: skip
     tl.store(fast_ptr + tl.program_id(0), fast)
     tl.store(full_ptr + tl.program_id(0), full)
 

@@ -72,15 +72,15 @@ def test_kernel_cuts_every_dtype_and_stride_as_the_reference(
 def test_cutoffs_keep_transformers_tokens_up_to_one_bin(rule: dict[str, Any]) -> None:
     logits = make_logits(8, 3000)
     ours, theirs = warp_logits(logits, **rule, backend="torch"), by_transformers(logits, rule)
-    kept, wanted = ours > -torch.inf, theirs > -torch.inf
-    assert (kept | ~wanted).all()
+    is_kept, wanted = ours > -torch.inf, theirs > -torch.inf
+    assert (is_kept | ~wanted).all()
     assert torch.equal(ours[wanted], theirs[wanted])
     lowest = theirs.masked_fill(~wanted, torch.inf).amin(-1, keepdim=True)
     assert (
-        ours[kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[kept & ~wanted]
+        ours[is_kept & ~wanted] >= (lowest - 2 / BINS_PER_NAT).expand_as(ours)[is_kept & ~wanted]
     ).all()
     if "top_k" in rule and rule["top_k"] < 3000:
-        assert kept.sum() < 3000  # control: some tokens are cut
+        assert is_kept.sum() < 3000  # control: some tokens are cut
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -107,7 +107,7 @@ def test_warped_draws_are_those_of_sample_from_warped_logits(
     ).bfloat16()
     logits[1, 1, 7] = torch.nan
     there = "cuda:0"
-    with nullcontext() if DEVICE == "cuda" else FakeCuda():  # which has atomics, unlike a CPU
+    with nullcontext() if DEVICE == "cuda" else FakeCuda():  # it has atomics, unlike a CPU
         assert WarpedDraws.can_run("auto", torch.device(there))
         draws = WarpedDraws(moved(keys, there), stream, 2, keeps_logits, rule)
         drawn = [moved(draws.draw(step), "cpu") for step in logits.to(there).unbind(1)]

@@ -215,10 +215,10 @@ def test_model_copies_are_independent():
     model = make_model("llama")
     with folded_attention_for([model]):
         copied = copy.deepcopy(model)
-    for twin in (copied, copy.deepcopy(model)):
-        with folded_attention_for([twin]):
-            assert (name_in(twin), name_in(model)) == (FOLDED, STANDS_FOR)
-        assert (name_in(twin), name_in(model)) == (STANDS_FOR, STANDS_FOR)
+    for other in (copied, copy.deepcopy(model)):
+        with folded_attention_for([other]):
+            assert (name_in(other), name_in(model)) == (FOLDED, STANDS_FOR)
+        assert (name_in(other), name_in(model)) == (STANDS_FOR, STANDS_FOR)
 
 
 def folds_in(calls, target):
@@ -285,7 +285,10 @@ def test_attention_without_masks_is_refused_with_the_line_to_add():
     options = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
     with pytest.raises(UnsupportedModelError) as error:
         target.generate(**ragged_prompts(1, seed=3), **options)
-    line = "transformers.AttentionMaskInterface.register('own_to_be_masked', transformers.masking_utils.sdpa_mask)"
+    line = (
+        "transformers.AttentionMaskInterface.register('own_to_be_masked', "
+        "transformers.masking_utils.sdpa_mask)"
+    )
     assert line in str(error.value)
     exec(line, {"transformers": transformers})
     assert (

@@ -1,1 +1,1 @@
-"""Mutants: small faults that `make test` must find, one at a time."""
+"""Define mutants: small faults that `make test` must find, one at a time."""

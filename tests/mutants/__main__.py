@@ -1,11 +1,11 @@
-"""Applies mutants one by one to a copy of the repository, and runs the tests that must fail.
+"""Apply mutants one by one to a copy of the repository, and run the tests that must fail.
 
     python -m tests.mutants [--only WORDS] [--all-tests] [--out FILE]
 
 A mutant is killed if a test fails or does not end. Each mutant names the files that are likely to
-find it; with `--all-tests`, the rest of `make test` runs if they pass. A mutant is stale if its
-file does not hold its text exactly once, or if its tests are not there. Exit status 1 if a mutant
-survives or is stale.
+find it. With `--all-tests`, the rest of `make test` runs if they pass. A mutant is stale if its
+file does not hold its text exactly once, or if its tests are missing. The exit status is 1 if a
+mutant survives or is stale.
 """
 
 import argparse
@@ -35,11 +35,11 @@ TIMEOUT_S, TIMEOUT_OF_ALL_S = 180, 1200  # a mutant may make a loop endless
 
 
 class Outcome(NamedTuple):
-    """Of one mutant."""
+    """Outcome of one mutant."""
 
     name: str
     outcome: str
-    test: str | None  # the first that failed, or why the mutant is stale
+    test: str | None  # the first failed test, or the reason why the mutant is stale
     seconds: float
 
 
@@ -56,7 +56,7 @@ def copy_repository(folder: Path) -> None:
 
 
 def arguments_of_make_test() -> list[str]:
-    """What `make test` gives to pytest."""
+    """Return the arguments of pytest in `make test`."""
     named = re.findall(
         r"^(?:KERNEL|TOOL)_TESTS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
     )
@@ -64,7 +64,7 @@ def arguments_of_make_test() -> list[str]:
 
 
 def stale_reason(mutant: Mutant, folder: Path) -> str:
-    """Why a mutant cannot be applied to the copy; empty if it can."""
+    """Return the reason why a mutant cannot be applied to the copy, or an empty string."""
     needed = [mutant.path, *(f"tests/{name}" for name in mutant.tests.split())]
     if missing := [name for name in needed if not (folder / name).exists()]:
         return f"there is no {' and no '.join(missing)}"
@@ -79,7 +79,7 @@ def run_mutant(mutant: Mutant, folder: Path, runs_all: bool) -> Outcome:
     start, path = time.monotonic(), folder / mutant.path
     source, status = path.read_text(), path.stat()
     path.write_text(source.replace(mutant.old, mutant.new))
-    # else bytecode of a file of equal size would serve
+    # Otherwise the bytecode of a file of equal size would be used.
     os.utime(path, (status.st_atime, status.st_mtime + 10))
     try:
         test = forks.failing_test(
@@ -96,7 +96,7 @@ def run_mutant(mutant: Mutant, folder: Path, runs_all: bool) -> Outcome:
 
 
 def run_share(mutants: tuple[Mutant, ...], runs_all: bool) -> Iterator[Outcome]:
-    """Run mutants in one copy, from a process of their own."""
+    """Run mutants in one copy, in a separate process."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name).resolve()
         copy_repository(folder)
@@ -106,7 +106,7 @@ def run_share(mutants: tuple[Mutant, ...], runs_all: bool) -> Iterator[Outcome]:
 
 
 def main() -> int:
-    """Run the mutants, and print one line each."""
+    """Run the mutants and print one line each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,21 +1,21 @@
-"""One mutant: a replacement in one file of the library, and the tests that are likely to find it."""
+"""Define one mutant: a replacement in one file of the library, and the tests likely to find it."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """A small fault."""
+    """Small fault in one file."""
 
     name: str
     path: str  # of the file, relative to the repository
     old: str  # occurs exactly once in the file
     new: str
-    tests: str  # files or folders in tests/ that are run first, separated by blanks
+    tests: str  # files or folders in tests/ that run first, separated by blanks
 
 
 class Fault(NamedTuple):
-    """What is replaced in a file, what by, and the tests that find it, if they are not those of the file."""
+    """Replacement in a file, with tests if they differ from those of the file."""
 
     old: str
     new: str
@@ -23,7 +23,7 @@ class Fault(NamedTuple):
 
 
 def mutants_of(faults: dict[tuple[str, str], dict[str, Fault]]) -> tuple[Mutant, ...]:
-    """Mutants from faults by their names, by the file and the tests of those that name none."""
+    """Make mutants from faults by their names; the file and its tests are the defaults."""
     return tuple(
         Mutant(f"{Path(path).stem}: {name}", path, fault.old, fault.new, fault.tests or tests)
         for (path, tests), named in faults.items()

@@ -1,4 +1,4 @@
-"""Mutants of the KV caches, the token buffer, stopping criteria and logits processors."""
+"""List mutants of the KV caches, the token buffer, stopping criteria and logits processors."""
 
 from tests.mutants.base import Fault, mutants_of
 
@@ -90,7 +90,8 @@ MUTANTS = mutants_of(
                 "max(1, max_length - prefix_len)", "max(1, max_length - prefix_len + 1)"
             ),
             "EOS is found one token late": Fault(
-                "for length, token_id in enumerate(ids, 1)\n                        if token_id in self._eos_token_ids",
+                "for length, token_id in enumerate(ids, 1)\n"
+                "                        if token_id in self._eos_token_ids",
                 "for length, token_id in enumerate(ids, 2) if token_id in self._eos_token_ids",
             ),
             "the last stop string counts": Fault(

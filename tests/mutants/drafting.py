@@ -1,4 +1,4 @@
-"""Mutants of drafters, schedules and spans."""
+"""List mutants of drafters, schedules and spans."""
 
 from tests.mutants.base import Fault, mutants_of
 
@@ -43,7 +43,8 @@ MUTANTS = mutants_of(
                 "sum(probabilities) >= self.model_rates", "sum(probabilities) < self.model_rates"
             ),
             "a matched token has the model's probabilities": Fault(
-                "torch.where(\n        uses_match[:, None, None], logits[:, :num_drafted], model_logits\n    )",
+                "torch.where(\n"
+                "        uses_match[:, None, None], logits[:, :num_drafted], model_logits\n    )",
                 "model_logits",
             ),
             "a matched token has no probability": Fault(

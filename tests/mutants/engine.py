@@ -1,4 +1,4 @@
-"""Mutants of the decoding loop: batch, sessions, stops, output and draft lengths."""
+"""List mutants of the decoding loop: batch, sessions, stops, output and draft lengths."""
 
 from tests.mutants.base import Fault, mutants_of
 

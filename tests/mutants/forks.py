@@ -1,4 +1,7 @@
-"""Test runs in forks of a process that has imported torch, transformers and pytest, but not the library."""
+"""Run tests in forks of a process that has imported torch, transformers and pytest.
+
+The process has not imported the library.
+"""
 
 import importlib
 import json
@@ -12,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-# read once, at import
+# Read once, at import.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 COPIED = ("tests", "hf_speculate")  # packages that each fork imports from its copy
 POLL_S = 0.02
 
 
 class _Watch:
-    """Records the first test that fails, and the modules that collecting the tests has imported."""
+    """Pytest plugin that records the first failed test and the modules imported by collection."""
 
     failed: str | None = None
     collection_failed = False
@@ -34,7 +37,7 @@ class _Watch:
 
 
 def _run_pytest(folder: Path, arguments: Sequence[str]) -> tuple[int, str | None]:
-    """In a fork: run the tests of a copy of the repository."""
+    """Run the tests of a copy of the repository, in a fork."""
     for name in [name for name in sys.modules if name.partition(".")[0] in COPIED]:
         del sys.modules[name]
     root = str(Path(__file__).parents[2])
@@ -57,7 +60,7 @@ def _run_pytest(folder: Path, arguments: Sequence[str]) -> tuple[int, str | None
 
 
 def _imported(folder: Path) -> list[str]:
-    """Names of the modules that lie outside of the copy."""
+    """Return the names of modules outside of the copy."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return [
         name
@@ -67,7 +70,10 @@ def _imported(folder: Path) -> list[str]:
 
 
 def _in_fork(work: Callable[[], object], log: Path, timeout_s: float) -> object:
-    """The result of `work` in a fork whose output goes to `log`; None if it took longer or died."""
+    """Return the result of `work` in a fork with output to `log`.
+
+    Return None if it took too long or died.
+    """
     with tempfile.NamedTemporaryFile() as result:
         pid = os.fork()
         if pid == 0:
@@ -89,7 +95,7 @@ def _in_fork(work: Callable[[], object], log: Path, timeout_s: float) -> object:
 
 
 def preload(folder: Path) -> None:
-    """Import what the tests import from other libraries, and compile the copy's modules to bytecode."""
+    """Import the tests' other libraries, and compile the copy's modules to bytecode."""
     os.environ |= ENVIRONMENT
 
     def collect() -> list[str]:
@@ -102,7 +108,7 @@ def preload(folder: Path) -> None:
             "the tests must be collected without "
             f"errors:\n{(folder / 'collect.log').read_text()[-2000:]}"
         )
-    sys.dont_write_bytecode = True  # forks read the bytecode; that of a mutant is never stored
+    sys.dont_write_bytecode = True  # Forks read the bytecode. That of a mutant is never stored.
     for name in names:
         try:
             importlib.import_module(name)
@@ -112,7 +118,7 @@ def preload(folder: Path) -> None:
 
 
 def failing_test(folder: Path, tests: Sequence[str], timeout_s: float) -> str | None:
-    """The first test that fails, "timeout" or "crash", or None if all pass."""
+    """Return the first failed test, "timeout" or "crash", or None if all pass."""
     start, log = time.monotonic(), folder / "run.log"
     outcome = _in_fork(lambda: _run_pytest(folder, tests), log, timeout_s)
     if not isinstance(outcome, list):

@@ -1,4 +1,4 @@
-"""Mutants of the verifiers' reference implementation and of the random numbers."""
+"""List mutants of the verifiers' reference implementation and of the random numbers."""
 
 from tests.mutants.base import Fault, mutants_of
 

@@ -198,14 +198,14 @@ def test_scores_keep_nan_of_logits_unless_the_class_hides_it(
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_hostile_draft_id_changes_no_earlier_position(name: str) -> None:
     block, faults = Block(RAGGED_LENS), [(0, -1), (1, VOCAB_SIZE), (2, -(2**40)), (4, 2**40)]
-    twin = run_block([EXAMPLES[name]()], block)
+    expected = run_block([EXAMPLES[name]()], block)
     for row, (draft_len, hostile_id) in enumerate(faults):
         block.draft_token_ids[row, draft_len:] = hostile_id
     before = block.draft_token_ids.clone()
     ours = run_block([EXAMPLES[name]()], block)
     assert torch.equal(block.draft_token_ids, before)
     for row, (draft_len, _) in enumerate(faults):
-        assert_same_bits(ours[row, : draft_len + 1], twin[row, : draft_len + 1])
+        assert_same_bits(ours[row, : draft_len + 1], expected[row, : draft_len + 1])
 
 
 WARPERS = ("Temperature", "TopK", "TopP", "MinP", "Typical")
@@ -240,16 +240,23 @@ def test_cutoffs_of_hostile_rows_equal_transformers(cuts: list[Any], vocab_size:
 
 @pytest.mark.skipif(not IGNORES_BY_ROW, reason="this version takes one number for all rows")
 def test_ignored_padding_follows_its_row() -> None:
-    make = lambda: [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]  # noqa: E731
-    block, kept = Block(RAGGED_LENS), [3, 1]
-    twin = run_by_position(make, block)
-    assert_same_bits(run_block(make(), block), twin)
+    def make() -> list[transformers.LogitsProcessor]:
+        return [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]
+
+    block, row_indices = Block(RAGGED_LENS), [3, 1]
+    expected = run_by_position(make, block)
+    assert_same_bits(run_block(make(), block), expected)
     processors, lens = (
-        BlockLogitsProcessorList(make()).rows(kept),
-        [RAGGED_LENS[row] for row in kept],
+        BlockLogitsProcessorList(make()).rows(row_indices),
+        [RAGGED_LENS[row] for row in row_indices],
     )
-    ours = processors(block.input_ids[kept], block.scores[kept], block.draft_token_ids[kept], lens)
-    assert_same_bits(ours, twin[kept])
+    ours = processors(
+        block.input_ids[row_indices],
+        block.scores[row_indices],
+        block.draft_token_ids[row_indices],
+        lens,
+    )
+    assert_same_bits(ours, expected[row_indices])
 
 
 BY_PROMPT = {
@@ -267,22 +274,27 @@ BY_PROMPT = {
 @pytest.mark.parametrize("name", BY_PROMPT)
 def test_prompt_state_of_processors_is_held_by_row(name: str, num_prompts: int) -> None:
     prompts = torch.randint(0, 7, (num_prompts, 4000), generator=torch.Generator().manual_seed(3))
-    block, kept = Block(RAGGED_LENS), [3, 1]
-    twin = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
-    assert not torch.equal(twin, block.scores), "the example changes nothing"
+    block, row_indices = Block(RAGGED_LENS), [3, 1]
+    expected = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
+    assert not torch.equal(expected, block.scores), "the example changes nothing"
     processors = BlockLogitsProcessorList([BY_PROMPT[name](prompts)]).by_row(4)
     # older versions serve as many rows as prompts
-    if name == "penalty" and torch.equal(twin[3], block.scores[3]):
+    if name == "penalty" and torch.equal(expected[3], block.scores[3]):
         assert len(processors.foreign) == 1
         return
-    assert_same_bits(run_block(processors, block), twin)
+    assert_same_bits(run_block(processors, block), expected)
     assert not processors.row_wise_part()
-    lens, ids = [RAGGED_LENS[row] for row in kept], block.input_ids[kept]
-    ours = processors.rows(kept)(ids, block.scores[kept], block.draft_token_ids[kept], lens)
-    assert_same_bits(ours, twin[kept])
-    fewer = block.scores[kept][:, :1, :5]  # a draft model may have fewer ids than the prompts
+    lens, ids = [RAGGED_LENS[row] for row in row_indices], block.input_ids[row_indices]
+    ours = processors.rows(row_indices)(
+        ids, block.scores[row_indices], block.draft_token_ids[row_indices], lens
+    )
+    assert_same_bits(ours, expected[row_indices])
+    fewer = block.scores[row_indices][
+        :, :1, :5
+    ]  # a draft model may have fewer ids than the prompts
     assert_same_bits(
-        processors.rows(kept).for_draft()(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5]
+        processors.rows(row_indices).for_draft()(ids, fewer, prefix_lens=lens),
+        expected[row_indices][:, :1, :5],
     )
 
 

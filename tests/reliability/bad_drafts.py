@@ -1,7 +1,7 @@
-"""Drafts with faults, and a search with them: `python -m tests.reliability.bad_drafts --seed 1 --num 2000`.
+"""Search with faulty drafts: `python -m tests.reliability.bad_drafts --seed 1 --num 2000`.
 
-Calls are drawn, compared with plain decoding and printed as by `tests.random_search`. Whatever the
-draft does, no text may differ and no call may end.
+Calls are drawn, compared with plain decoding and printed as by `tests.random_search`. No fault of a
+draft may change a text or end a call.
 """
 
 import copy
@@ -33,7 +33,7 @@ FAULTS = (
 
 
 def with_fault(draft: Any, fault: str, at: int, seed: int) -> Any:
-    """A copy of a draft model or a head with one of `FAULTS`; the n-th call is the one that raises."""
+    """Return a copy of a draft model or a head with one of `FAULTS`; the n-th call raises."""
     draw, is_head = random.Random(seed), isinstance(draft, DraftHead)
     if fault == "context" and not is_head:
         return with_context(draft, CONTEXT)
@@ -47,7 +47,7 @@ def with_fault(draft: Any, fault: str, at: int, seed: int) -> Any:
     match fault:
         case "NaN" | "infinity":
             draw.choice(weights)[0, -1] = value
-        case "NaN of a token" | "infinity of a token":  # which not every text has
+        case "NaN of a token" | "infinity of a token":  # not every text has it
             weight = weights[0] if is_head else draft.get_input_embeddings().weight
             weight[draw.randrange(len(weight)) :: 7] = value
         case "raises" if not is_head:
@@ -68,7 +68,7 @@ def _copy_of_head(head: Any) -> DraftHead:
 
 
 def _change_tables(draft: PreTrainedModel, is_narrow: bool) -> None:
-    """Give the draft fewer embeddings than ids, or scores for ids that no vocabulary has."""
+    """Give the draft fewer embeddings than ids, or scores for ids outside every vocabulary."""
     embeddings, head = draft.get_input_embeddings(), draft.get_output_embeddings()
     if is_narrow and type(embeddings) is nn.Embedding:
         embeddings.weight = nn.Parameter(embeddings.weight[:-9].clone(), requires_grad=False)
@@ -79,6 +79,6 @@ def _change_tables(draft: PreTrainedModel, is_narrow: bool) -> None:
 
 
 if __name__ == "__main__":
-    from tests.random_search import main  # which draws calls with the faults above
+    from tests.random_search import main  # it draws calls with the faults above
 
     sys.exit(main(FAULTS))

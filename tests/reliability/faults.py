@@ -1,4 +1,4 @@
-"""Faults that raise one given error object at their n-th call, and where they can be put into a call."""
+"""Define faults that raise a given error object at their n-th call, and their places in a call."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +16,11 @@ import hf_speculate
 
 
 class Mistake(RuntimeError):
-    """An error of the user's own class."""
+    """Error of the user's class."""
 
 
 class Halt(BaseException):
-    """An error that no `except Exception` sees."""
+    """Error that no `except Exception` catches."""
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -33,7 +33,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 class Fault:
-    """Raises `error` at its n-th call, counted from 1."""
+    """Fault that raises `error` at its n-th call, counted from 1."""
 
     def __init__(self, at: int, error: BaseException):
         self.at, self.error, self.num_calls = at, error, 0
@@ -79,7 +79,7 @@ def hook(module: torch.nn.Module, fault: Fault) -> AbstractContextManager:
 def put_in(
     place: str, fault: Fault, target: Any, draft: Any
 ) -> tuple[AbstractContextManager, dict[str, Any]]:
-    """What to run a call in, and its options, so that `fault` ticks at `place`."""
+    """Return a context and the options of a call, so `fault` ticks at `place`."""
     layer = target.model.layers[1].self_attn
     hooked = {"target forward": target, "target layer": layer, "draft forward": draft}.get(place)
     options: dict[str, dict[str, Any]] = {

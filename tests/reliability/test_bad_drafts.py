@@ -1,4 +1,4 @@
-"""Random calls whose drafts have too short a context, NaN and infinity among their weights, or raise errors."""
+"""Test random calls with drafts of a short context, NaN or infinite weights, or errors."""
 
 import random
 
@@ -8,13 +8,13 @@ from tests.random_calls import FAMILY_NAMES
 from tests.random_search import search
 from tests.reliability.bad_drafts import FAULTS
 
-# whatever a fault leads to
+# Faults may lead to any of these fallbacks.
 pytestmark = [pytest.mark.fallback(""), pytest.mark.filterwarnings("ignore")]
 FAMILIES = tuple(random.Random(0).sample(FAMILY_NAMES, len(FAMILY_NAMES)))
 
 
 def check(seed, first, num):
-    """These calls, as `python -m tests.reliability.bad_drafts` draws them from other families."""
+    """Run these calls, as drawn by `python -m tests.reliability.bad_drafts` from other families."""
     print(f"seed {seed}, calls {first} to {first + num - 1}")
     counts = search(seed, range(first, first + num), FAMILIES, FAULTS)
     assert counts["different"] == 0
@@ -22,11 +22,11 @@ def check(seed, first, num):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_no_text_differs_and_no_call_ends(part):
+def test_bad_drafts_change_no_text(part):
     check(1, 10 * part, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_no_text_of_many_differs_and_no_call_ends(part):
+def test_many_bad_drafts_change_no_text(part):
     check(2, 70 * part, 70)

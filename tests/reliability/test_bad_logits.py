@@ -1,4 +1,4 @@
-"""Logits without a distribution: the target's end a draw as plain `generate` would, the draft's change nothing."""
+"""Test logits without a distribution: the target's end a draw, the draft's change nothing."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ CELLS = [
 
 
 def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
-    """The model's logits are `value` after the tokens of which `after` is True: a function of the text alone."""
+    """Set the logits to `value` after the tokens with `after`: a function of the text alone."""
 
     def spoil(module, args, kwargs, output):
         ids = kwargs["input_ids"][:, -output.logits.shape[1] :]
@@ -30,7 +30,8 @@ def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
         )
         return output
 
-    return model.register_forward_hook(spoil, with_kwargs=True)  # a context, which removes it
+    # The handle is a context and removes the hook at its end.
+    return model.register_forward_hook(spoil, with_kwargs=True)
 
 
 def options_of(draft, **options):
@@ -38,7 +39,7 @@ def options_of(draft, **options):
 
 
 @pytest.mark.parametrize(("value", "batch_size", "cache_kind"), CELLS)
-def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind):
+def test_greedy_decoding_continues_as_plain_and_reports_it(value, batch_size, cache_kind):
     target, draft = pair("llama")
     options = {"max_new_tokens": 12, "num_assistant_tokens": K, "speculation_cache": cache_kind}
     with spoiled(target, value):
@@ -47,11 +48,11 @@ def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind)
         )
     flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
     assert Status(stats.status) == flag
-    assert stats.num_rescored > 0  # which found the same
+    assert stats.num_rescored > 0  # it found the same
 
 
 @each_value(value=[NAN, INF, -INF], verifier=["rejection", "block", "coupled", "typical", None])
-def test_nothing_is_drawn_without_a_distribution(verifier, value):
+def test_sampling_without_a_distribution_raises(verifier, value):
     word = {NAN: "NaN", INF: "+inf", -INF: "-inf for every token"}[value]
     target, draft = pair("llama")
     options = {"do_sample": True, "max_new_tokens": 12, **ragged_prompts(3, seed=4)}
@@ -65,18 +66,18 @@ def test_nothing_is_drawn_without_a_distribution(verifier, value):
     assert len(caught.value.__notes__) == 1
 
 
-def test_a_row_that_has_ended_before_is_not_looked_at():
+def test_logits_of_an_ended_row_are_not_checked():
     target, draft = pair("llama")
     text = target.generate(torch.tensor([[5, 9]]), max_new_tokens=4)[0].tolist()
     options = options_of(draft, eos_token_id=text[3], do_sample=True, top_k=1)
-    # what follows the end has no distribution
+    # Tokens after the end have no distribution.
     with spoiled(target, NAN, after=lambda ids: ids == text[3]):
         assert target.generate(torch.tensor([[5, 9]]), **options)[0].tolist() == text[:4]
 
 
 @hf_speculate.register_row_wise
 class ForbidsFrom(LogitsProcessor):
-    """Forbids every token after so many."""
+    """Processor that forbids every token after so many."""
 
     def __init__(self, num):
         self.num = num
@@ -86,7 +87,7 @@ class ForbidsFrom(LogitsProcessor):
 
 
 class StopsAtSevenths(StoppingCriteria):
-    """A user's own, which moves the rows in lock step."""
+    """Custom criterion; it moves the rows in lock step."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids[:, -1] % 7 == 1
@@ -95,8 +96,8 @@ class StopsAtSevenths(StoppingCriteria):
 EndsAtSevenths = hf_speculate.register_row_wise(type("EndsAtSevenths", (StopsAtSevenths,), {}))
 
 
-def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at():
-    """Without EOS, rows that have stopped go on till all have, and one may be ahead of the others by then."""
+def test_logits_past_the_common_end_are_not_checked():
+    """Let stopped rows go on until all have stopped, without EOS: one may be ahead by then."""
     target, draft = pair("llama")
     inputs = ragged_prompts(3, seed=2)
     options = {
@@ -116,8 +117,11 @@ def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at():
 
 
 @pytest.mark.fallback("lock step")
-def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
-    """Without EOS a row that has stopped goes on till all have; plain `generate` fails where it has no distribution."""
+def test_stopped_lock_step_rows_are_checked_without_eos():
+    """Let stopped rows go on until all have stopped, without EOS.
+
+    Plain `generate` fails if such a row has no distribution.
+    """
     target, draft = pair("llama")
     inputs, options = (
         ragged_prompts(3, seed=2),
@@ -129,7 +133,7 @@ def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
         has_stopped = (input_ids[:, inputs["input_ids"].shape[1] :] % 7 == 1).any(1)
         return torch.where(has_stopped[:, None], torch.full_like(scores, NAN), scores)
 
-    # where what a row that has stopped is shown is padding
+    # With EOS, stopped rows see padding.
     ended = target.generate(**own, eos_token_id=63)
     assert_equal_ids(ended, target.generate(**own, eos_token_id=63, logits_processor=[spoil]))
     with pytest.raises(BadLogitsError, match="got NaN in row"):
@@ -151,7 +155,7 @@ def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
         },
     ],
 )
-def test_a_draft_without_a_distribution_leaves_the_text(options, cell):
+def test_draft_without_a_distribution_leaves_the_text(options, cell):
     value, batch_size, cache_kind = cell
     target, draft = pair("llama")
     options = {

@@ -1,4 +1,4 @@
-"""An error inside a draft model or head ends the drafts and not the call; one of the caller's own code is raised."""
+"""Test errors in drafts, which end the drafts but not the call, and errors in the user's code."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ K, NUM_NEW = 3, 16
 RAISED = "plain decoding, because the drafter"
 pytestmark = pytest.mark.filterwarnings("ignore:plain decoding")
 
-# What drafts, beside the draft model.
+# Draft sources beside the draft model.
 SOURCES: dict[str, dict[str, Any]] = {
     "model": {},
     "dynamic": {"speculation_cache": "dynamic"},
@@ -66,19 +66,21 @@ def hooks_of(*models):
     batch_size=[1, 3],
     at=[1, 2, 5, 7],
 )
-def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
-    # or times of tiny models decide whether a draft is called again
+def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
+    # Otherwise, times of tiny models decide if a draft is called again.
     monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)
     target, draft = new_pair(family)
-    # which never calls a draft of the target's size, and may call this one once
+    # The adaptive schedule never calls a draft of the target's size. It may call this one once.
     if source == "adaptive":
         draft, at = make_model(family, num_hidden_layers=1), 1
     layer = list(draft.modules())[-2]
-    own = {"num_assistant_tokens": K, **SOURCES[source]}
+    draft_options = {"num_assistant_tokens": K, **SOURCES[source]}
     before = copy.deepcopy(draft.config.to_dict()), hooks_of(target, draft)
     inputs, stats = ragged_prompts(batch_size, seed=5), None
     with hook(draft if at % 2 else layer, Fault(at, Mistake("on purpose\nand more"))):
-        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+        stats = assert_decodes_as_plain(
+            target, draft, inputs, max_new_tokens=NUM_NEW, **draft_options
+        )
     reason = (
         f"{RAISED} (model {type(draft).__name__}{' and prompt lookup' * (source == 'lookup too')}) "
         "raised Mistake: "
@@ -88,16 +90,16 @@ def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, a
     assert (draft.config.to_dict(), hooks_of(target, draft)) == before
     assert folded_attention._HOLDERS == {}
     if source == "state":
-        assert own["draft_state"].num_tokens == 0
-    again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+        assert draft_options["draft_state"].num_tokens == 0
+    again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **draft_options)
     assert not any(RAISED in reason for reason in again.fallbacks)
     assert again.num_drafted > 0
 
 
 @pytest.mark.fallback(RAISED)
 @each_value(family=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
-def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
-    """Of recurrent layers, which the target's plain steps run on if they are its own."""
+def test_hooks_are_removed_after_a_draft_fault(family, early_exit, at):
+    """Include recurrent layers: after early exit, the target's plain steps run on them."""
     target, draft = new_pair(family)
     layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
     options = {
@@ -107,9 +109,12 @@ def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
     }
     inputs = ragged_prompts(2, seed=5)
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    stats, own = hf_speculate.SpeculationStats(), {} if early_exit else {"assistant_model": draft}
+    stats, draft_options = (
+        hf_speculate.SpeculationStats(),
+        {} if early_exit else {"assistant_model": draft},
+    )
     with hook(layer, Fault(at + bool(early_exit), Mistake("on purpose"))):
-        ours = target.generate(**inputs, **options, **own, speculation_stats=stats)
+        ours = target.generate(**inputs, **options, **draft_options, speculation_stats=stats)
     assert_equal_ids(plain, ours)
     assert any(RAISED in reason for reason in stats.fallbacks)
     assert hooks_of(target, draft) == before
@@ -117,8 +122,8 @@ def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
 
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize(("number", "family"), list(enumerate(HEADS)))
-def test_a_head_that_raises_leaves_the_text(number, family, tmp_path):
-    """In its first or its last linear layer, of which the first of some heads reads the target's states."""
+def test_head_that_raises_leaves_the_text(number, family, tmp_path):
+    """Fail in the first or last linear layer; the first of some heads reads the target's states."""
     head, target = HEADS[family](tmp_path)
     linear = [module for module in head.network.modules() if isinstance(module, nn.Linear)]
     hf_speculate.enable(target)
@@ -134,7 +139,10 @@ def test_a_head_that_raises_leaves_the_text(number, family, tmp_path):
 
 
 class Faulty(Drafter):
-    """Reads the target's states and drafts the newest token again; `method` fails at its n-th call."""
+    """Drafter that reads the target's states and repeats the newest token.
+
+    `method` fails at its n-th call.
+    """
 
     hidden_layers = (1,)
 
@@ -159,7 +167,7 @@ class Faulty(Drafter):
 
 
 class FaultyInside(Faulty):
-    """The same, were it the library's own."""
+    """The same as a drafter of the library."""
 
     def is_callers(self, error):
         return False
@@ -172,22 +180,22 @@ CALLS = [(method, at) for method in ("draft", "project_states", "rows") for at i
     "plain decoding, because the drafter (custom drafter) raised Mistake: on purpose"
 )
 @pytest.mark.parametrize(("method", "at"), CALLS)
-def test_an_error_of_any_method_is_the_callers_or_ends_the_drafts(method, at):
+def test_drafter_error_is_raised_or_ends_the_drafts(method, at):
     target, inputs = pair("llama")[0], ragged_prompts(4, seed=2)
-    # so that rows leave one by one
+    # Rows leave one by one.
     ends = target.generate(**inputs, max_new_tokens=NUM_NEW)[:2, -9].tolist()
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, "eos_token_id": ends}
     error = Mistake("on purpose")
     with pytest.raises(Mistake) as caught:
         target.generate(**inputs, **options, drafter=lambda setup: Faulty(method, Fault(at, error)))
     assert caught.value is error
-    own = {"drafter": lambda setup: FaultyInside(method, Fault(at, error))}
-    stats = assert_decodes_as_plain(target, None, inputs, **options, **own)
+    draft_options = {"drafter": lambda setup: FaultyInside(method, Fault(at, error))}
+    stats = assert_decodes_as_plain(target, None, inputs, **options, **draft_options)
     assert len(stats.fallbacks) == 1
 
 
 @pytest.mark.fallback(RAISED)
-def test_one_warning_points_at_the_call():
+def test_warning_points_at_the_call_once():
     target, draft = pair("llama")
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
     with hook(draft, Fault(3, Mistake("on purpose"))), pytest.warns(UserWarning) as caught:
@@ -197,7 +205,7 @@ def test_one_warning_points_at_the_call():
 
 
 @pytest.mark.parametrize("error", ["interrupt", "halt"])
-def test_what_is_no_error_passes_through(error):
+def test_interrupts_in_a_draft_pass_through(error):
     target, draft = pair("llama")
     raised = ERRORS[error]()
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
@@ -209,17 +217,25 @@ def test_what_is_no_error_passes_through(error):
 
 
 @pytest.mark.fallback(f"{RAISED} (model LlamaForCausalLM) raised OutOfMemoryError")
-def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(monkeypatch):
+def test_lack_of_memory_ends_the_drafts():
     target, draft = pair("llama")
-    inputs = ragged_prompts(2, seed=1)
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
     with hook(draft, Fault(2, torch.OutOfMemoryError("no memory, on purpose"))):
-        assert len(assert_decodes_as_plain(target, draft, inputs, **options).fallbacks) == 1
+        stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=1), **options)
+    assert len(stats.fallbacks) == 1
+
+
+def test_error_of_the_device_is_raised():
+    target, draft = pair("llama")
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, "assistant_model": draft}
     error = torch.AcceleratorError("CUDA error: device-side assert triggered")
     with hook(draft, Fault(2, error)), pytest.raises(torch.AcceleratorError) as caught:
-        target.generate(**inputs, **options, assistant_model=draft)
+        target.generate(**ragged_prompts(2, seed=1), **options)
     assert caught.value is error
-    # an error of the host that hides one of the device, which the next wait tells of
+
+
+def test_device_error_behind_a_host_error_is_recognised(monkeypatch):
+    """Hide a device error behind one of the host: the next wait reports it."""
     waits: list[Any] = [None, RuntimeError("CUDA error: an illegal memory access was encountered")]
 
     def synchronize(device):
@@ -236,12 +252,12 @@ def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(m
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
 @pytest.mark.parametrize("at", [1, 2])
-def test_ids_that_a_model_does_not_have_reach_neither(at, options):
-    """The draft scores ids past the vocabulary, or has fewer embeddings than its config says."""
+def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
+    """Score ids past the vocabulary, or give the draft fewer embeddings than its config says."""
     target, draft = pair("llama", 0.0)
-    own = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
+    draft_options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
     stats = assert_decodes_as_plain(
-        target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **own
+        target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **draft_options
     )
     assert stats.num_drafted > 0
 
@@ -256,8 +272,8 @@ def test_ids_that_a_model_does_not_have_reach_neither(at, options):
     ],
     cache_kind=["dynamic", "preallocated"],
 )
-def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, options, cache_kind):
-    """From the third forward of the draft on, its first row is lost, as a row is that has NaN among its states."""
+def test_rows_with_nan_drafts_stop_drafting_alone(value, options, cache_kind):
+    """Spoil the draft's first row from its third forward on, as NaN among its states would."""
     target, draft = new_pair("llama")
     num_calls = itertools.count()
 
@@ -267,13 +283,13 @@ def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, opti
 
     inputs = ragged_prompts(3, seed=5)
     with draft.register_forward_hook(spoil, with_kwargs=True):
-        own = {
+        draft_options = {
             "max_new_tokens": 100,
             "num_assistant_tokens": K,
             "speculation_cache": cache_kind,
             **options,
         }
-        stats = assert_decodes_as_plain(target, draft, inputs, **own)
+        stats = assert_decodes_as_plain(target, draft, inputs, **draft_options)
     assert len(stats.fallbacks) == 1
     assert stats.drafted_per_row[0] < min(stats.drafted_per_row[1:]) / 2
     assert min(stats.accepted_per_row[1:]) > 5
@@ -281,7 +297,7 @@ def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, opti
 
 @pytest.mark.fallback("computes NaN or infinity")
 @pytest.mark.parametrize("family", ["EAGLE-3", "DFlash", "PARD"])
-def test_a_head_without_numbers_is_not_asked_for_long(family, tmp_path):
+def test_head_of_nan_logits_is_soon_left_out(family, tmp_path):
     head, target = HEADS[family](tmp_path)
     assert target is target_of()
     next(head.network.parameters()).fill_(torch.nan)
@@ -295,8 +311,8 @@ def test_a_head_without_numbers_is_not_asked_for_long(family, tmp_path):
 
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
-    """In the forward that reads one row's prompt, or in one of all rows: later rows bring a drafter that works."""
+def test_draft_fault_in_a_running_batch_leaves_all_texts(at):
+    """Fail in a forward of one row's prompt or of all rows; later rows bring a working drafter."""
     target, draft = new_pair("llama")
     texts = [ragged_prompts(1, seed=seed)["input_ids"][0].tolist() for seed in range(6)]
     source = iter([RowPrompt(text) for text in texts])
@@ -318,8 +334,8 @@ def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
 
 
 @pytest.mark.fallback(RAISED)
-def test_a_draft_that_died_is_not_learned_from():
-    """Its rounds are no rejections: nothing was verified when its first forward fails."""
+def test_failed_draft_counts_as_no_rejection():
+    """Fail in the first forward: nothing was verified, so nothing counts as rejected."""
     target = hf_speculate.enable(make_model("llama"))
     draft = noisy_copy(make_model("llama", num_hidden_layers=1))
     for at, has_verified in ((1, False), (10**9, True)):

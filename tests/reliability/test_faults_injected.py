@@ -1,4 +1,4 @@
-"""An error raised anywhere in a call arrives as it is, with one note on where, and leaves nothing behind."""
+"""Test errors raised anywhere in a call: unchanged, with one note on the place, without a trace."""
 
 import re
 from functools import cache
@@ -18,7 +18,7 @@ from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, p
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 from tests.support.tiny_encoders import NUM_FRAMES, make_whisper, speech
 
-# at most three tokens a round: round 3 comes after the first token and at most six more
+# A round gives at most three tokens: round 3 comes after the first token and at most six more.
 NUM_NEW = 10
 NUM_AFTER = 6
 TEXT = torch.tensor([[5, 6]])
@@ -39,12 +39,12 @@ OUTPUT = "the output was built"
 
 class Case(NamedTuple):
     place: str
-    at: int  # the call that fails
+    at: int  # the failing call
     note: str  # a pattern
 
 
 CASES = [
-    # the target runs once for the prompt and once a round, a draft of two tokens twice a round
+    # The target runs once for the prompt and once a round, a draft of two tokens twice a round.
     Case("target forward", 1, READ + PROMPT),
     Case("target forward", 2, SCORED + ROUND_1),
     Case("target layer", 4, SCORED + ROUND_3),
@@ -84,7 +84,7 @@ SETUPS += [
 def fits(case: Case, setup: Setup) -> bool:
     if case.place.startswith("streamer") and setup.batch_size > 1:
         return False
-    # rows without an end go in lock step there, and the criterion is asked in another stage
+    # Rows without an end go in lock step there, and the criterion is called in another stage.
     return case.place != "row-wise criterion" or setup.family != "mistral_window"
 
 
@@ -96,7 +96,7 @@ def cache_of(setup: Setup) -> DynamicCache | None:
     if not setup.is_passed:
         return None
     target, _ = pair(setup.family)
-    return prefilled(target, *(part[:, :NUM_HELD] for part in inputs_of(setup).values()))
+    return prefilled(target, *(tensor[:, :NUM_HELD] for tensor in inputs_of(setup).values()))
 
 
 @cache
@@ -120,8 +120,8 @@ def configs(*models):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)])
-def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
-    """In one of the setups that the case fits, with one class of errors: both take turns."""
+def test_error_is_raised_unchanged_and_leaves_no_state(number, case):
+    """Take one of the setups that fit the case, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
     setup, error = fitting[number % len(fitting)], list(ERRORS.values())[number % len(ERRORS)]()
     target, draft = pair(setup.family)
@@ -131,9 +131,11 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     error.add_note("their own")
     args, stats = error.args, hf_speculate.SpeculationStats()
     inside, options = put_in(case.place, Fault(case.at, error), target, draft)
-    own = {CACHE_NAME: cache, "speculation_cache": setup.cache_kind}
+    draft_options = {CACHE_NAME: cache, "speculation_cache": setup.cache_kind}
     with inside, pytest.raises(type(error)) as caught:
-        target.generate(**inputs, **own, max_new_tokens=NUM_NEW, speculation_stats=stats, **options)
+        target.generate(
+            **inputs, **draft_options, max_new_tokens=NUM_NEW, speculation_stats=stats, **options
+        )
     assert caught.value is error
     assert (error.args, error.__cause__) == (args, cause)
     theirs, note = error.__notes__
@@ -145,12 +147,16 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     if cache is not None:
         assert_same_contents(before[1], cache_contents(cache))
     ours = target.generate(
-        **inputs, **own, max_new_tokens=NUM_AFTER, assistant_model=draft, num_assistant_tokens=2
+        **inputs,
+        **draft_options,
+        max_new_tokens=NUM_AFTER,
+        assistant_model=draft,
+        num_assistant_tokens=2,
     )
     assert_equal_ids(text_after(setup), ours)
 
 
-def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
+def test_foreign_error_in_preparation_gets_a_note():
     prepared = ["hf_speculate: raised while the call was prepared"]
     for error, notes in ((Mistake("on purpose"), prepared), (ShapeError("ours"), [])):
         with pytest.raises(type(error)) as caught:
@@ -161,20 +167,20 @@ def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
 
 
 @pytest.mark.fallback("lock step")
-def test_an_error_of_a_call_inside_a_call_gets_one_note_even_if_it_is_ours():
+def test_error_in_a_nested_call_gets_one_note():
     target, draft = pair("llama")
     processors = [RowWiseProcessor(Fault(1, ShapeError("on purpose")))]
-    own = {"assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 3}
+    draft_options = {"assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 3}
 
     def nest(input_ids, scores):
-        target.generate(input_ids, **own, logits_processor=processors)
+        target.generate(input_ids, **draft_options, logits_processor=processors)
 
     with pytest.raises(ShapeError) as caught:
-        target.generate(TEXT, **own, stopping_criteria=[nest])
+        target.generate(TEXT, **draft_options, stopping_criteria=[nest])
     assert caught.value.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 
-def test_an_error_in_the_second_run_of_a_call_is_placed_in_its_run():
+def test_note_places_an_error_in_its_run():
     target, fault = hf_speculate.enable(make_whisper()), Fault(2, Mistake("on purpose"))
 
     def fail(module, args, kwargs):

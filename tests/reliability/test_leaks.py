@@ -1,4 +1,4 @@
-"""Hundreds of short calls leave no memory behind that grows with their number."""
+"""Test that memory does not grow with the number of short calls."""
 
 import contextlib
 import gc
@@ -16,26 +16,29 @@ from hf_speculate.compat import CACHE_NAME
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
-# Samples after the same kinds of call. A schedule keeps the newest 30 rounds of each size: they
-# fill in 400 calls.
+# Take samples after the same kinds of call. A schedule keeps the newest 30 rounds of each size.
+# They are complete after 400 calls.
 NUM_CALLS, NUM_WARM, EVERY = 800, 440, 40
-# One kind of call in ten that leaves one object makes 0.1.
+# One leaked object in one of ten kinds of call makes 0.1.
 OBJECTS_A_CALL = 0.04
-# Python's free lists go on filling for some hundred calls: 200 bytes a call up to the 150th, 45
-# from the 100th to the 500th, 3 after the 1000th. A tensor takes 72 bytes without its data.
+# Python's free lists grow for some hundred calls: 200 bytes a call up to the 150th, 45 from the
+# 100th to the 500th, 3 after the 1000th. A tensor takes 72 bytes without its data.
 TRACED_BYTES_A_CALL = 64.0
-NEVER = 10**9  # a call that no fault waits for
+NEVER = 10**9  # no call reaches this fault
 
 
 def slopes(run: Callable[[int], Any]) -> tuple[float, float]:
-    """Traced bytes and objects that each call of `run`, which is told its number, adds after the first ones."""
+    """Return the traced bytes and objects that each call of `run` adds after the first ones.
+
+    `run` gets the number of the call.
+    """
     counts, num_bytes, num_objects = range(NUM_WARM, NUM_CALLS, EVERY), [], []
     tracemalloc.start()
     for number in range(NUM_CALLS):
         run(number)
         if number in counts:
-            # what is appended are numbers: an object for each sample would be counted by the next
-            # ones
+            # The lists hold numbers only: an object for each sample would be counted by the next
+            # ones.
             gc.collect()
             num_bytes.append(tracemalloc.get_traced_memory()[0])
             num_objects.append(len(gc.get_objects()))
@@ -44,7 +47,7 @@ def slopes(run: Callable[[int], Any]) -> tuple[float, float]:
 
 
 def calls() -> Callable[[int], Any]:
-    """Ten kinds of call in turn, one of which fails."""
+    """Run ten kinds of call in turn, one of which fails."""
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
     draft, recurrent = noisy_copy(target), hf_speculate.enable(make_model("mamba2"))
     store = hf_speculate.SuffixStore(max_bytes=1 << 20)
@@ -67,7 +70,7 @@ def calls() -> Callable[[int], Any]:
         lambda _: {"stopping_criteria": [FaultyCriterion(Fault(NEVER, Mistake()))]},
         lambda _: {"logits_processor": [FaultyProcessor(Fault(3, Mistake("on purpose")))]},
     ]
-    # every sample comes after the same kinds of call
+    # Take every sample after the same kinds of call.
     assert EVERY % (len(calls) * len(inputs)) == 0
 
     def run(number: int) -> None:
@@ -80,17 +83,17 @@ def calls() -> Callable[[int], Any]:
                 **inputs[number // len(calls) % 2], max_new_tokens=4, **options
             )
         if number % EVERY == 0:
-            store.reset()  # its own bound is tested elsewhere
+            store.reset()  # its bound is tested elsewhere
 
     return run
 
 
 @pytest.mark.fallback("lock step", "because a draft model as large as its target")
 @pytest.mark.slow
-def test_hundreds_of_short_calls_leave_nothing_that_grows():
-    kept: list[Any] = []
-    of_lists = slopes(lambda number: kept.append([number]) if number % 10 == 0 else None)
-    of_tensors = slopes(lambda _: kept.append(torch.ones(1)))
+def test_memory_is_constant_over_hundreds_of_short_calls():
+    leaked: list[Any] = []
+    of_lists = slopes(lambda number: leaked.append([number]) if number % 10 == 0 else None)
+    of_tensors = slopes(lambda _: leaked.append(torch.ones(1)))
     of_calls = slopes(calls())
     assert of_calls[0] < TRACED_BYTES_A_CALL < of_tensors[0]
     assert of_calls[1] < OBJECTS_A_CALL < min(of_lists[1], of_tensors[1])

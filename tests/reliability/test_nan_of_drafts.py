@@ -1,8 +1,8 @@
-"""NaN that the target computes for a drafted token which it then rejects leaves text, scores and caches those of plain.
+"""Test NaN logits of the target after a rejected draft: text, scores and caches equal plain.
 
-`NAN_ID` is part of no text, but drafted again and again. Either its embedding is NaN, as where half
-precision overflows, and attention spreads that over its row; or what a forward wrote for it is
-overwritten with NaN before the rollback, as attention that skips masked columns would leave it.
+`NAN_ID` is in no text, but drafted again and again. Either its embedding is NaN, as after an
+overflow in half precision, and attention spreads it over the row. Or NaN overwrites the states of a
+forward before the rollback, as attention that skips masked columns would leave them.
 """
 
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ from tests.support.tiny_configs import RECURRENT_FAMILIES
 
 NUM_NEW = 16
 PAD = 2
-# draft lengths; after a shorter draft, attention reads columns that a longer one has written
+# Draft lengths. After a shorter draft, attention reads columns written by a longer one.
 LENS = (3, 0, 3, 1)
 
 
@@ -74,10 +74,9 @@ def assert_equal_outputs(plain: Any, ours: Any, family: str) -> None:
 STATES = {"output_hidden_states": True, "output_logits": True}
 COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 9}
 PREALLOCATED, DYNAMIC = {"speculation_cache": "preallocated"}, {"speculation_cache": "dynamic"}
-# kind, rows, options of the call, those of ours
+# Kind, rows, options of the call, our options.
 Call = tuple[str, int, dict[str, Any], dict[str, Any]]
-# Those whose buffers attention reads past a row's end; elsewhere a rollback takes all that was
-# written.
+# In these kinds, attention reads buffers past a row's end. In others, a rollback removes all.
 BUFFERED: list[Call] = [
     *((family, 4, {}, PREALLOCATED) for family in ("llama", "mistral_window", "gemma2")),
     ("llama", 3, COUPLED, {}),
@@ -114,9 +113,7 @@ def assert_equal_states(one: Any, other: Any) -> None:
     [(embedding_is_nan, *call) for call in CALLS]
     + [(written_states_are_nan, *call) for call in BUFFERED],
 )
-def test_text_scores_and_caches_are_those_of_plain(
-    spoil, family, batch_size, options, own, scripted
-):
+def test_text_scores_and_caches_equal_plain(spoil, family, batch_size, options, own, scripted):
     target, draft, inputs = call_of(family, batch_size)
     options = {
         "max_new_tokens": NUM_NEW,
@@ -144,7 +141,7 @@ def test_text_scores_and_caches_are_those_of_plain(
     assert_equal_outputs(ended, ours_ended, family)
     assert_equal_states(plain, ours)
     stats = ours.speculation
-    # whose states after a token do not depend on later ones
+    # Here, states after a token do not depend on later ones.
     assert (stats.num_rescored > 0) == (family != "mamba2")
     assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
     assert stats.status == 0
@@ -154,8 +151,8 @@ INSIDE = {"verifier": "typical", "do_sample": True, "relax_only_inside": (5, 9)}
 
 
 @pytest.mark.parametrize("verifier", [*VERIFIERS, "spans"])
-def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
-    """So what is sampled keeps its distribution: a draft is not dropped for what the target computes for it."""
+def test_verifier_decides_as_if_the_token_were_finite(verifier):
+    """Keep drafts in spite of the target's NaN, so samples keep their distribution."""
     (target, draft), texts = pair("llama"), []
     options = {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 40, "seed": 5}
     options |= {
@@ -170,19 +167,19 @@ def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
     (text, nan), (finite_text, finite) = texts
     assert text == finite_text
     assert nan.num_rescored > 0 == finite.num_rescored
-    if verifier not in ("greedy", "coupled"):  # whose rounds become plain steps
+    if verifier not in ("greedy", "coupled"):  # its rounds become plain steps
         assert nan.accepted_per_position == finite.accepted_per_position
         assert nan.drafted_per_position == finite.drafted_per_position
 
 
-# There, masks of window layers that record their past are made for one forward at a time.
+# There, masks of window layers with recorded pasts are made for one forward at a time.
 FAILS_BEFORE_5_24 = [] if TAKES_CACHE else pytest.mark.xfail(strict=True, raises=RuntimeError)
 
 
 @pytest.mark.parametrize(
     "family", ["llama", pytest.param("mistral_window", marks=FAILS_BEFORE_5_24)]
 )
-def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(family):
+def test_returned_states_equal_a_round_scored_once(family):
     (target, draft), inputs, outputs = (
         new_pair(family, attn_implementation="eager"),
         call_of("llama", 1)[2],
@@ -206,18 +203,22 @@ def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(famil
     assert 0 < outputs[0].speculation.num_rescored < outputs[0].speculation.num_batch_rounds
 
 
-def test_a_processor_with_state_follows_the_text_alone():
+def test_stateful_processor_follows_the_text_only():
     target, draft, inputs = call_of("llama", 3)
     watched, options = (
         WatchedGrammar(Brackets(), inputs["input_ids"].shape[1]),
         {"max_new_tokens": NUM_NEW},
     )
     stats = hf_speculate.SpeculationStats()
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    draft_options = {
+        "assistant_model": draft,
+        "num_assistant_tokens": 3,
+        "speculation_stats": stats,
+    }
     with drafts_of_nan(target, draft, embedding_is_nan):
         plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
         assert_equal_ids(
-            plain, target.generate(**inputs, **options, **own, logits_processor=[watched])
+            plain, target.generate(**inputs, **options, **draft_options, logits_processor=[watched])
         )
     texts = plain[:, -NUM_NEW:].tolist()
     assert all(texts[row][: len(followed)] == followed for row, followed in watched.log)
@@ -226,7 +227,7 @@ def test_a_processor_with_state_follows_the_text_alone():
 
 
 class DraftsNan(Watcher):
-    """Is told the states of plain forwards, whatever it drafts."""
+    """Drafter of `NAN_ID` that gets the states of plain forwards."""
 
     def continued(self, row, text, num):
         wrong = zip(
@@ -239,19 +240,24 @@ class DraftsNan(Watcher):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("options", [{}, {"logits_processor": [Unchanged()]}, PREALLOCATED])
-def test_drafters_are_told_the_states_of_the_second_scoring(options):
+def test_drafters_get_the_states_of_the_second_scoring(options):
     target, draft, inputs = call_of("llama", 3)
     factory = lambda setup: DraftsNan(target, setup, layers=(0, 1, -1))  # noqa: E731
     with drafts_of_nan(target, draft, embedding_is_nan):
         plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
         stats = hf_speculate.SpeculationStats()
-        own = {"drafter": factory, "num_assistant_tokens": 4, "speculation_stats": stats, **options}
-        assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
+        draft_options = {
+            "drafter": factory,
+            "num_assistant_tokens": 4,
+            "speculation_stats": stats,
+            **options,
+        }
+        assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options))
     assert 0 < stats.num_rescored < stats.num_batch_rounds
 
 
 @pytest.mark.parametrize("options", [{}, COUPLED])
-def test_rows_that_join_a_running_batch_stay_as_alone(options):
+def test_joining_rows_equal_rows_alone(options):
     target, draft = pair("llama")
     arguments = [{"max_new_tokens": (5, 30, 12)[key % 3], **options} for key in range(7)]
     rows = [
@@ -299,12 +305,12 @@ def test_rounds_from_graphs_are_scored_again_eagerly(backend):
 
 @pytest.mark.fallback("computes NaN or infinity")
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
-def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scripted):
+def test_draft_model_with_nan_drafts_alike_from_any_cache(scripted):
     (target, draft), inputs, results = pair("llama"), call_of("llama", 4)[2], []
     with drafts_of_nan(target, draft, embedding_is_nan, every=9), embedding_is_nan(draft):
-        for own in (PREALLOCATED, DYNAMIC):
+        for draft_options in (PREALLOCATED, DYNAMIC):
             stats = assert_decodes_as_plain(
-                target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **own
+                target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **draft_options
             )
             results.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
     assert results[0] == results[1]
@@ -312,7 +318,7 @@ def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scri
 
 
 def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A pair in half precision whose target has a neuron that reaches 2e5 for `NAN_ID`, and 0 for other tokens."""
+    """Return a pair in half precision: a neuron of the target is 2e5 for `NAN_ID`, otherwise 0."""
     target = make_model("llama", dtype=torch.float16)
     embeddings, layer = target.get_input_embeddings().weight, target.model.layers[0]
     embeddings[:, -1], layer.self_attn.o_proj.weight[-1] = 0, 0
@@ -324,7 +330,7 @@ def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_token_that_overflows_in_half_precision_may_be_drafted(batch_size):
+def test_token_overflowing_in_half_precision_may_be_drafted(batch_size):
     (target, draft), inputs = overflowing(), call_of("llama", batch_size)[2]
     with drafts_of_nan(target, draft, lambda target: nullcontext(), every=9):
         stats = assert_decodes_as_plain(

@@ -1,4 +1,4 @@
-"""Calls of one enabled model in two threads at a time give the texts that they give alone."""
+"""Compare calls of one enabled model in two threads with calls alone."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ from tests.reliability.faults import Fault, FaultyProcessor, Mistake
 from tests.support.compiled_calls import compile_config
 from tests.support.tiny import cheaper_copy, ragged_prompts
 
-SWITCH_S = 1e-5  # between threads, 500 times as often as Python's own 5 ms
+SWITCH_S = 1e-5  # between threads; 500 times as often as Python's default of 5 ms
 TIMEOUT_S = 60.0
 NUM_NEW = 9
 ENDS = [17, 3, 40, 9]
@@ -27,7 +27,7 @@ ENDS = [17, 3, 40, 9]
 
 @cache
 def models():
-    """A target whose heads share keys and values, so that its config is written to, and its draft."""
+    """Return a target with shared keys and values, so its config changes, and a draft."""
     target, _ = new_pair(num_hidden_layers=1)
     return target, cheaper_copy(target)
 
@@ -67,14 +67,16 @@ def settings():
 
 def call(name: str, is_plain: bool = False) -> list[list[int]]:
     target, draft = models()
-    own = {} if is_plain or name == "plain" else {"assistant_model": draft, **ASSISTED[name]()}
+    draft_options = (
+        {} if is_plain or name == "plain" else {"assistant_model": draft, **ASSISTED[name]()}
+    )
     return target.generate(
-        **ragged_prompts(3, seed=NAMES.index(name)), max_new_tokens=NUM_NEW, **own
+        **ragged_prompts(3, seed=NAMES.index(name)), max_new_tokens=NUM_NEW, **draft_options
     ).tolist()
 
 
 def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
-    """What jobs give that run in a thread each and may wait for one another."""
+    """Run each job in a thread and return the results; jobs may wait for one another."""
     barrier = threading.Barrier(len(jobs), timeout=TIMEOUT_S)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
@@ -89,7 +91,7 @@ def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
-    # the threads are the first to compile
+    # The threads are the first to compile.
     return {name: call(name, is_plain=name == "compiled") for name in NAMES}
 
 
@@ -98,7 +100,7 @@ def alone() -> dict[str, list[list[int]]]:
     "shift",
     [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))],
 )
-def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
+def test_concurrent_calls_give_the_texts_of_calls_alone(shift, alone):
     before = settings()
 
     def walk(names):
@@ -110,18 +112,18 @@ def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
 
 
 @pytest.mark.fallback("lock step")
-def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
+def test_failing_call_leaves_other_threads_alone(alone):
     target, draft = models()
 
     def fail(at):
         processors, inputs = [FaultyProcessor(Fault(at, Mistake("on purpose")))], ragged_prompts(3)
         with pytest.raises(Mistake) as caught:
-            own = {
+            draft_options = {
                 "assistant_model": draft,
                 "num_assistant_tokens": 2,
                 "logits_processor": processors,
             }
-            target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
+            target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options)
         return caught.value.__notes__
 
     texts, notes = together(

@@ -1,4 +1,4 @@
-"""Calls that run compiled on a CPU, and the small models for them."""
+"""Provide compiled calls on a CPU, and small models for them."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ import hf_speculate
 from tests.cases import new_pair
 
 K = 2
-LAYERS = {  # few, because compiling takes the more time the more there are
+LAYERS = {  # few, because compile time grows with them
     "llama": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 2},  # one with a window, one without
     "gpt2": {"n_layer": 1},
@@ -17,19 +17,19 @@ LAYERS = {  # few, because compiling takes the more time the more there are
 
 @cache
 def small_pair(family):
-    """As `tests.cases.pair`; what one test compiles for it serves the others."""
+    """Return small models as `tests.cases.pair` does; tests share what is compiled for them."""
     return new_pair(family, **LAYERS[family])
 
 
 def compile_config(backend="eager", **options):
-    """transformers compiles on a CPU only with this flag, which its own tests set too."""
+    """Return a config with transformers' flag for compiling on a CPU."""
     config = CompileConfig(backend=backend, mode=options.pop("mode", "default"), **options)
     config._compile_all_devices = True
     return config
 
 
 def compiled_and_eager(target, draft, inputs, config, **options):
-    """Ids by compiled rounds and by eager ones, and the statistics of the first."""
+    """Return ids of compiled and of eager rounds, and the statistics of the first."""
     options = {"max_new_tokens": 24, "num_assistant_tokens": K, "assistant_model": draft, **options}
     eager = target.generate(**inputs, **options)
     stats = hf_speculate.SpeculationStats()

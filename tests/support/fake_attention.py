@@ -1,4 +1,4 @@
-"""Attention on the fake GPU: which backend torch takes, what that demands of its tensors, and what comes out."""
+"""Model attention on the fake GPU: torch's choice of backend, its demands and its output."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 _HALF = (torch.float16, torch.bfloat16)
-# Operators around the kernel: a mask of bools is made additive, a mask of odd strides is padded,
-# and the math backend is a chain of matrix products, masks and a softmax.
+# Operators around the kernel. A mask of bools is made additive, and one of odd strides is padded.
+# The math backend is a chain of matrix products, masks and a softmax.
 _MASK_LAUNCHES, _PAD_LAUNCHES, _MATH_LAUNCHES = 2, 1, 6
 
 
@@ -18,7 +18,7 @@ class AttentionCall(NamedTuple):
     """One call of an attention backend."""
 
     backend: str  # "cudnn", "flash", "efficient" or "math"
-    plan: tuple[Any, ...]  # sizes and strides of all tensors: what cuDNN keeps a plan by
+    plan: tuple[Any, ...]  # sizes and strides of all tensors; cuDNN keeps a plan for them
     num_launches: int
     has_mask: bool
 
@@ -26,7 +26,7 @@ class AttentionCall(NamedTuple):
 def sdpa_call(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """torch's own choice on sm_90 with cuDNN later than 9.15: cuDNN, flash, memory-efficient, math."""
+    """Choose as torch does on sm_90 with cuDNN after 9.15: cuDNN, flash, memory-efficient, math."""
     backend = _choice(query, key, value, attn_mask, is_causal, enable_gqa)
     num = 1 if backend != "math" else _MATH_LAUNCHES
     if attn_mask is not None:
@@ -42,7 +42,7 @@ def sdpa_call(
 
 
 def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCall, tuple[Any, ...]]:
-    """A backend called by its own name, which takes what it is given or fails."""
+    """Call a backend by its name; it runs or fails."""
     return (_flash if name == FLASH else _efficient)(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Which fallbacks a test expects: a drafter that has died must not go unseen, for the text stays what it would be."""
+"""Check the fallbacks expected by a test, because a dead drafter does not change the text."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import pytest
 from hf_speculate.stats import SpeculationStats
 
 PAST_CONTEXT = "past the context of the drafter"
-# Why a KV cache is dynamic that a kind of model or an argument asks for, whatever drafts.
+# Reasons for a dynamic KV cache that come from the model or an argument, not from the drafter.
 OF_CACHES = (
     "it takes no position_ids",
     "its layers attend to an encoder's output",
@@ -28,8 +28,11 @@ OF_CACHES = (
 
 @contextmanager
 def only_fallbacks(*words: str) -> Iterator[None]:
-    """Fails at its end if a call inside fell back for a reason that holds none of these words, nor is of a cache."""
-    reasons: dict[str, None] = {}  # each once: a test may count what calls leave behind
+    """Fail at the end if a call inside fell back for a reason without these words.
+
+    Reasons of caches are allowed.
+    """
+    reasons: dict[str, None] = {}  # each once: a test may count objects left by calls
     add = SpeculationStats.add_fallback
 
     def add_and_keep(stats: SpeculationStats, reason: str) -> None:
@@ -46,7 +49,7 @@ def only_fallbacks(*words: str) -> Iterator[None]:
 
 
 def without_caches(reasons: Iterable[str]) -> list[str]:
-    """The reasons but for those that say why a KV cache is dynamic, see `OF_CACHES`."""
+    """Return the reasons without those for a dynamic KV cache, see `OF_CACHES`."""
     return [
         reason
         for reason in reasons

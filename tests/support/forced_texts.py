@@ -1,4 +1,4 @@
-"""A tokenizer of letters and pairs of them, and grammars over its text that often leave one continuation."""
+"""Define a tokenizer of letters and pairs, and grammars that often force the text."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,12 +10,15 @@ from torch import Tensor
 import hf_speculate
 from tests.support.grammars import PureGrammar, RollbackGrammar
 
-# characters that may stand at each place of a text, which repeats them
+# Allowed characters at each place of a text; the pattern repeats.
 PATTERN = ("a", "b", "c", "d", "abcd", "c", "d", "b", "abd", "bc")
 
 
 class Pieces:
-    """Has single letters and pairs such as "ab", and takes the longest piece from the left."""
+    """Tokenizer of single letters and pairs such as "ab".
+
+    It takes the longest piece from the left.
+    """
 
     def __init__(self, size: int):
         letters = ascii_lowercase[: size // 2]
@@ -46,7 +49,7 @@ def pieces(size: int) -> Pieces:
 
 
 class TextMachine:
-    """Follows a pattern; states are places in the text, and None after a token that was forbidden.
+    """Automaton of a pattern. States are places in the text, or None after a forbidden token.
 
     A text that does not repeat its pattern ends with the token `end_id`.
     """
@@ -77,7 +80,7 @@ class TextMachine:
         return [*flags, *[False] * (vocab_size - len(flags))][:vocab_size]
 
     def forced(self, state: int | None, most: int = 1000) -> str:
-        """The characters without a choice."""
+        """Return the characters without a choice."""
         text = ""
         while state is not None and len(text) < most and len(self._at(state)) == 1:
             text, state = text + self._at(state), state + 1
@@ -90,7 +93,7 @@ class TextMachine:
 
 
 class ForcedGrammar(RollbackGrammar):
-    """With state that rolls back; counts what it is asked."""
+    """Grammar with state and rollback; it counts its calls."""
 
     num_asked = 0
 
@@ -101,7 +104,7 @@ class ForcedGrammar(RollbackGrammar):
 
 @hf_speculate.register_row_wise
 class PureForcedGrammar(PureGrammar):
-    """Without state."""
+    """Grammar without state."""
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
         return self.machine.forced(self._state(input_ids.tolist()))

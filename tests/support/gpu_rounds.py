@@ -1,4 +1,4 @@
-"""Counts what each round of a call launches on the fake GPU, uploads to it and waits for."""
+"""Count launches, uploads and waits of each round of a call on the fake GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,31 +14,31 @@ from tests.support.fake_cuda import FakeCuda
 
 
 class RoundCount(NamedTuple):
-    """One round, the two models' forwards apart."""
+    """Counts of one round, without the two models' forwards."""
 
     num_launches: int
     launches: dict[str, int]  # by operator
     waits: list[str]
     num_uploads: int
     attention: list[AttentionCall]  # in the forwards
-    num_plans: int  # that cuDNN has built so far
+    num_plans: int  # built by cuDNN so far
     report: RoundReport
 
 
 class Enough(Exception):
-    """Ends a call after the rounds that are to be counted."""
+    """Exception that ends a call after the counted rounds."""
 
 
 class Rounds(list[RoundCount]):
-    """The rounds of a call, as `speculation_callback=rounds.end`."""
+    """Rounds of a call, as `speculation_callback=rounds.end`."""
 
     def __init__(self, gpu: FakeCuda):
         super().__init__()
         self.gpu = gpu
-        self.most: int | None = None  # rounds after which the call is ended with `Enough`
+        self.most: int | None = None  # after this many rounds, `Enough` ends the call
 
     def end(self, report: RoundReport) -> None:
-        """Take down what was logged since the last round."""
+        """Record the log since the last round."""
         log = self.gpu.log
         own, waits = dict(log.launches.get("", {})), log.waits.get("", [])
         num_uploads, attention, num_plans = len(log.uploads), log.attention[:], len(log.plans)
@@ -50,7 +50,10 @@ class Rounds(list[RoundCount]):
             raise Enough
 
     def steady(self) -> list[RoundCount]:
-        """Rounds with a draft before which no row has left the batch; the first one, which reads the prompt, is not."""
+        """Return rounds with a draft and an unchanged batch.
+
+        The first one is left out, because it reads the prompt.
+        """
         rounds = ((now, before.report.row_ids) for before, now in pairwise(self))
         drafted = [
             now
@@ -62,7 +65,7 @@ class Rounds(list[RoundCount]):
 
 @contextmanager
 def counted(target: PreTrainedModel, draft: PreTrainedModel | None) -> Iterator[Rounds]:
-    """The fake GPU with both models on it, whose forwards are booked apart."""
+    """Enter a fake GPU with both models on it; their forwards are counted separately."""
     with FakeCuda() as gpu:
         for model, stage in ((target, "target"), (draft, "draft")):
             if model is not None:
@@ -72,5 +75,5 @@ def counted(target: PreTrainedModel, draft: PreTrainedModel | None) -> Iterator[
 
 
 def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs, uploaded."""
+    """Upload the inputs."""
     return {name: value.to("cuda:0") for name, value in inputs.items()}

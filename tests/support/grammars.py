@@ -1,4 +1,4 @@
-"""Grammars over token ids as logits processors: with state, with state that rolls back, and without state."""
+"""Define grammars over token ids as logits processors: stateful, with rollback, and stateless."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,11 @@ import hf_speculate
 
 
 class Brackets:
-    """Two kinds of brackets that must match, at most four deep; outside of them a text may end.
+    """Automaton of two kinds of matching brackets, at most four deep.
 
-    Ids by their remainder of 8: 0 and 1 open, 2 and 3 close, 4 to 6 are letters, 7 may stand
-    outside of brackets only. A state of None is that after a token that was forbidden, of which
-    nothing is said any more.
+    A text may end outside of them. Ids by their remainder of 8: 0 and 1 open, 2 and 3 close, 4 to 6
+    are letters, 7 may stand outside of brackets only. The state is None after a forbidden token,
+    and then nothing is forbidden.
     """
 
     start: tuple[int, ...] = ()
@@ -40,14 +40,17 @@ class Brackets:
 
 
 def masked(machine: Brackets, states: Sequence[Any], scores: Tensor) -> Tensor:
-    """[B, V], -inf where a row's state forbids an id; rows of which nothing is said stay as they are."""
+    """Set scores [B, V] to -inf where a row's state forbids an id; a state of None forbids none."""
     size = scores.shape[1]
     allowed = [[True] * size if state is None else machine.allowed(state, size) for state in states]
     return scores.masked_fill(~torch.tensor(allowed, device=scores.device), -torch.inf)
 
 
 class Grammar(LogitsProcessor):
-    """Follows the text token by token, as processors of grammar libraries do: foreign to a block."""
+    """Grammar that follows the text token by token, like those of grammar libraries.
+
+    A block does not know it.
+    """
 
     def __init__(self, machine: Brackets):
         self.machine = machine
@@ -63,7 +66,7 @@ class Grammar(LogitsProcessor):
 
 
 class RollbackGrammar(Grammar):
-    """The same with the three methods of `RollbackProcessor`."""
+    """Grammar with the three methods of `RollbackProcessor`."""
 
     def rollback(self, num_calls: Sequence[int]) -> None:
         for states, num in zip(self.states, num_calls, strict=True):
@@ -81,7 +84,7 @@ class RollbackGrammar(Grammar):
 
 @hf_speculate.register_row_wise
 class PureGrammar(LogitsProcessor):
-    """The same without state: every call reads the new tokens from the first on."""
+    """Grammar without state: every call reads all new tokens."""
 
     def __init__(self, machine: Brackets, prompt_len: int):
         self.machine = machine
@@ -98,14 +101,14 @@ class PureGrammar(LogitsProcessor):
 
 
 class WatchedGrammar(RollbackGrammar):
-    """Writes down, whenever a draft begins and after every rollback, which tokens each row's state has followed."""
+    """Grammar that records each row's followed tokens as drafts begin and after rollbacks."""
 
     def __init__(self, machine: Brackets, prompt_len: int):
         super().__init__(machine)
         self.prompt_len = prompt_len
         self.row_ids: list[int] = []  # [B] each row's place in the output
         self.followed: list[list[int]] = []  # [B]
-        self.log: list[tuple[int, list[int]]] = []  # a row's place, and what it had followed
+        self.log: list[tuple[int, list[int]]] = []  # a row's place, and its followed tokens
         self.num_forks = self.num_rollbacks = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

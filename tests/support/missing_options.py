@@ -1,4 +1,4 @@
-"""Hides options of the library: an editable installation would find those that a copy lacks."""
+"""Hide options of the library: an editable installation would find those a copy lacks."""
 
 import sys
 from collections.abc import Collection
@@ -11,7 +11,7 @@ PREFIX = "hf_speculate.options."
 
 
 class Placeholder:
-    """Stands for what a test module imports from an option; its use fails as the import would."""
+    """Stand-in for a name imported from an option; its use fails as the import would."""
 
     def __init__(self, module: str):
         object.__setattr__(self, "_module", module)
@@ -24,7 +24,7 @@ class Placeholder:
 
 
 class Placeholders(Loader):
-    """Makes modules of placeholders."""
+    """Loader of modules of placeholders."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return ModuleType(spec.name)
@@ -39,7 +39,7 @@ class Placeholders(Loader):
 
 
 class Missing(MetaPathFinder):
-    """Finds no module of the named options, and lets no other finder look for one."""
+    """Finder that finds no module of the named options and stops the search."""
 
     def __init__(self, options: Collection[str] | None):
         self.options = options  # None for all
@@ -58,14 +58,14 @@ class Missing(MetaPathFinder):
         raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
     def fail(self) -> None:
-        """Give no more placeholders, and forget the modules of those that there are."""
+        """Stop giving placeholders, and forget the modules of the existing ones."""
         self.gives_placeholders = False
         for name in [name for name in sys.modules if f"{name}.".startswith(PREFIX)]:
             del sys.modules[name]
 
 
 def hide(options: Collection[str] | None) -> Missing:
-    """Let the process find no module of these options, None for all; none is imported yet."""
+    """Hide the modules of these options, None for all; none is imported yet."""
     loaded = [name for name in sys.modules if name.startswith(PREFIX)]
     assert not loaded, loaded
     finder = Missing(options)

@@ -1,4 +1,4 @@
-"""Drafts of a token for which the target computes NaN: in its embedding, or in what a forward has written for it."""
+"""Draft a token with NaN in the target: in its embedding, or in the states of a forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,9 +13,9 @@ from hf_speculate.cache.layers import attention_layers, text_cache
 from hf_speculate.cache.ragged_layer import RaggedLayer
 
 NAN_ID = 7
-# what a logit loses so that its token is never chosen; finite in half precision, and NaN stays NaN
+# A logit minus this is never chosen. It is finite in half precision, and NaN stays NaN.
 UNLIKELY = 1e4
-Spoil = Callable[[PreTrainedModel], Any]  # gives the handle of a hook
+Spoil = Callable[[PreTrainedModel], Any]  # returns the handle of a hook
 
 
 def embedding_is_nan(target: PreTrainedModel) -> Any:
@@ -26,7 +26,7 @@ def embedding_is_nan(target: PreTrainedModel) -> Any:
 
 
 def written_states_are_nan(target: PreTrainedModel) -> Any:
-    """Logits, keys and values of a forward, from the first `NAN_ID` of a row on."""
+    """Make logits, keys and values of a forward NaN, from the first `NAN_ID` of a row on."""
 
     def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         is_nan = (_queried(kwargs) == NAN_ID).cumsum(1).bool()  # [B, Q]
@@ -52,9 +52,9 @@ def drafts_of_nan(
     every: int = 5,
     likely: float = UNLIKELY,
 ) -> Iterator[None]:
-    """The draft proposes `NAN_ID` after each id that `every` divides, and the target never emits it.
+    """Let the draft propose `NAN_ID` after each id divisible by `every`; the target never emits it.
 
-    A draft that is sampled does so with the odds exp(`likely`).
+    A sampled draft proposes it with the odds exp(`likely`).
     """
 
     def forbid(module: Any, args: Any, output: Any) -> None:
@@ -77,7 +77,7 @@ def drafts_of_nan(
 
 
 def without_nan(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs with another token in place of `NAN_ID`."""
+    """Return the inputs with another token in place of `NAN_ID`."""
     ids = inputs["input_ids"]
     return inputs | {"input_ids": ids.masked_fill(ids == NAN_ID, NAN_ID + 1)}
 

@@ -1,11 +1,11 @@
-"""Pytest plugin that runs tests written for the host on a device: options and caches that no test marked `gpu` runs.
+"""Run tests of the host on a device: options and caches without a test marked `gpu`.
 
     python -m pytest -p tests.support.on_device -n 8 tests/options tests/generation
 
-Models and tensors whose device nobody names lie on `$ON_DEVICE`, by default `cuda:0`, with the
-numbers that they have on the host. Tests that name the host themselves, start threads or compile
-fail for that alone: read the failures whose last lines are in `hf_speculate/`, and compare with the
-same test on a CPU.
+This plugin puts models and tensors without a named device on `$ON_DEVICE`, by default `cuda:0`,
+with the numbers of the host. Tests that name the host, start threads or compile fail for that
+reason alone. Read the failures with last lines in `hf_speculate/`, and compare with the same test
+on a CPU.
 """
 
 import functools
@@ -27,7 +27,7 @@ from tests.support import fallbacks, tiny, tiny_encoders, tiny_families, tiny_wr
 
 DEVICE = torch.device(os.environ.get("ON_DEVICE", "cuda:0"))
 _FACTORIES = frozenset(_device_constructors())
-# other numbers on a device
+# A device draws other numbers.
 _RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 _COMPARISONS = (torch.equal, torch.allclose, torch.isclose)
 _MAKERS = {
@@ -46,7 +46,7 @@ _MAKERS = {
 
 
 class OnDevice(TorchFunctionMode):
-    """Makes tensors on the device unless a call says where."""
+    """Mode that makes tensors on the device unless a call names one."""
 
     is_paused = False
 
@@ -68,7 +68,7 @@ class OnDevice(TorchFunctionMode):
 
 
 def _draws_on_the_host(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a generator of the host is to fill, or to choose by, a tensor of the device."""
+    """Return whether a generator of the host fills, or chooses by, a tensor of the device."""
     generator = kwargs.get("generator")
     on_host = generator is not None and generator.device.type == "cpu"
     return on_host and bool(args) and isinstance(args[0], Tensor) and args[0].device.type != "cpu"
@@ -93,7 +93,7 @@ def _moved(value: Any) -> Any:
 
 
 def _moving(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes on the host what is moved then."""
+    """Wrap a maker: it runs on the host, and its result is moved."""
 
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The pages, and the blocks, commands and scripts that they show."""
+"""Read the pages with their blocks, commands and scripts."""
 
 import configparser
 import re
@@ -16,7 +16,7 @@ PROGRAM = re.compile(
     r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )"
 )
 COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
-# The row of a script in the examples' table: its name and its extras, "-" where there are none.
+# Row of a script in the examples' table: its name and its extras, or "-".
 ROW = re.compile(r"^\| `([^`]+)` \| `?([^`\s]+)`? \|", re.M)
 EXTRA = re.compile(r'pip install (?:-U )?"\.\[([\w,]+)\]"')
 
@@ -26,24 +26,24 @@ def read(page: str) -> str:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The page's blocks of one language, in order."""
+    """Return the page's blocks of one language, in order."""
     return [dedent(code) for _, label, code in BLOCK.findall(read(page)) if label == language]
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page's blocks of sh, in order, each with the lines that it goes on in."""
+    """Return the commands of a page's blocks of sh, in order, with their continuation lines."""
     return [
         command for block in blocks(page, "sh") for command in re.split(r"(?<!\\)\n", block.strip())
     ]
 
 
 def named_commands(page: str) -> list[str]:
-    """The commands that a page names in its text, many without their arguments."""
+    """Return the commands named in a page's text, many without their arguments."""
     return [" ".join(command.split()) for command in COMMAND.findall(BLOCK.sub("", read(page)))]
 
 
 def extras_of_scripts() -> dict[str, set[str]]:
-    """The extras of each row of the examples' table."""
+    """Return the extras of each row of the examples' table."""
     return {
         name: set(extras.split(",")) - {"-"}
         for name, extras in ROW.findall(read("examples/README.md"))
@@ -51,7 +51,7 @@ def extras_of_scripts() -> dict[str, set[str]]:
 
 
 def extras_named_in(text: str) -> set[str]:
-    """The extras of setup.cfg that a text says how to install."""
+    """Return the extras of setup.cfg with installation commands in a text."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     named = {extra for extras in EXTRA.findall(text) for extra in extras.split(",")}

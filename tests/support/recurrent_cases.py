@@ -1,4 +1,4 @@
-"""What tests of hybrid and recurrent models share."""
+"""Share helpers of tests of hybrid and recurrent models."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from hf_speculate.cache.layers import attention_layers
 from hf_speculate.options.recurrent.states import States, states_of
 from tests.support import tiny
 
-# Float64 rounds at 1e-16. Float32 states, or experts that are weighed in float32, round at 6e-8,
-# and a number on the border between two of them may fall to either side. Wrong states differ by
-# 1e-2 and more.
+# Float64 rounds at 1e-16. Float32 states, or experts weighed in float32, round at 6e-8, and a
+# number on the border between two of them may fall to either side. Wrong states differ by 1e-2 and
+# more.
 TOLERANCE, FLOAT32_TOLERANCE = 1e-12, 1e-6
 
 
 def hooks_of(model: PreTrainedModel) -> list[object]:
-    """All but those of `tests.support.tiny` itself."""
+    """Return all hooks except those of `tests.support.tiny`."""
     tables = [
         table
         for module in model.modules()
@@ -26,28 +26,30 @@ def hooks_of(model: PreTrainedModel) -> list[object]:
 
 
 def recurrent_states(kv_cache: Cache) -> list[States]:
-    """Copies, by layer."""
+    """Return copies of the states, by layer."""
     layers = [layer for layer in kv_cache.layers if hasattr(layer, "conv_states")]
     return [{slot: state.clone() for slot, state in states_of(layer).items()} for layer in layers]
 
 
 def error(one: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest number."""
     return float((one - other).abs().max() / other.abs().max())
 
 
 def assert_equal_caches(one: Cache, other: Cache, most: float = FLOAT32_TOLERANCE) -> None:
-    """States of both kinds, and what else goes on from them."""
-    for layer, twin in zip(one.layers, other.layers, strict=True):
+    """Compare states of both kinds and the other state of a cache."""
+    for layer, expected in zip(one.layers, other.layers, strict=True):
         if hasattr(layer, "conv_states"):
             assert not layer.record_past
-            assert layer.has_previous_state == twin.has_previous_state
+            assert layer.has_previous_state == expected.has_previous_state
     for states, others in zip(recurrent_states(one), recurrent_states(other), strict=True):
         assert states.keys() == others.keys()
         for slot, state in states.items():
             assert (state.shape, state.dtype) == (others[slot].shape, others[slot].dtype)
             assert error(state, others[slot]) <= most
-    for layer, twin in zip(*(attention_layers(part.layers) for part in (one, other)), strict=True):
-        assert layer.get_seq_length() == twin.get_seq_length()
-        assert torch.allclose(layer.keys, twin.keys, atol=most)
-        assert torch.allclose(layer.values, twin.values, atol=most)
+    for layer, expected in zip(
+        *(attention_layers(kv_cache.layers) for kv_cache in (one, other)), strict=True
+    ):
+        assert layer.get_seq_length() == expected.get_seq_length()
+        assert torch.allclose(layer.keys, expected.keys, atol=most)
+        assert torch.allclose(layer.values, expected.values, atol=most)

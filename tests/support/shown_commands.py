@@ -1,4 +1,4 @@
-"""Says what is wrong with the commands that pages show, without running them."""
+"""Check the commands on pages without running them."""
 
 import importlib.util
 import itertools
@@ -17,13 +17,14 @@ from hf_speculate.tools.cli.main import app
 ROOT = Path(__file__).parents[2]
 CLI = "hf_speculate.tools.cli.main"
 LAUNCHERS = r"python(3(\.\d+)?)?|torchrun|accelerate"
-FREE = (".", "cp", "curl", "export", "gh", "git", "pip")  # about which nothing is known here
+FREE = (".", "cp", "curl", "export", "gh", "git", "pip")  # unknown commands, not checked here
 
 
 def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
-    """What is wrong with each command of a block of sh, which begins at the root of a clone.
+    """Return the problems of each command of a block of sh.
 
-    In running text commands are often only named: not `is_whole`, they may lack arguments.
+    The block begins at the root of a clone. Commands in running text are often only named: without
+    `is_whole`, they may lack arguments.
     """
     problems, folder = [], ROOT
     for words in commands_in(block):
@@ -37,30 +38,35 @@ def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
 
 
 def commands_in(block: str) -> Iterator[list[str]]:
-    """The words of each simple command: without comments, variables set in front, and redirections."""
+    """Yield the words of each simple command.
+
+    Comments, variables set in front, and redirections are removed.
+    """
     for line in block.replace("\\\n", " ").splitlines():
-        for part in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
+        for command in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
             words = list(
-                itertools.dropwhile(lambda word: re.fullmatch(r"\w+=.*", word), shlex.split(part))
+                itertools.dropwhile(
+                    lambda word: re.fullmatch(r"\w+=.*", word), shlex.split(command)
+                )
             )
             if words:
                 yield words
 
 
 def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
-    """What is wrong with one command that is given in `folder`; None: nothing."""
-    program, *rest = words
+    """Return the problem of one command given in `folder`, or None."""
+    program, *arguments = words
     name = Path(program).name or program
     if name == "make":
         known = re.findall(
             r"^[A-Za-z_-]+(?=:| [?:]?=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
         )
-        unknown = [word for word in rest if word.partition("=")[0] not in known]
+        unknown = [word for word in arguments if word.partition("=")[0] not in known]
         return f"the Makefile has no {unknown[0]}" if unknown else None
     if name == "hf-speculate":
-        return _cli_problem(rest, is_whole)
+        return _cli_problem(arguments, is_whole)
     if re.fullmatch(LAUNCHERS, name):
-        return _script_problem(rest, folder, is_whole)
+        return _script_problem(arguments, folder, is_whole)
     return (
         None
         if name in FREE
@@ -81,7 +87,7 @@ def _cli_problem(words: list[str], is_whole: bool) -> str | None:
     try:
         group.commands[name].make_context(name, arguments)
     except typer.Exit:
-        return None  # --help
+        return None  # for --help
     except TyperException as error:
         message = error.format_message()
         return None if message.startswith("Missing") and not is_whole else message
@@ -103,7 +109,7 @@ def _script_problem(words: list[str], folder: Path, is_whole: bool) -> str | Non
 
 
 def _options_problem(path: Path, words: list[str]) -> str | None:
-    """Looks for options in the script, and in the modules beside it."""
+    """Look for options in the script, and in the modules beside it."""
     if not path.is_file():
         return f"no file {path.name}"
     sources = [path, *path.parent.glob("*.py"), *path.parent.glob("*/*.py")]

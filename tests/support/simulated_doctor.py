@@ -1,4 +1,4 @@
-"""Simulated devices for `hf-speculate doctor`; the process of each check enters one of them."""
+"""Simulate devices for `hf-speculate doctor`; the process of each check enters one of them."""
 
 import os
 import pkgutil
@@ -17,7 +17,7 @@ from tests.support.recorded_graphs import spoil
 
 @contextmanager
 def kernels_wrong() -> Iterator[None]:
-    """The greedy kernel accepts one token more."""
+    """Let the greedy kernel accept one token more."""
     kernels = pkgutil.resolve_name("hf_speculate.kernels.kernels")
     greedy = kernels.greedy
 
@@ -31,7 +31,7 @@ def kernels_wrong() -> Iterator[None]:
 
 @contextmanager
 def graphs_wrong() -> Iterator[None]:
-    """Replays write other numbers."""
+    """Let replays write other numbers."""
     replay = fake_cuda.FakeGraph.replay
 
     def wrong(graph: Any) -> None:
@@ -44,7 +44,7 @@ def graphs_wrong() -> Iterator[None]:
 
 @contextmanager
 def crashing() -> Iterator[None]:
-    """Graphs end their process."""
+    """Let graphs end their process."""
 
     def crash(*_: Any) -> str:
         os.write(2, b"an illegal memory access was encountered\n")
@@ -57,7 +57,7 @@ def crashing() -> Iterator[None]:
 
 @contextmanager
 def hanging() -> Iterator[None]:
-    """Texts never end."""
+    """Let texts never end."""
 
     def hang(*_: Any) -> str:
         while True:

@@ -1,4 +1,4 @@
-"""Tiny random models built in code, so that no test needs a download."""
+"""Build tiny random models in code, so no test needs a download."""
 
 import copy
 from typing import Any
@@ -19,8 +19,8 @@ from tests.support.tiny_configs import (
     recurrent_configs,
 )
 
-# Hooks of tests count forwards and the like, and are no user's; `tests.generation.test_hooks` makes
-# those of users.
+# Hooks of tests count forwards and the like. They are not a user's hooks, which
+# `tests.generation.test_hooks` makes.
 KNOWN_PACKAGES.add("tests")
 
 # The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times
@@ -41,18 +41,18 @@ _CHUNKED = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_lay
 _CHUNKED |= {"attention_chunk_size": SLIDING_WINDOW}
 _ONE_EXPERT = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
-# Kind -> config class and fields of its own.
+# Kind -> config class and its fields.
 _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "mistral_window": (transformers.MistralConfig, {}),
-    # two of each sort
+    # Two of each sort.
     "gemma2": (transformers.Gemma2Config, {**_SOFTCAPS, "num_hidden_layers": 4}),
     "gpt2": (transformers.GPT2Config, {}),
     "bloom": (transformers.BloomConfig, {}),
 }
 
-# Kinds for which each test of a whole call runs; `MORE_KINDS` are met in
+# Each test of a whole call runs for these kinds. `MORE_KINDS` are in
 # `tests/generation/test_models.py` only.
 TINY_FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 
@@ -90,7 +90,7 @@ _CONFIGS |= recurrent_configs()
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    """The configuration of a tiny model of `kind` (one of `KINDS`); `overrides` are fields of its config class."""
+    """Return the config of a tiny model of `kind` in `KINDS`; `overrides` are its fields."""
     if family not in _CONFIGS:
         raise ValueError(f"kind must be one of {sorted(_CONFIGS)}, got {family!r}")
     config_class, fields = _CONFIGS[family]
@@ -128,18 +128,18 @@ def make_model(
     attn_implementation: str | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A tiny random causal language model in eval mode; `overrides` are fields of the kind's config class.
+    """Make a tiny random causal language model in eval mode; `overrides` are config fields.
 
-    The same arguments give the same weights, which are drawn in float64 and rounded; torch's global
-    generator is left as it was. Nothing ends a text unless the caller sets an EOS id. Gemma 2 and
-    Bloom take the attention's softmax in float32 whatever the dtype.
+    The same arguments give the same weights, drawn in float64 and rounded. torch's global generator
+    stays the same. Nothing ends a text unless the caller sets an EOS id. Gemma 2 and Bloom take the
+    softmax of attention in float32 for every dtype.
     """
     if attn_implementation is None and family == "gemma2":
-        attn_implementation = "eager"  # transformers 5.17 takes SDPA, which drops the softcapping
+        attn_implementation = "eager"  # transformers 5.17 takes SDPA, without the softcapping
     config = make_config(family, vocab_size=vocab_size, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The grouped product of matrices that experts use else knows no float64.
+        # The grouped matrix product of experts does not run in float64.
         options = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **options).eval()
     model.requires_grad_(False)
@@ -154,7 +154,7 @@ def make_model(
 
 
 def vary_vectors(model: PreTrainedModel) -> None:
-    """Add noise to biases, decays and norms, which begin as constants: zeros hide what reads them."""
+    """Add noise to biases, decays and norms: their initial zeros would hide errors."""
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         if weight.ndim < 2:
@@ -164,7 +164,7 @@ def vary_vectors(model: PreTrainedModel) -> None:
 def make_small_model(
     vocab_size: int = 8, *, sharpness: float = 1.0, **options: Any
 ) -> PreTrainedModel:
-    """A Llama of width 16, small enough to compute the joint distribution of a few tokens from every prefix.
+    """Make a Llama of width 16, small enough for the joint distribution of a few tokens.
 
     `sharpness` multiplies the logits: 0 makes distributions uniform, 1 leaves an entropy of 1 to
     1.6 nats at V = 8.
@@ -183,7 +183,7 @@ def make_small_model(
 
 
 def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> PreTrainedModel:
-    """A deep copy whose weights carry Gaussian noise: a draft that is right most of the time and not always.
+    """Copy a model with Gaussian noise in its weights: a draft that is mostly right.
 
     `scale` is the standard deviation of the noise, relative to that of each weight; 0 copies
     exactly.
@@ -193,7 +193,7 @@ def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> Pr
     seen: set[int] = set()
     for weight in draft.parameters():
         if weight.ndim < 2 or weight.data_ptr() in seen:
-            continue  # norms and biases are constant at first: relative noise would be none
+            continue  # norms and biases begin as constants: relative noise would be none
         seen.add(weight.data_ptr())
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         weight.add_((noise * scale * weight.double().std().cpu()).to(weight))
@@ -209,23 +209,26 @@ _CONTEXTS = (
 
 
 def with_context(model: PreTrainedModel, num_tokens: int, **fields: Any) -> PreTrainedModel:
-    """A `cut_copy` whose tables of positions end after `num_tokens`."""
+    """Return a `cut_copy` with tables of positions that end after `num_tokens`."""
     return cut_copy(model, **dict.fromkeys(_CONTEXTS, num_tokens), **fields)
 
 
 def cheaper_copy(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel:
-    """A noisy copy of a Llama that lacks two units of each feed-forward layer, so that "adaptive" does call it."""
+    """Return a noisy copy of a Llama with two units less per layer, so "adaptive" calls it."""
     return noisy_copy(cut_copy(model, intermediate_size=model.config.intermediate_size - 2), scale)
 
 
 def cut_copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
-    """A copy whose text config has other `fields`, as far as it knows them, with the leading part of each weight."""
+    """Copy a model with other `fields` of its text config and the leading part of each weight.
+
+    Fields unknown to the config are ignored.
+    """
     config = copy.deepcopy(model.config)
-    # which is a copy in encoder-decoders
-    for part in (config, config.get_text_config(decoder=True)):
+    # A copy in encoder-decoders.
+    for section in (config, config.get_text_config(decoder=True)):
         for name, value in fields.items():
-            if hasattr(part, name):
-                setattr(part, name, value)
+            if hasattr(section, name):
+                setattr(section, name, value)
     smaller = type(model)(config).to(model.dtype).eval().requires_grad_(False)
     weights = dict(model.named_parameters())
     for name, weight in smaller.named_parameters():
@@ -244,7 +247,7 @@ def ragged_prompts(
     vocab_size: int = 64,
     pad_token_id: int = PAD_TOKEN_ID,
 ) -> dict[str, Tensor]:
-    """Left-padded random prompts of different lengths, as keywords of `generate()`, both [B, T] int64.
+    """Return left-padded random prompts of different lengths, as keywords with [B, T] int64.
 
     With two rows or more, the shortest prompt has `min_len` and the longest `max_len` tokens. No
     real token is `pad_token_id`.

@@ -1,4 +1,4 @@
-"""Configurations of tiny models, recurrent ones too, whose sizes are filled in by the names of their fields."""
+"""Make configs of tiny models, also recurrent ones, with sizes by the names of their fields."""
 
 import dataclasses
 from typing import Any
@@ -10,9 +10,9 @@ SLIDING_WINDOW = 8
 MAX_LEN = 512
 PAD_TOKEN_ID, START_TOKEN_ID = 0, 1
 VOCAB_SIZE = 64
-# A standard deviation of 0.3 at width 32 makes attention peaked and the blocks outweigh the
-# residual stream, so that the text depends on its prefix: greedy text does not fall into one token
-# for ever.
+# A standard deviation of 0.3 at width 32 makes attention peaked, and the blocks outweigh the
+# residual stream. So the text depends on its prefix, and greedy text does not repeat one token
+# forever.
 INITIALIZER_RANGE = 0.3
 
 COMMON: dict[str, Any] = {
@@ -23,24 +23,23 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": PAD_TOKEN_ID,
 }
-# A config class takes those that it knows, by its own name or another one for it.
+# A config class takes the fields that it knows, also by another name.
 _NAMES: dict[Any, str] = {
     32: "hidden_size d_model n_embd embedding_size word_embed_proj_dim",
     48: "intermediate_size ffn_dim d_ff dff encoder_ffn_dim decoder_ffn_dim",
     24: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
     16: "kv_lora_rank mamba_d_head mamba_head_dim router_hidden_size",
-    8: "head_dim d_kv rotary_dim query_pre_attn_scalar sliding_window qk_rope_head_dim qk_nope_head_dim v_head_dim "
-    "swa_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim sliding_window_size "
-    "mamba_d_state "
-    # chunks of 128 tokens take most of a small model's time
+    8: "head_dim d_kv rotary_dim query_pre_attn_scalar sliding_window qk_rope_head_dim "
+    "qk_nope_head_dim v_head_dim swa_head_dim linear_head_dim linear_key_head_dim "
+    "linear_value_head_dim sliding_window_size mamba_d_state "
+    # Chunks of 128 tokens take most of a small model's time.
     "ssm_state_size state_size chunk_size mamba_chunk_size",
-    4: "num_attention_heads n_head num_heads attention_heads encoder_attention_heads decoder_attention_heads "
-    "swa_num_attention_heads linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads "
-    "n_mamba_heads "
-    "num_experts num_local_experts n_routed_experts",
-    2: "num_hidden_layers n_layer num_layers encoder_layers decoder_layers num_decoder_layers num_key_value_heads "
-    "swa_num_key_value_heads linear_num_key_heads mamba_n_groups mamba_ngroups n_groups "
-    "num_experts_per_tok",
+    4: "num_attention_heads n_head num_heads attention_heads encoder_attention_heads "
+    "decoder_attention_heads swa_num_attention_heads linear_num_value_heads linear_num_heads "
+    "mamba_n_heads mamba_num_heads n_mamba_heads num_experts num_local_experts n_routed_experts",
+    2: "num_hidden_layers n_layer num_layers encoder_layers decoder_layers "
+    "num_decoder_layers num_key_value_heads swa_num_key_value_heads linear_num_key_heads "
+    "mamba_n_groups mamba_ngroups n_groups num_experts_per_tok",
     1: "n_group topk_group n_shared_experts",
     INITIALIZER_RANGE: "init_std",
     MAX_LEN: "max_position_embeddings n_positions max_seq_len",
@@ -50,7 +49,7 @@ _SIZES = {name: value for value, names in _NAMES.items() for name in names.split
 
 
 def fill(config_class: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
-    """A config of tiny sizes; `fields` are those of its own."""
+    """Make a config of tiny sizes; `fields` are specific to it."""
     aliases, names = (
         config_class.attribute_map,
         {field.name for field in dataclasses.fields(config_class)},
@@ -120,7 +119,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "inkling": ("InklingTextConfig", {**_INKLING, "d_rel": 4, "rel_extent": 32}),
     "zaya": ("ZayaConfig", {"num_experts_per_tok": 1}),
 }
-# Models whose recurrent states lie in no cache layer that is handed to their modules.
+# Models with recurrent states outside the cache layers handed to their modules.
 UNSUPPORTED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("MiniMaxConfig", {"layer_types": ["linear_attention", "full_attention"]}),
     "recurrent_gemma": ("RecurrentGemmaConfig", {"lru_width": 32}),
@@ -133,15 +132,15 @@ RECURRENT_FAMILIES: tuple[str, ...] = tuple(
 
 
 def recurrent_configs() -> dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]:
-    """Kind -> config class, fields; those that this version of transformers has."""
+    """Return config class and fields by kind, for kinds in this version of transformers."""
     known = {family: _KINDS[family] for family in RECURRENT_FAMILIES}
     return {
-        family: (getattr(transformers, name), {"num_hidden_layers": 3, **own})
-        for family, (name, own) in known.items()
+        family: (getattr(transformers, name), {"num_hidden_layers": 3, **fields})
+        for family, (name, fields) in known.items()
     }
 
 
 def unsupported_config(family: str) -> PreTrainedConfig:
-    """The config of a tiny model of `UNSUPPORTED_RECURRENT`."""
+    """Make the config of a tiny model of `UNSUPPORTED_RECURRENT`."""
     name, fields = UNSUPPORTED_RECURRENT[family]
     return fill(getattr(transformers, name), **fields)

@@ -1,4 +1,4 @@
-"""Tiny random models that read more than text, built in code: encoder-decoders, and readers of images."""
+"""Build tiny random encoder-decoders and picture models in code."""
 
 import copy
 from typing import Any
@@ -61,10 +61,9 @@ QWEN_ROPE = {
 }
 QWEN_TEXT = {**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE}
 _START = {"decoder_start_token_id": START_TOKEN_ID}
-# than the decoder: a cache made for the config has layers that stay empty
+# With more layers than the decoder, a cache made for the config has layers that stay empty.
 _LONGER = {"encoder_layers": 3}
-# What an encoder gives is much the same in every column: weaker, it leaves the text to depend on
-# its prefix.
+# The encoder gives nearly the same in every column. Weaker output leaves the text to its prefix.
 _T5_GAINS = {
     "EncDecAttention.o.": 0.5,
     "SelfAttention.o.": 6.0,
@@ -77,7 +76,7 @@ _BART_GAINS = {"encoder_attn.out_proj": 0.1}
 def ready(
     model: PreTrainedModel, seed: int = 0, gains: dict[str, float] | None = None, **settings: Any
 ) -> PreTrainedModel:
-    """The model in float64 and eval mode, its matrices drawn anew, for greedy decoding.
+    """Return the model in float64 and eval mode, with new random matrices, for greedy decoding.
 
     `gains` multiply the decoder's weights of such names; `settings` are of the generation config.
     """
@@ -88,8 +87,8 @@ def ready(
         if weight.ndim > 1 and weight.data_ptr() not in seen:
             seen.add(weight.data_ptr())
             weight.normal_(0, INITIALIZER_RANGE, generator=generator)
-        for part, gain in (gains or {}).items():
-            if "decoder." in name and part in name:
+        for words, gain in (gains or {}).items():
+            if "decoder." in name and words in name:
                 weight.mul_(gain)
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
     model.config.dtype = torch.float64
@@ -103,28 +102,28 @@ def ready(
 
 
 def make(class_name: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """A model of the class; `fields` are all those of its config that are not the default."""
+    """Make a model of the class; `fields` are all its non-default config fields."""
     model_class = getattr(transformers, class_name)
     return ready(model_class(model_class.config_class(**fields)), seed)
 
 
 def make_t5(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A T5; `overrides` are fields of its config."""
+    """Make a T5; `overrides` are config fields."""
     config = fill(transformers.T5Config, **_START | {"num_layers": 3} | overrides)
     return ready(transformers.T5ForConditionalGeneration(config), seed, _T5_GAINS)
 
 
 def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A BART, whose positions are columns; `overrides` are fields of its config."""
+    """Make a BART, which takes columns as positions; `overrides` are config fields."""
     config = fill(transformers.BartConfig, **_START | _LONGER | overrides)
     return ready(transformers.BartForConditionalGeneration(config), seed, _BART_GAINS)
 
 
 def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGeneration:
-    """A Whisper of windows of `NUM_FRAMES` frames, ids from 50 on being times; `overrides` are fields of its config.
+    """Make a Whisper with windows of `NUM_FRAMES` frames; `overrides` are config fields.
 
-    Generation settings are those of English-only checkpoints, with another id suppressed at the
-    beginning than later.
+    Ids from 50 on are times. Generation settings are those of English-only checkpoints, with
+    another id suppressed at the beginning than later.
     """
     sizes = {
         "num_mel_bins": NUM_MEL_BINS,
@@ -147,7 +146,10 @@ def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGen
 
 
 def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
-    """A decoder-only draft with the weights of `model`, which attends to another model's encoder output."""
+    """Make a decoder-only draft with the weights of `model`.
+
+    It attends to another model's encoder output.
+    """
     config = copy.deepcopy(model.config)  # the class writes into it
     decoder = WhisperForCausalLM(config).to(torch.float64).eval().requires_grad_(False)
     decoder.model.decoder.load_state_dict(model.model.decoder.state_dict())
@@ -157,24 +159,24 @@ def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    """The same random numbers for the same shape and seed, float64."""
+    """Return the same random float64 numbers for the same shape and seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> Tensor:
-    """Random features [B, mel bins, frames] float64."""
+    """Return random features [B, mel bins, frames] float64."""
     return noise(batch_size, NUM_MEL_BINS, num_frames, seed=seed)
 
 
 def make_llava(*, seed: int = 0) -> PreTrainedModel:
-    """A LLaVA over a Llama, four tokens an image."""
+    """Make a LLaVA over a Llama, with four tokens an image."""
     return make(
         "LlavaForConditionalGeneration", seed, **CLIP_AND_LLAMA, image_token_id=IMAGE_TOKEN_ID
     )
 
 
 def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
-    """A Qwen2-VL, whose positions have three axes and fall behind the number of tokens at every image."""
+    """Make a Qwen2-VL: its positions have three axes and lag behind tokens at every image."""
     vision = {**MERGING_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
     return make(
         "Qwen2VLForConditionalGeneration",
@@ -186,7 +188,7 @@ def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
 
 
 def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
-    """A Qwen3.5 as its checkpoints have it: recurrent layers, and positions as in Qwen2-VL."""
+    """Make a Qwen3.5 as in its checkpoints: recurrent layers, and positions as in Qwen2-VL."""
     text = make_config("qwen3_5").to_dict()
     rope = {
         "rope_type": "default",
@@ -194,17 +196,17 @@ def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
         "mrope_section": [2, 1, 1],
         "partial_rotary_factor": 1.0,
     }
-    own = {"vision_config": {**MERGING_VISION, "num_position_embeddings": 16}, **QWEN_IDS}
+    fields = {"vision_config": {**MERGING_VISION, "num_position_embeddings": 16}, **QWEN_IDS}
     return make(
         "Qwen3_5ForConditionalGeneration",
         seed,
         text_config={**text, "rope_parameters": rope},
-        **own,
+        **fields,
     )
 
 
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
-    """A model of text alone with the weights, but for some noise, that a reader of images has for text."""
+    """Make a text-only model with the noisy text weights of a picture model."""
     name = target.config.model_type
     family = "qwen3_5" if name == "qwen3_5" else "qwen2" if name.startswith("qwen2") else "llama"
     draft = make_model(family, vocab_size=VOCAB_SIZE)
@@ -216,7 +218,7 @@ def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
 def picture_prompts(
     target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Left-padded prompts with one picture each, four tokens of it in the text, as keywords of `generate()`."""
+    """Return left-padded prompts with one picture of four tokens each, as keywords."""
     inputs = prompts_with(batch_size, IMAGE_TOKEN_ID, 4)
     if target.config.model_type == "llava":
         return {**inputs, "pixel_values": noise(batch_size, 3, 8, 8, seed=seed)}
@@ -229,7 +231,7 @@ def picture_prompts(
 def mixed_prompts(
     target: PreTrainedModel, pictures_of_rows: tuple[int, ...] = (0, 1, 2), *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Left-padded prompts with so many pictures in each row, and other padding in each, as keywords of `generate()`."""
+    """Return left-padded prompts with this many pictures by row, and different padding."""
     picture = [62, *[IMAGE_TOKEN_ID] * 4, 63]
     rows = [
         [3 + row, 4, *(picture * num), 8, *range(9, 12 + 2 * row)]
@@ -249,7 +251,7 @@ def mixed_prompts(
 def prompts_with(
     batch_size: int, token_id: int, num_tokens: int, **inputs: Tensor
 ) -> dict[str, Tensor]:
-    """Left-padded prompts in which a picture takes `num_tokens` places, beside further `inputs`."""
+    """Return left-padded prompts with a picture of `num_tokens` places, beside further `inputs`."""
     rows = [
         [3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)]
         for row in range(batch_size)

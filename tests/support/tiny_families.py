@@ -1,4 +1,4 @@
-"""Tiny random models of many families of transformers, whose configs are filled in by the names of their fields."""
+"""Build tiny random models of many families, with sizes by the names of config fields."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _TEXT = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": SL
 _TEXT |= {"bos_token_id": START_TOKEN_ID}
 _SPARSE = {"encoder_sparse_step": 1, "decoder_sparse_step": 2}
 
-# What a family needs beside the fields above.
+# Fields that a family needs beside those above.
 _PLAIN_DECODERS = (
     *(
         "apertus",
@@ -84,7 +84,7 @@ FAMILIES = DECODERS | ENCODER_DECODERS
 
 
 def make_family(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A tiny model of one of `FAMILIES`, in float64 if it can be; `overrides` are fields of its config."""
+    """Make a tiny model of a family, in float64 if possible; `overrides` are config fields."""
     config = fill(
         CONFIG_MAPPING[model_type],
         **{"bos_token_id": START_TOKEN_ID, **FAMILIES[model_type], **overrides},

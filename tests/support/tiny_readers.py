@@ -1,4 +1,4 @@
-"""Tiny random readers of pictures, patches and sounds beside the text, built in code, and prompts for them."""
+"""Build tiny random models that read pictures, patches and sounds, and their prompts."""
 
 import inspect
 from typing import NamedTuple
@@ -20,7 +20,10 @@ _MERGING_ALL = {**tiny.MERGING_VISION, "fullatt_block_indexes": [0]}
 
 
 class Reading(NamedTuple):
-    """A model, a prompt with pictures, and another value of the argument in question, which gives another text."""
+    """Model, prompt with pictures, and another value of the tested argument.
+
+    The other value gives another text.
+    """
 
     target: PreTrainedModel
     inputs: dict[str, Tensor]
@@ -28,14 +31,14 @@ class Reading(NamedTuple):
 
 
 def sizes_of_images() -> Reading:
-    """LLaVA-NeXT, which lays the features of its tiles out by the image's size and cannot read a prompt without."""
+    """Make a LLaVA-NeXT: it arranges tile features by the image's size and needs the size."""
     target = make(
         "LlavaNextForConditionalGeneration",
         **tiny.CLIP_AND_LLAMA,
         image_grid_pinpoints=[[8, 16], [16, 8]],
     )
-    # 4 tokens of the whole image; of two tiles side by side 2 rows of 4, each with its end.
-    # each image whole, and its two tiles
+    # 4 tokens of the whole image. Two tiles side by side have 2 rows of 4, each with its end.
+    # Each image whole, and its two tiles.
     pixels, sizes = noise(2, 3, 3, 8, 8), torch.tensor([[8, 16], [8, 16]])
     inputs = prompts_with(
         2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), pixel_values=pixels, image_sizes=sizes
@@ -44,14 +47,14 @@ def sizes_of_images() -> Reading:
 
 
 def masks_of_pixels() -> Reading:
-    """Idefics3, which does not look at the right half of the picture."""
-    own = {
+    """Make an Idefics3 that ignores the right half of the picture."""
+    fields = {
         "text_config": {"model_type": "llama", **TEXT},
         "scale_factor": 2,
         "pad_token_id": PAD_TOKEN_ID,
     }
-    own |= {"vision_config": {**VISION, "patch_size": 2}, "image_token_id": IMAGE_TOKEN_ID}
-    target = make("Idefics3ForConditionalGeneration", **own)
+    fields |= {"vision_config": {**VISION, "patch_size": 2}, "image_token_id": IMAGE_TOKEN_ID}
+    target = make("Idefics3ForConditionalGeneration", **fields)
     mask = (torch.arange(8) < 4).expand(2, 1, 8, 8)
     inputs = prompts_with(
         2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 1, 3, 8, 8), pixel_attention_mask=mask
@@ -60,15 +63,15 @@ def masks_of_pixels() -> Reading:
 
 
 def seconds_of_videos() -> Reading:
-    """Qwen2.5-VL, whose positions in time go by the seconds between frames."""
+    """Make a Qwen2.5-VL: its positions in time follow the seconds between frames."""
     vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    own = {
+    fields = {
         "vision_config": {**tiny.MERGING_VISION, **vision},
         "text_config": tiny.QWEN_TEXT,
         **tiny.QWEN_IDS,
     }
-    target = make("Qwen2_5_VLForConditionalGeneration", **own)
-    # 2 times 4 x 4, merged by four
+    target = make("Qwen2_5_VLForConditionalGeneration", **fields)
+    # 2 times 4 x 4, merged by four.
     patches, grid = noise(2 * 32, 3 * 2 * 4 * 4), torch.tensor([[2, 4, 4]] * 2)
     inputs = prompts_with(
         2, tiny.VIDEO_TOKEN_ID, 8, pixel_values_videos=patches, video_grid_thw=grid
@@ -79,7 +82,7 @@ def seconds_of_videos() -> Reading:
 
 
 def encoded_images() -> Reading:
-    """LLaVA, given what its encoder made of the images."""
+    """Make a LLaVA, with its encoder's output for the images."""
     target = tiny.make_llava()
     inputs, others = tiny.picture_prompts(target, 2), tiny.picture_prompts(target, 2, seed=1)
     images = [each.pop("pixel_values") for each in (inputs, others)]
@@ -94,13 +97,13 @@ READINGS = {
     "pixel_attention_mask": masks_of_pixels,
     "second_per_grid_ts": seconds_of_videos,
 }
-# not in older versions
+# Not in older versions.
 if "mm_encoder_outputs" in inspect.signature(type(tiny.make_llava()).forward).parameters:
     READINGS["mm_encoder_outputs"] = encoded_images
 
 
 def patches() -> Reading:
-    """Fuyu, which reads patches of pictures as it reads embeddings."""
+    """Make a Fuyu, which reads patches of pictures as it reads embeddings."""
     text = {"model_type": "persimmon", **TEXT}
     target = make(
         "FuyuForCausalLM",
@@ -114,7 +117,7 @@ def patches() -> Reading:
 
 
 def sounds() -> Reading:
-    """Qwen2-Audio: ten frames are five tokens, of which the first row hears all and the second fewer."""
+    """Make a Qwen2-Audio: ten frames are five tokens; the first row hears all, the second fewer."""
     audio = {
         "model_type": "qwen2_audio_encoder",
         "num_mel_bins": tiny.NUM_MEL_BINS,
@@ -135,7 +138,7 @@ def sounds() -> Reading:
 
 
 def waves() -> Reading:
-    """VibeVoice-ASR, which draws noise when it reads a wave."""
+    """Make a VibeVoice-ASR, which draws noise when it reads a wave."""
     encoder = {
         "model_type": "vibevoice_acoustic_tokenizer_encoder",
         "kernel_size": 3,
@@ -143,21 +146,23 @@ def waves() -> Reading:
     }
     encoder |= {"downsampling_ratios": [2], "depths": [1, 1]}
     parts = zip(("acoustic", "semantic"), (16, 32), strict=True)
-    own = {
+    fields = {
         f"{name}_tokenizer_encoder_config": {**encoder, "hidden_size": width}
         for name, width in parts
     }
-    own |= {"text_config": _QWEN2, "audio_token_id": _AUDIO_TOKEN_ID}
+    fields |= {"text_config": _QWEN2, "audio_token_id": _AUDIO_TOKEN_ID}
     inputs = prompts_with(
         2, _AUDIO_TOKEN_ID, 4, input_values=noise(2, 1, 8), padding_mask=torch.ones(2, 8).bool()
     )
     return Reading(
-        make("VibeVoiceAsrForConditionalGeneration", **own), inputs, inputs["input_values"].flip(0)
+        make("VibeVoiceAsrForConditionalGeneration", **fields),
+        inputs,
+        inputs["input_values"].flip(0),
     )
 
 
 def crops() -> Reading:
-    """Phi-4 multimodal: a crop and the whole picture, of one patch each, take five tokens."""
+    """Make a Phi-4 multimodal: a crop and the picture, of one patch each, take five tokens."""
     vision = {**VISION, "num_hidden_layers": 2, "hidden_size": 32, "patch_size": 4, "crop_size": 8}
     audio = {"num_blocks": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 24}
     audio |= {
@@ -165,7 +170,7 @@ def crops() -> Reading:
         "nemo_conv_channels": 8,
         "audio_token_id": _AUDIO_TOKEN_ID,
     }
-    own = {
+    fields = {
         **TEXT,
         "vision_config": {**vision, "image_token_id": IMAGE_TOKEN_ID},
         "audio_config": audio,
@@ -174,11 +179,11 @@ def crops() -> Reading:
     inputs["image_sizes"] = torch.tensor([[8, 8]] * 2)
     inputs["image_attention_mask"] = mask = torch.ones(2, 2, 2, 2)
     mask[:, 0, :, 1] = 0  # of the whole picture
-    return Reading(make("Phi4MultimodalForCausalLM", **own), inputs, torch.ones(2, 2, 2, 2))
+    return Reading(make("Phi4MultimodalForCausalLM", **fields), inputs, torch.ones(2, 2, 2, 2))
 
 
 def beside_the_text() -> Reading:
-    """Mllama, one of whose layers attends to the tiles of a picture and keeps their states in the cache."""
+    """Make an Mllama: one layer attends to the tiles of a picture and caches their states."""
     vision = {
         **VISION,
         "patch_size": 4,
@@ -190,10 +195,10 @@ def beside_the_text() -> Reading:
     vision["supported_aspect_ratios"] = [[1, 1], [1, 2], [2, 1]]
     text = {**TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    own = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID}
-    target = make("MllamaForConditionalGeneration", **own)
+    fields = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID}
+    target = make("MllamaForConditionalGeneration", **fields)
     for name, weight in target.named_parameters():
-        if "gate" in name.rsplit(".", 1)[-1]:  # of the layers that look at pictures, shut at first
+        if "gate" in name.rsplit(".", 1)[-1]:  # of the picture layers, shut at first
             weight.fill_(1.0)
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 1, pixel_values=noise(2, 1, 2, 3, 8, 8))
     inputs["aspect_ratio_ids"] = torch.tensor([[2], [1]])
@@ -213,7 +218,7 @@ READERS = {
 
 
 def make_exaone4_5() -> PreTrainedModel:
-    """An EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
+    """Make an EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
     vision = {**_MERGING_ALL, "num_key_value_heads": 1}
     text = {
         "model_type": "exaone4",
@@ -226,7 +231,7 @@ def make_exaone4_5() -> PreTrainedModel:
 
 
 def make_hyperclovax() -> PreTrainedModel:
-    """A HyperCLOVA X Vision v2, which does the same."""
+    """Make a HyperCLOVA X Vision v2, which leaves the positions out too."""
     vision = {"model_type": "qwen2_5_vl_vision", **_MERGING_ALL}
     text = {"model_type": "hyperclovax", **TEXT}
     return make(
@@ -243,7 +248,7 @@ if hasattr(transformers, "HyperCLOVAXVisionV2Config"):  # not in older versions
 
 
 def attention_to_all() -> Reading:
-    """LED, whose encoder attends to the text in windows but for what a mask names."""
+    """Make an LED: its encoder attends in windows, except at the tokens named by a mask."""
     inputs = ragged_prompts(2, seed=1)
     inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
     mask = torch.zeros_like(inputs["input_ids"])
@@ -252,7 +257,7 @@ def attention_to_all() -> Reading:
 
 
 def pictures_of_an_encoder() -> Reading:
-    """T5Gemma 2, whose encoder reads one picture of four tokens in each text."""
+    """Make a T5Gemma 2: its encoder reads one picture of four tokens in each text."""
     sizes = {
         **TEXT,
         "bos_token_id": 1,
@@ -263,13 +268,13 @@ def pictures_of_an_encoder() -> Reading:
     vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 2}
     encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
     encoder |= {"image_token_index": IMAGE_TOKEN_ID, "boi_token_index": 62, "eoi_token_index": 63}
-    own = {
+    fields = {
         "encoder": encoder,
         "decoder": sizes,
         "image_token_index": IMAGE_TOKEN_ID,
         "tie_word_embeddings": False,
     }
-    target = make("T5Gemma2ForConditionalGeneration", **own)
+    target = make("T5Gemma2ForConditionalGeneration", **fields)
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 3, 8, 8))
     return Reading(target, inputs, inputs["pixel_values"].flip(0))
 

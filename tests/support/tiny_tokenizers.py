@@ -1,4 +1,4 @@
-"""Tiny tokenizers built in code, so that no test needs a download."""
+"""Build tiny tokenizers in code, so no test needs a download."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def letters_tokenizer(tokens: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    """One id per single character, in this order; special tokens may be among `tokens`."""
+    """Make a tokenizer with an id per character; `tokens` may hold special tokens."""
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], fuse_unk=False))
     backend.decoder = decoders.Fuse()
@@ -17,7 +17,7 @@ def letters_tokenizer(tokens: Sequence[str], **special_tokens: str) -> PreTraine
 
 
 def byte_level_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    """All 256 bytes and `words`, written as GPT-2 writes them; every word is merged from the left."""
+    """Make a tokenizer of all 256 bytes and `words` as GPT-2's; words are merged from the left."""
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {
         character: index
@@ -37,7 +37,7 @@ def byte_level_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrai
 def metaspace_tokenizer(
     words: Sequence[str], letters: str, **special_tokens: str
 ) -> PreTrainedTokenizerFast:
-    """Letters, single bytes such as <0x0A> and `words`, written as Llama 2 writes them."""
+    """Make a tokenizer of letters, bytes such as <0x0A> and `words`, spelled as Llama 2's."""
     vocab: dict[str, int] = {}
     for token in (
         "<unk>",
@@ -61,7 +61,7 @@ def metaspace_tokenizer(
 
 
 def _merges(words: Sequence[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges that make each word from its left, which are added to `vocab` in place."""
+    """Return the merges of each word from its left, and add them to `vocab` in place."""
     merges: list[tuple[str, str]] = []
     for word in words:
         for end in range(2, len(word) + 1):

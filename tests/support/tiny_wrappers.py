@@ -1,4 +1,4 @@
-"""Tiny random readers of pictures and sounds that wrap a text decoder of another package, and prompts for them."""
+"""Build tiny random picture and sound models that wrap another package's text decoder."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ _LLAMA, _QWEN2 = ({"model_type": name, **TEXT} for name in ("llama", "qwen2"))
 _QWEN3, _MISTRAL = ({"model_type": name, **TEXT, "head_dim": 8} for name in ("qwen3", "mistral"))
 _LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention"]}  # masks of two kinds
 _COHERE2 = {"model_type": "cohere2", **TEXT, "sliding_window": SLIDING_WINDOW, **_LAYER_TYPES}
-# positions of three axes
+# Positions of three axes.
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _GLM4V = {
     "model_type": "glm4v_text",
@@ -161,21 +161,21 @@ _OMNI |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 
 
 class Wrapper(NamedTuple):
-    """How to make a wrapper and a prompt of two rows for it."""
+    """Recipe for a wrapper and its prompt of two rows."""
 
     class_name: str
     fields: dict[str, Any]  # of its config
-    inputs: dict[str, Any]  # beside the text: tensors, or the shape of one that holds noise
-    num_tokens: int = 4  # that the picture or sound takes in the text
+    inputs: dict[str, Any]  # beside the text: tensors, or the shape of a noise tensor
+    num_tokens: int = 4  # tokens of the picture or sound in the text
     seed: int = 0
 
     @property
     def is_here(self) -> bool:
-        """Whether this version of transformers has the class."""
+        """Return whether this version of transformers has the class."""
         return hasattr(transformers, self.class_name)
 
     def make(self) -> Reading:
-        """The model, and the prompt."""
+        """Return the model and the prompt."""
         token_id = _AUDIO_TOKEN_ID
         if not self.inputs.keys().isdisjoint({"pixel_values", "image_grid_thw"}):
             token_id = IMAGE_TOKEN_ID
@@ -236,7 +236,7 @@ def _generating(name: str) -> str:
     return f"{name}ForConditionalGeneration"
 
 
-# the latter in older versions
+# The latter in older versions.
 _FEATURE_LAYERS = {"vision_feature_layer": [-2, -1], "vision_feature_layers": [-2, -1]}
 _ALL = {
     "vipllava": _of(
@@ -310,7 +310,7 @@ _ALL = {
         {**_SIGLIP, "patch_size": 4},
         _QWEN2,
         {"pixel_values": (2, 3, 3, 8, 8), "image_sizes": torch.tensor([[8, 16]] * 2)},
-        14,  # of the whole picture 4; of two tiles 2 rows of 4, each with its end
+        14,  # 4 of the whole picture; 2 rows of 4 of two tiles, each with its end
         **_TILES,
         **_VIDEO,
     ),

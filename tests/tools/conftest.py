@@ -1,4 +1,4 @@
-"""A pair in folders."""
+"""Provide a pair in folders."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.tools.dataset.common import save_pair
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pair in `target` and `draft`, not to be changed."""
+    """Return the folder of a tiny pair in `target` and `draft`. Do not change it."""
     folder = tmp_path_factory.mktemp("pair")
     save_pair(folder)
     return folder

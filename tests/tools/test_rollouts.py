@@ -1,4 +1,4 @@
-"""What a trainer's log says about rollouts."""
+"""Test a trainer's log of rollouts."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from hf_speculate.tools.rollouts import RolloutCallback
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 
-def test_a_log_holds_acceptance_and_the_age_of_the_draft():
+def test_log_holds_acceptance_and_age_of_the_draft():
     target = make_model("llama")
     callback, state, control = RolloutCallback(max_draft_age=2), TrainerState(), TrainerControl()
     trainer = CallbackHandler([callback], target, None, None, None)
@@ -46,4 +46,4 @@ def test_a_log_holds_acceptance_and_the_age_of_the_draft():
     assert 0 < logs[0]["draft/acceptance_rate"] < 1 < logs[0]["draft/acceptance_length"]
     hf_speculate.disable(target)
     train(1)
-    assert logs[-1] == {"loss": 1.0}  # a log leaves nothing for the next
+    assert logs[-1] == {"loss": 1.0}  # a log leaves nothing for the next one

@@ -116,14 +116,14 @@ class VerifierContract:
     def test_row_is_verified_as_if_alone(self):
         target, draft = make_round(8, 3, has_logits=True)
         keys = make_keys(8)
-        read = [part for part in (target, *draft, *keys) if part is not None]
+        read = [tensor for tensor in (target, *draft, *keys) if tensor is not None]
         before = [tensor.clone() for tensor in read]
         whole = self.make().verify(target, draft, keys)
         assert all(torch.equal(*tensors) for tensors in zip(read, before, strict=True))
         for row in range(8):
             only = slice(row, row + 1)
-            part = DraftOut(*(None if field is None else field[only] for field in draft))
-            alone = self.make().verify(target[only], part, keys.rows(torch.tensor([row])))
+            row_draft = DraftOut(*(None if field is None else field[only] for field in draft))
+            alone = self.make().verify(target[only], row_draft, keys.rows(torch.tensor([row])))
             for one, same in zip(whole, alone, strict=True):
                 assert torch.equal(one[only], same)
 
@@ -132,12 +132,12 @@ class VerifierContract:
         keys = make_keys(64)
         first, again = (self.make().verify(target, draft, keys) for _ in range(2))
         assert torch.equal(first.token_ids, again.token_ids)
-        for part in NoiseKeys._fields:
+        for field in NoiseKeys._fields:
             verdict = self.make().verify(
-                target, draft, keys._replace(**{part: getattr(keys, part) + 1})
+                target, draft, keys._replace(**{field: getattr(keys, field) + 1})
             )
-            assert torch.equal(first.token_ids, verdict.token_ids) != (part in self.reads_keys), (
-                part
+            assert torch.equal(first.token_ids, verdict.token_ids) != (field in self.reads_keys), (
+                field
             )
 
 

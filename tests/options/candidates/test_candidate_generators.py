@@ -1,4 +1,4 @@
-"""transformers' candidate generators in our loop, and our drafter in transformers' own assisted loop."""
+"""Test transformers' candidate generators in our loop, and our drafter in their assisted loop."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ NUM_NEW = 24
 
 
 class Scripted(CandidateGenerator):
-    """Proposes from a script, and writes down what it is told."""
+    """Generator that proposes from a script and records its input."""
 
     def __init__(self, *proposals: list[int]):
         self.proposals = list(proposals)
@@ -54,23 +54,23 @@ class Scripted(CandidateGenerator):
 def ask(
     drafter: CandidateGeneratorDrafter, text: list[int], kept: list[int] | None = None, num: int = 5
 ) -> DraftOut:
-    told = kept and Kept(torch.tensor([kept]), torch.tensor([len(kept)], dtype=torch.int32))
+    accepted = kept and Kept(torch.tensor([kept]), torch.tensor([len(kept)], dtype=torch.int32))
     return drafter.draft(
-        DraftRequest(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=told)
+        DraftRequest(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=accepted)
     )
 
 
-def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
+def test_generator_gets_the_inputs_and_matches_of_transformers():
     generator = Scripted([7, 8, 9], [1, 2], [3])
     drafter = CandidateGeneratorDrafter(generator)
-    # the prompt's candidate was the token that followed
+    # The token after the prompt was the prompt's candidate.
     assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[8, 9]]
     assert ask(drafter, [0], kept=[8, 4]).token_ids.tolist() == [[1, 2]]
     assert ask(drafter, [0], kept=[0]).token_ids.tolist() == [[3]]
     assert generator.shown == [[5, 6], [5, 6, 7, 8, 4], [5, 6, 7, 8, 4, 0]]
     assert generator.told == [(3, 2), (2, 0)]
     generator = Scripted([9, 9], [1])
-    # 7 was no candidate
+    # Token 7 was no candidate.
     assert ask(CandidateGeneratorDrafter(generator), [5, 6, 7]).token_ids.tolist() == [[1]]
     assert (generator.shown, generator.told) == ([[5, 6], [5, 6, 7]], [(2, 0)])
     drafter = CandidateGeneratorDrafter(Scripted([], [], [1, 2, 3, 4]))
@@ -78,7 +78,7 @@ def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
     assert ask(drafter, [0], kept=[8], num=3).token_ids.tolist() == [[1, 2, 3]]
 
 
-def test_fault_f_logits_of_an_unknown_generator_are_not_taken_for_its_distribution():
+def test_fault_f_logits_of_an_unknown_generator_are_ignored():
     class Reports(Scripted):
         def get_candidates(self, input_ids, **kwargs):
             ids, _ = super().get_candidates(input_ids)
@@ -89,7 +89,7 @@ def test_fault_f_logits_of_an_unknown_generator_are_not_taken_for_its_distributi
     assert draft.token_logits is None
 
 
-def test_a_sampled_proposal_comes_with_the_distribution_it_was_drawn_from():
+def test_sampled_proposal_comes_with_its_distribution():
     draft = make_model("llama")
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
     generator = DraftModelCandidateGenerator(drafter, 2, SampleStrategy.RANDOM, 9)
@@ -99,7 +99,7 @@ def test_a_sampled_proposal_comes_with_the_distribution_it_was_drawn_from():
     torch.testing.assert_close(drafted.logsumexp, expected.float().logsumexp(-1))
 
 
-def test_only_known_samplers_count_as_samplers():
+def test_unknown_generators_do_not_count_as_samplers():
     def assisted(family, do_sample):
         config = GenerationConfig(do_sample=do_sample, max_length=9, assistant_early_exit=1)
         return family(torch.tensor([[1]]), make_model("llama"), config, {})
@@ -133,7 +133,7 @@ def target():
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_greedy_is_plain_greedy(target, source):
+def test_greedy_text_equals_plain(target, source):
     options = {"candidate_generator": SOURCES[source](target), "num_assistant_tokens": None}
     stats = assert_decodes_as_plain(
         target, None, ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options
@@ -144,20 +144,20 @@ def test_greedy_is_plain_greedy(target, source):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("make", [Grammar, RollbackGrammar])
-def test_processors_with_state_are_not_shown_what_a_generator_tries(target, make):
+def test_stateful_processors_do_not_see_generator_trials(target, make):
     inputs, options = (
         ragged_prompts(1, seed=3, min_len=12, vocab_size=8),
         {"max_new_tokens": NUM_NEW},
     )
-    own = {
+    draft_options = {
         "candidate_generator": SOURCES["assisted"](target),
         "logits_processor": [make(Brackets())],
     }
     plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
-    assert_equal_ids(plain, target.generate(**inputs, **options, **own))
+    assert_equal_ids(plain, target.generate(**inputs, **options, **draft_options))
 
 
-def test_the_draft_models_config_is_not_written_to(target):
+def test_draft_model_config_is_unchanged(target):
     draft = noisy_copy(target, 0.05)
     draft.generation_config.num_assistant_tokens_schedule = "heuristic"
     before = draft.generation_config.to_dict()
@@ -166,7 +166,7 @@ def test_the_draft_models_config_is_not_written_to(target):
     assert draft.generation_config.to_dict() == before
 
 
-def test_a_generator_that_writes_to_its_generation_config_changes_no_text():
+def test_generator_writing_to_its_config_changes_no_text():
     target = make_model("llama")
     options = {**ragged_prompts(1, seed=3), "max_new_tokens": NUM_NEW}
     plain = target.generate(**options)
@@ -205,13 +205,13 @@ def test_transformers_greedy_loop_gives_the_plain_text():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "mamba", "lfm2"])
-def test_the_cache_follows_a_text_that_went_another_way(family):
+def test_draft_cache_follows_a_rejected_draft(family):
     draft, text = make_model(family), ragged_prompts(1, seed=2)["input_ids"]
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
     generator = DraftModelCandidateGenerator(
         drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14
     )
-    # at last to the end
+    # The last requests reach the end.
     for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):
         with torch.no_grad():
             candidates, _ = generator.get_candidates(text)
@@ -219,9 +219,11 @@ def test_the_cache_follows_a_text_that_went_another_way(family):
             plain = draft.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=num)
         assert_equal_ids(plain if num else text, candidates)
         assert not hooks_of(draft)
-        kept = candidates[:, : text.shape[1] + num_accepted + 1]
+        accepted_ids = candidates[:, : text.shape[1] + num_accepted + 1]
         text = (
-            kept if num_accepted == 4 else torch.cat([kept[:, :-1], (kept[:, -1:] + 1) % 64], dim=1)
+            accepted_ids
+            if num_accepted == 4
+            else torch.cat([accepted_ids[:, :-1], (accepted_ids[:, -1:] + 1) % 64], dim=1)
         )
     with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
         generator.get_candidates(text.expand(2, -1))

@@ -1,4 +1,4 @@
-"""Top-p after top-k on a CPU, which sorts only the scores that are left."""
+"""Test top-p after top-k on a CPU, which sorts the remaining scores only."""
 
 import pytest
 import torch
@@ -9,10 +9,11 @@ from tests.processors.test_processors import assert_same_bits
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_top_p_after_top_k_is_that_of_transformers_where_rounding_decides(seed: int) -> None:
+def test_top_p_after_top_k_rounds_as_transformers(seed: int) -> None:
     scores = torch.randn(1, 9001, generator=torch.Generator().manual_seed(seed))
     scores = transformers.TopKLogitsWarper(5)(None, scores)
-    for num_dropped in range(1, 5):  # their probabilities add up to what top-p may drop, exactly
+    # The probabilities sum exactly to the mass that top-p may drop.
+    for num_dropped in range(1, 5):
         dropped = scores.sort().values.softmax(-1).cumsum(-1)[0, num_dropped - 6].item()
         top_p = transformers.TopPLogitsWarper(1 - dropped)
         assert_same_bits(apply_cutoff(top_p, scores), top_p(None, scores))

@@ -1,4 +1,4 @@
-"""Fused warpers: runs of temperature, top-k, top-p and min-p in one kernel."""
+"""Test fused warpers: temperature, top-k, top-p and min-p in one kernel."""
 
 from typing import Any
 
@@ -28,17 +28,17 @@ from tests.processors.test_processors import (
             [HEAT, TOP_K, TOP_P, MIN_P],
             [{"temperature": 0.7, "top_k": 7, "top_p": 0.8, "min_p": 0.05}],
         ),
-        # not in the usual order
+        # Not in the usual order.
         ([TOP_P, HEAT, TOP_K], [{"top_p": 0.8}, {"temperature": 0.7, "top_k": 7}]),
         ([PENALTY, TOP_K, TYPICAL, TOP_P], [PENALTY, {"top_k": 7}, TYPICAL, {"top_p": 0.8}]),
         ([SUBCLASSED, KEEPS_3, FILLS_K], [SUBCLASSED, KEEPS_3, FILLS_K]),
     ],
 )
-def test_runs_of_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: list[Any]) -> None:
+def test_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: list[Any]) -> None:
     assert [getattr(entry, "arguments", entry) for entry in fuse_warpers(given)] == wanted
 
 
-def test_a_fused_warper_gets_scores_as_they_come_and_reads_no_text() -> None:
+def test_fused_warper_reads_scores_of_any_dtype_and_no_text() -> None:
     fused, scores = (
         BlockLogitsProcessorList(fuse_warpers([HEAT, TOP_K], "torch")),
         torch.randn(2, 1, 64).bfloat16(),

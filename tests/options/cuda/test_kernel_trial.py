@@ -1,4 +1,4 @@
-"""`verifier_backend="auto"` compares Triton kernels with their references, and leaves out those that fail."""
+"""Test `verifier_backend="auto"`: it compares Triton kernels with their references."""
 
 import importlib
 import logging
@@ -21,7 +21,7 @@ SAMPLED = {"do_sample": True, "top_k": 1, "seed": 1}
 
 @pytest.fixture(autouse=True)
 def first_use() -> Iterator[None]:
-    """No operation has been compared, before and after."""
+    """Forget all comparisons, before and after the test."""
     caches = kernel_trial._problem, kernel_trial._warn_once
     for cached in caches:
         cached.cache_clear()
@@ -31,7 +31,10 @@ def first_use() -> Iterator[None]:
 
 
 def decoded(num_calls: int, **options: Any) -> tuple[set[str], Any]:
-    """The launches of calls on the simulated device, and the statistics of the last one; texts are plain decoding's."""
+    """Return launches of calls on the simulated device and the last statistics.
+
+    The texts equal plain decoding.
+    """
     target, draft = new_pair("llama", 0.1)
     inputs, launches = ragged_prompts(1), set[str]()
     plain = target.generate(**inputs, max_new_tokens=6)
@@ -80,7 +83,7 @@ def out_of_memory(*_: Any) -> Any:
         ),
     ],
 )
-def test_kernels_that_fail_are_left_out_and_said_once(
+def test_failing_kernels_are_left_out_and_reported_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
     kernel: Any,
@@ -97,7 +100,7 @@ def test_kernels_that_fail_are_left_out_and_said_once(
     assert any(name.startswith("triton") for name in launches) is runs_triton
 
 
-def test_an_operation_is_compared_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operation_is_compared_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     num_different = kernel_trial.num_different
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Our kernel of attention for few queries: calls on a GPU use it where its trial found it right and faster."""
+"""Test our kernel of attention for few queries: calls on a GPU use it after a successful trial."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,14 +22,14 @@ K = 3
 
 
 class AllUsed(dict[Build, str]):
-    """Verdicts by which every build is used."""
+    """Verdicts in favour of every build."""
 
     def get(self, *args: Any) -> str:
         return ""
 
 
 class Clock:
-    """Seconds that calls take as tests say."""
+    """Clock with given seconds of calls."""
 
     now = 0.0
 
@@ -45,7 +45,7 @@ class Clock:
 
 
 @each_value(family=["llama", "mistral_window"], batch_size=[2, 1])
-def test_verifications_use_the_kernel_and_give_the_ids_of_plain(
+def test_verification_through_the_kernel_gives_plain_ids(
     family: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = new_pair(family, 0.1, dtype=torch.float16)
@@ -69,12 +69,12 @@ def test_verifications_use_the_kernel_and_give_the_ids_of_plain(
         launches[f"triton {name}_kernel"] for name in ("key_spans", "attend", "merge")
     )
     assert num_attend == num_merge == target.config.num_hidden_layers * num_spans
-    # Not the prompt, nor a single token at the end, which needs no mask of ours.
+    # Neither the prompt nor a single token at the end needs a mask of ours.
     assert num_spans == launches["embedding"] - 2
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """Arguments of `serves`, some of them changed."""
+    """Return arguments of `serves`, with some changes."""
     query, key = (
         torch.zeros(1, 4, 6, 16, dtype=torch.bfloat16),
         torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16),
@@ -103,14 +103,14 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(key=lambda key: key.transpose(2, 3).contiguous().transpose(2, 3)), False),
     ],
 )
-def test_other_attention_is_left_to_torch(
+def test_unsupported_attention_is_left_to_torch(
     arguments: dict[str, Any], is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split_attention, "verdicts", AllUsed())
     assert split_attention.serves(**arguments) == is_served
 
 
-def test_a_mask_that_a_model_has_changed_is_not_taken_for_spans() -> None:
+def test_mask_changed_by_a_model_is_not_read_as_spans() -> None:
     with FakeCuda():
         mask = marked_as_spans(torch.zeros(1, 1, 2, 8, device=DEVICE))
         assert shows_spans(mask)
@@ -147,7 +147,7 @@ def misses_first(
         (misses_first, 1e-6, "results differ by"),
     ],
 )
-def test_a_trial_finds_what_is_wrong_or_slow(
+def test_trial_finds_wrong_and_slow_kernels(
     attend: Callable[..., Tensor], seconds: float, reason: str
 ) -> None:
     clock = Clock()
@@ -171,7 +171,7 @@ def _no_verdicts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_verdicts")
-def test_without_a_compiler_of_kernels_calls_go_on_without_them() -> None:
+def test_missing_compiler_leaves_kernels_out() -> None:
     target, _ = new_pair("llama", dtype=torch.bfloat16)
     with FakeCuda() as gpu:
         target.to("cuda:0")
@@ -186,7 +186,7 @@ def test_without_a_compiler_of_kernels_calls_go_on_without_them() -> None:
 @pytest.mark.usefixtures("_no_verdicts")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
-def test_on_a_device_the_trial_finds_the_kernel_right(dtype: torch.dtype, width: int) -> None:
+def test_trial_on_a_device_accepts_the_kernel(dtype: torch.dtype, width: int) -> None:
     query = torch.zeros(1, 32, 5, width, dtype=dtype, device="cuda:0")
     attention_backends.find_devices()
     key = query[:, :8]

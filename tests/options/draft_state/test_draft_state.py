@@ -1,4 +1,4 @@
-"""A `DraftState` spares the draft model what it has read in earlier calls, and changes nothing else."""
+"""Test `DraftState`: the draft model reads no token twice over calls, and nothing else changes."""
 
 import copy
 
@@ -18,11 +18,11 @@ from tests.support.tiny import PAD_TOKEN_ID, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
 K = 3
-SAID = [[41, 42, 43], [44], [45, 46]]  # what follows each row's answer in the next turn
+SAID = [[41, 42, 43], [44], [45, 46]]  # tokens after each row's answer, by turn
 
 
 def padded(rows):
-    """Rows of ids as left-padded inputs."""
+    """Return rows of ids as left-padded inputs."""
     width = max(map(len, rows))
     ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -30,7 +30,7 @@ def padded(rows):
 
 
 def answers(output, inputs, end=None):
-    """Each row's prompt and answer; fillers behind an end go."""
+    """Return each row's prompt and answer without fillers behind its end."""
     texts, prompt_len = [], inputs["input_ids"].shape[1]
     for row, mask in zip(output.tolist(), inputs["attention_mask"], strict=True):
         new = row[prompt_len:]
@@ -42,9 +42,9 @@ def answers(output, inputs, end=None):
 
 
 def say(target, draft, inputs, state=None, **options):
-    """One turn: ids, statistics and the widths that the draft was fed."""
+    """Run one turn; return ids, statistics and the widths of the draft's input."""
     stats = SpeculationStats()
-    own = {
+    draft_options = {
         "assistant_model": draft,
         "draft_state": state,
         "speculation_stats": stats,
@@ -53,13 +53,13 @@ def say(target, draft, inputs, state=None, **options):
     widths: list[int] = []
     watched = torch.nn.Identity() if "compile_config" in options else draft.get_input_embeddings()
     handle = watched.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
-    ids = target.generate(**inputs, **{"max_new_tokens": NUM_NEW, **own, **options})
+    ids = target.generate(**inputs, **{"max_new_tokens": NUM_NEW, **draft_options, **options})
     handle.remove()
     return ids, stats, widths
 
 
 def assert_holds_what_its_texts_give(state, draft):
-    """The states are those that the draft has after reading each row's text alone."""
+    """Assert the states of a draft that has read each row's text alone."""
     for row, text in enumerate(state._saved.token_ids):
         cache = DynamicCache()
         if text:
@@ -73,10 +73,10 @@ def assert_holds_what_its_texts_give(state, draft):
 
 
 def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **options):
-    """Some turns with the state and without: texts, drafts, and what the draft reads."""
+    """Compare texts, drafts and the draft's input over some turns, with the state and without."""
     state, inputs = DraftState(), ragged_prompts(batch_size, seed=1, min_len=4, max_len=9)
     for turn in range(3):
-        if end_after is not None:  # of the first row, so that rows end at different times
+        if end_after is not None:  # of the first row, so rows end at different times
             options["eos_token_id"] = int(
                 target.generate(**inputs, max_new_tokens=NUM_NEW)[0, end_after - NUM_NEW]
             )
@@ -90,7 +90,7 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         )
         assert_holds_what_its_texts_give(state, draft)
         assert expected_widths[0] == prompt_len + 1
-        # ended rows stay where a state is kept
+        # Ended rows stay in the batch with a draft state.
         assert widths[1:] == expected_widths[1:] or batch_size > 1
         assert widths[0] == prompt_len + 1 - num_saved or (
             batch_size > 1 and turn and widths[0] < prompt_len
@@ -121,15 +121,15 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         ("mistral_window", 3, None, {}),
     ],
 )
-def test_turns_are_the_same_and_the_draft_reads_what_is_new(family, batch_size, end_after, options):
-    """Rows that end early are kept as far as they were read."""
+def test_later_turns_read_new_tokens_only(family, batch_size, end_after, options):
+    """Let rows end early: they are kept up to their last read token."""
     assert_turns_are_the_same(*pair(family), batch_size, end_after=end_after, **options)
 
 
 @pytest.mark.parametrize("scripted", [(K, 0, 0)], indirect=True)
 @pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
-def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, scripted):
-    """In plain steps between drafted rounds, ended rows fall behind those that go on."""
+def test_tokens_fed_to_ended_rows_are_not_kept_as_text(cache_kind, scripted):
+    """Let ended rows fall behind the others in plain steps between drafted rounds."""
     assert_turns_are_the_same(*pair("llama"), 3, end_after=4, speculation_cache=cache_kind)
 
 
@@ -138,11 +138,11 @@ def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, scripte
     [
         {"prompt_lookup_num_tokens": 4},
         {"assistant_early_exit": 1, "assistant_model": None},
-        # states are copied out of the pool
+        # States are copied out of the pool.
         {"compile_config": compile_config(), "num_assistant_tokens": 2},
     ],
 )
-def test_beside_lookup_of_the_first_layers_and_compiled_it_changes_no_draft(own):
+def test_draft_state_changes_no_draft_of_other_sources(own):
     target, draft = small_pair("llama") if "compile_config" in own else pair("llama")
     state, text = DraftState(), [5, 6, 7, 5, 6, 7, 5, 6]
     for turn in range(3):
@@ -171,7 +171,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_does_not_fit_starts_anew(other):
+def test_mismatched_state_is_rebuilt(other):
     target = pair("mistral_window")[0]
     draft, state = noisy_copy(target), DraftState()
     if other == "adapter":
@@ -183,18 +183,18 @@ def test_what_does_not_fit_starts_anew(other):
     plain = target.generate(**padded(rows), max_new_tokens=NUM_NEW)
     ids, _, widths = say(target, draft, padded(rows), state)
     assert_equal_ids(plain, ids)
-    # what is before the edit is kept
+    # Tokens before the edit are kept.
     assert widths[0] == len(rows[0]) + 1 - 10 * (other == "edited text")
     assert state.num_tokens
 
 
-def test_it_counts_its_bytes_and_is_empty_after_a_reset_and_a_call_that_failed():
+def test_state_is_empty_after_a_reset_or_a_failed_call():
     target, draft = pair("llama")
     state = DraftState()
     for _ in range(2):
         ids, _, _ = say(target, draft, padded([[5, 6, 7]]), state)
         assert 3 + NUM_NEW - K - 1 <= state.num_tokens < 3 + NUM_NEW
-        # layers, keys and values, heads, width, bytes
+        # Layers, keys and values, heads, width, bytes.
         assert state.num_bytes == state.num_tokens * 2 * 2 * 2 * 8 * 8
         state.reset()
         assert (state.num_tokens, state.num_bytes) == (0, 0)
@@ -205,7 +205,7 @@ def test_it_counts_its_bytes_and_is_empty_after_a_reset_and_a_call_that_failed()
     assert (state.num_tokens, state.num_bytes) == (0, 0)
 
 
-def test_window_layers_that_have_dropped_states_leave_nothing():
+def test_window_layers_with_dropped_states_are_not_kept():
     target, draft = pair("mistral_window")
     text = torch.randint(1, 64, (230,), generator=torch.Generator().manual_seed(2)).tolist()
     for cache_kind, is_held in (("auto", True), ("preallocated", False)):
@@ -219,13 +219,13 @@ def test_window_layers_that_have_dropped_states_leave_nothing():
         )
 
 
-def test_it_belongs_to_a_draft_model():
-    for state, own in (
+def test_draft_state_needs_a_draft_model():
+    for state, draft_options in (
         ({}, {}),
         (DraftState(), {}),
         (DraftState(), {"prompt_lookup_num_tokens": 3}),
     ):
         with pytest.raises(ConfigError, match="draft_state must"):
             pair("llama")[0].generate(
-                torch.tensor([[5, 6, 7]]), max_new_tokens=3, draft_state=state, **own
+                torch.tensor([[5, 6, 7]]), max_new_tokens=3, draft_state=state, **draft_options
             )

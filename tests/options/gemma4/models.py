@@ -1,4 +1,4 @@
-"""Tiny Gemma 4 targets and assistants, built in code."""
+"""Build tiny Gemma 4 targets and assistants in code."""
 
 import math
 from typing import Any
@@ -10,20 +10,20 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from tests.support.tiny import INITIALIZER_RANGE, PAD_TOKEN_ID, make_config, make_model
 from tests.support.tiny_configs import fill
 
-GLOBAL_HEAD_DIM = 16  # of layers that attend to all tokens; others have 8
+GLOBAL_HEAD_DIM = 16  # of layers with full attention; others have 8
 NUM_CENTROIDS, NUM_BEST = 8, 3
 LAYER_SCALAR = 0.7
 
 
 def make_target(num_shared: int = 2, **fields: Any) -> PreTrainedModel:
-    """A Gemma 4 of four layers, of which the last `num_shared` read the states of earlier ones."""
+    """Make a Gemma 4 of four layers; the last `num_shared` read the states of earlier ones."""
     return make_model(
         "gemma4", num_kv_shared_layers=num_shared, global_head_dim=GLOBAL_HEAD_DIM, **fields
     )
 
 
 def make_unified_target() -> PreTrainedModel:
-    """A target of the family of the 12B model."""
+    """Make a target of the 12B model's family."""
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     return _built(
         fill(transformers.Gemma4UnifiedTextConfig, global_head_dim=GLOBAL_HEAD_DIM, **layers),
@@ -32,7 +32,7 @@ def make_unified_target() -> PreTrainedModel:
 
 
 def make_reader() -> PreTrainedModel:
-    """A target of the class of published checkpoints, which reads pictures too, without their encoder."""
+    """Make a target of the published checkpoints' class, without its picture encoder."""
     text = make_config("gemma4", num_kv_shared_layers=2, global_head_dim=GLOBAL_HEAD_DIM)
     return _built(
         transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None), seed=0
@@ -47,7 +47,7 @@ def make_assistant(
     scale: float = 1.0,
     **fields: Any,
 ) -> PreTrainedModel:
-    """An assistant of three layers for a target, with random weights; `fields` are those of its layers.
+    """Make a random assistant of three layers for a target; `fields` are those of its layers.
 
     `scale` multiplies its logits: 0 proposes all tokens alike.
     """
@@ -86,7 +86,7 @@ def make_assistant(
 
 
 def _built(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """A model in float64, whose matrices and vectors are random."""
+    """Make a model in float64 with random matrices and vectors."""
     model = (
         AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
     )
@@ -101,5 +101,5 @@ def _built(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def num_scored(vocab_size: int) -> int:
-    """Tokens that a row of ordered embeddings scores."""
+    """Return the number of tokens scored by a row of ordered embeddings."""
     return NUM_BEST * math.ceil(vocab_size / NUM_CENTROIDS)

@@ -1,4 +1,4 @@
-"""The drafts of one row of a Gemma 4 assistant in float64, written out: no masks, no cache, no row beside it."""
+"""Compute the drafts of one row of a Gemma 4 assistant in float64, without masks or a cache."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(heads: Tensor, position: int, layer_type: str) -> Tensor:
-    """Heads [N, D] at a position: dimension i and i + D/2 are a pair, of which only the first turn."""
+    """Rotate heads [N, D] at a position: dimensions i and i + D/2 pair, the first pairs turn."""
     half = heads.shape[1] // 2
     turning = int(ROTATED[layer_type] * heads.shape[1]) // 2
     angles = torch.zeros(half, dtype=torch.float64)
@@ -37,7 +37,10 @@ def rotate(heads: Tensor, position: int, layer_type: str) -> Tensor:
 
 
 class Reference:
-    """Drafts from a text alone, of which the target has read all tokens but the newest."""
+    """Reference drafts from a text alone.
+
+    The target has read all tokens but the newest.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], drafted: Sequence[int], num: int) -> Tensor:
-        """[K, V] of the first `num` drafted tokens, the later ones after `drafted`."""
+        """Return logits [K, V] of the first `num` drafts, the later ones after `drafted`."""
         assistant, table = self.assistant, self.target.get_input_embeddings().weight
         read, newest = list(text[:-1]), text[-1]
         output = self.target(
@@ -107,7 +110,7 @@ class Reference:
         ) * layer.layer_scalar
 
     def scores(self, normed: Tensor) -> Tensor:
-        """[V] of a state [H]."""
+        """Return the scores [V] of a state [H]."""
         head, embedder = self.assistant.lm_head.weight, self.assistant.masked_embedding
         if embedder is None:
             cap = self.config.final_logit_softcapping or math.inf

@@ -1,4 +1,4 @@
-"""Gemma 4 assistants in whole calls: every draft of every row is that of the formula for this row alone."""
+"""Compare every draft of Gemma 4 assistants in whole calls with the formula for its row alone."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from tests.options.gemma4.reference import Reference
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 
 TOLERANCE = 1e-5  # transformers takes norms in float32
-STALE = 1e4  # what columns without a token of the row hold; masks hide finite numbers alone
+STALE = 1e4  # content of columns without a token of the row; masks hide finite numbers only
 CAP = {"final_logit_softcapping": 1.0}
 DRAFT_LENS = (3, 0, 0, 5, 1, 0, 2)  # the first right after the prompt
 ENDS = {"eos_token_id": [3, 9, 17, 30, 44]}
@@ -36,7 +36,10 @@ class Record(NamedTuple):
 
 
 class Recording(Gemma4Drafter):
-    """Keeps every draft with the rows' texts; before it, fills what no row may read of the target's cache."""
+    """Drafter that keeps every draft with the rows' texts.
+
+    It first fills the columns of the target's cache that no row may read.
+    """
 
     def __init__(self, assistant, setup, records):
         super().__init__(assistant, setup)
@@ -56,9 +59,9 @@ class Recording(Gemma4Drafter):
             self.texts = [ids[pad:] for ids, pad in rows]
         cache = request.target_cache._kv_cache
         fill_stale(cache)
-        before = [part.clone() for layer in cache.cache.layers for part in states_of(layer)]
+        before = [states.clone() for layer in cache.cache.layers for states in states_of(layer)]
         draft = super().draft(request)
-        after = [part for layer in cache.cache.layers for part in states_of(layer)]
+        after = [states for layer in cache.cache.layers for states in states_of(layer)]
         assert all(map(torch.equal, before, after)), "the target's cache was written to"
         self.records.append(Record([list(text) for text in self.texts], draft))
         return draft
@@ -77,18 +80,18 @@ def fill_stale(cache):
     """Fill the columns before each row's first token and behind its last one."""
     end = cache.num_columns
     for layer in cache.cache.layers:
-        for part in states_of(layer):
+        for states in states_of(layer):
             is_buffer = isinstance(cache, PreallocatedKVCache)
-            first = layer.base if is_buffer else end - part.shape[2]
-            ends = cache.layout.lens if is_buffer else [end] * len(part)
+            first = layer.base if is_buffer else end - states.shape[2]
+            ends = cache.layout.lens if is_buffer else [end] * len(states)
             for row, (row_end, num) in enumerate(zip(ends, cache.num_real_tokens, strict=True)):
-                with torch.inference_mode(part.is_inference()):
-                    part[row, :, max(row_end - first, 0) :] = STALE
-                    part[row, :, : max(row_end - num - first, 0)] = STALE
+                with torch.inference_mode(states.is_inference()):
+                    states[row, :, max(row_end - first, 0) :] = STALE
+                    states[row, :, : max(row_end - num - first, 0)] = STALE
 
 
 def recorded(assistant, target, inputs, position=-1, **options):
-    """The drafts of a call, and its statistics."""
+    """Return the drafts of a call, and its statistics."""
     records, wrapped = [], Gemma4Assistant(assistant, position)
     stats = hf_speculate.SpeculationStats()
     hf_speculate.generate(
@@ -102,12 +105,15 @@ def recorded(assistant, target, inputs, position=-1, **options):
 
 
 def window_of(stats):
-    """Tokens that layers with a window see: a dynamic cache keeps no more than the target needs for its next one."""
+    """Return the number of tokens visible to window layers.
+
+    A dynamic cache keeps no more than the target needs for its next token.
+    """
     return SLIDING_WINDOW - (stats.cache == "dynamic")
 
 
 def assert_drafts_are_the_references(reference, records, ends=()):
-    """Of rows that have not ended."""
+    """Compare the drafts of rows that have not ended."""
     for record in records:
         num = record.draft.token_ids.shape[1]
         for row, (text, ids) in enumerate(
@@ -121,8 +127,8 @@ def assert_drafts_are_the_references(reference, records, ends=()):
             )
 
 
-# Rows, layers of the target that share states, whether embeddings are ordered, the cache, position,
-# and options.
+# Rows, layers of the target with shared states, ordered embeddings, the cache, position, and
+# options.
 CALLS = {
     "one row": (1, 2, False, "preallocated", -1, {}),
     "rows that leave": (4, 0, False, "preallocated", -1, ENDS),
@@ -137,14 +143,14 @@ CALLS = {
 
 @pytest.mark.parametrize("scripted", [DRAFT_LENS], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
-def test_drafts_are_those_of_the_formula(name, scripted):
+def test_drafts_equal_the_reference(name, scripted):
     batch_size, num_shared, is_ordered, cache, position, options = CALLS[name]
     target = make_target(num_shared)
     assistant = make_assistant(
         target, is_ordered=is_ordered, scale=0.3, **({} if is_ordered else CAP)
     )
     inputs = ragged_prompts(batch_size, seed=2, max_len=2 * SLIDING_WINDOW)
-    if CACHE_NAME in options:  # which outlives the call, so that rows that have ended stay
+    if CACHE_NAME in options:  # it outlives the call, so ended rows stay
         options = {**options, CACHE_NAME: DynamicCache(config=target.config)}
     records, stats = recorded(
         assistant, target, inputs, position, speculation_cache=cache, **options
@@ -164,7 +170,7 @@ def test_drafts_are_those_of_the_formula(name, scripted):
     assert set(is_finite.sum(1).tolist()) == {num_scored(64) if is_ordered else 64}
 
 
-def test_a_prefix_in_a_passed_cache_is_read_like_other_tokens():
+def test_prefix_in_a_passed_cache_is_read_like_other_tokens():
     target = make_target()
     assistant, ids = make_assistant(target), ragged_prompts(1, seed=4, min_len=12)["input_ids"]
     passed = target(ids[:, :7], use_cache=True)[CACHE_NAME]
@@ -180,14 +186,14 @@ def test_a_prefix_in_a_passed_cache_is_read_like_other_tokens():
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("make", [make_unified_target, make_reader])
-def test_targets_of_other_classes_are_drafted_for_by_the_same_formula(make):
+def test_drafts_for_other_target_classes_equal_the_reference(make):
     target = make()
     assistant = make_assistant(target)
     records, stats = recorded(assistant, target, ragged_prompts(3, seed=2))
     assert_drafts_are_the_references(Reference(assistant, target, window=window_of(stats)), records)
 
 
-def test_a_row_whose_proposals_are_all_banned_is_drawn_without_the_ban():
+def test_row_with_all_proposals_banned_ignores_the_ban():
     target = make_target()
     banned = [token_id for token_id in range(64) if token_id % 16]
     options = {
@@ -204,7 +210,7 @@ def test_a_row_whose_proposals_are_all_banned_is_drawn_without_the_ban():
     assert drafted - set(banned)
 
 
-def test_the_other_position_is_measured_beside_the_default():
+def test_check_measures_both_positions():
     target = make_target(0)
     assistant, inputs = (
         make_assistant(target, scale=3.0),
@@ -215,12 +221,12 @@ def test_the_other_position_is_measured_beside_the_default():
     texts = [text[: 8 + 10] for text in texts]
     expected = {}
     for position in (-1, 0):
-        reference, hits = Reference(assistant, target, position), []
+        reference, are_right = Reference(assistant, target, position), []
         for text in texts:
             choices = target(torch.tensor([text])).logits[0].argmax(-1)
             for num_read in range(min(8, len(text) // 2), len(text)):
                 logits = reference.logits(text[: num_read + 1], [], 1)[0]
-                hits.append(bool(logits.argmax() == choices[num_read]))
-        expected[position] = sum(hits) / len(hits)
+                are_right.append(bool(logits.argmax() == choices[num_read]))
+        expected[position] = sum(are_right) / len(are_right)
     assert check.accuracies == expected
-    assert check.num_tokens == len(hits)
+    assert check.num_tokens == len(are_right)

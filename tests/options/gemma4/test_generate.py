@@ -1,4 +1,4 @@
-"""Gemma 4 assistants in `generate()`: texts are the target's whatever is proposed, and what does not fit is refused."""
+"""Test Gemma 4 assistants in `generate()`: texts of the target, and refused mismatches."""
 
 import re
 import warnings
@@ -21,7 +21,7 @@ from tests.options.refill.test_continuous import alone, decoded
 from tests.support.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
-# of 512 texts; the prompt's forward gives the first token, a round the others
+# Of 512 texts. The prompt's forward gives the first token, a round the others.
 NUM_DRAWS, NUM_DRAWN = 8_000, 3
 SMALL = {
     "vocab_size": 8,
@@ -41,7 +41,7 @@ CONSTANT = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constan
     cache=CACHES,
     form=["folder", "model", "model"],
 )
-def test_greedy_text_is_plain_with_every_lossless_verifier(
+def test_greedy_text_equals_plain_with_lossless_verifiers(
     verifier, num_shared, is_ordered, batch_size, cache, form, tmp_path
 ):
     target = hf_speculate.enable(
@@ -65,7 +65,7 @@ def test_greedy_text_is_plain_with_every_lossless_verifier(
 
 
 class Sealed(nn.Module):
-    """A linear layer whose weight the module alone can read, as of a library that packs weights."""
+    """Linear layer with a weight readable by the module only, as in packing libraries."""
 
     def __init__(self, linear):
         super().__init__()
@@ -76,7 +76,7 @@ class Sealed(nn.Module):
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_drafts_of_an_assistant_with_a_packed_head_are_the_same(is_ordered):
+def test_packed_head_drafts_the_same_tokens(is_ordered):
     target, inputs, drafted = hf_speculate.enable(make_target()), ragged_prompts(2, seed=1), []
     for is_packed in (False, True):
         assistant = make_assistant(target, is_ordered=is_ordered)
@@ -91,9 +91,9 @@ def test_drafts_of_an_assistant_with_a_packed_head_are_the_same(is_ordered):
 
 
 @pytest.mark.parametrize(("is_ordered", "verifier"), [(False, "rejection"), (True, "block")])
-def test_the_joint_distribution_is_the_targets(is_ordered, verifier):
+def test_joint_distribution_is_that_of_the_target(is_ordered, verifier):
     target = hf_speculate.enable(make_target(dtype=torch.float32, **SMALL))
-    target.get_output_embeddings().weight.mul_(0.3)  # flat enough that every token comes
+    target.get_output_embeddings().weight.mul_(0.3)  # flat enough for every token
     assistant, stats = (
         make_assistant(target, is_ordered=is_ordered, scale=0.5),
         hf_speculate.SpeculationStats(),
@@ -105,8 +105,11 @@ def test_the_joint_distribution_is_the_targets(is_ordered, verifier):
 
 
 @pytest.mark.fallback("past the context of")
-def test_rows_that_join_a_running_batch_get_the_texts_that_they_get_alone():
-    """Where others, whose drafts their length has ended, stay, and the assistant serves a part of the rows."""
+def test_joining_rows_get_the_texts_of_rows_alone():
+    """Join rows while others stay, although their length has ended their drafts.
+
+    The assistant then serves some of the rows.
+    """
     target = make_target()
     assistant = make_assistant(target, scale=0.3, max_position_embeddings=20)
     options = {
@@ -130,7 +133,7 @@ def test_rows_that_join_a_running_batch_get_the_texts_that_they_get_alone():
 
 
 @pytest.mark.fallback("past the context of")
-def test_rows_past_the_context_of_the_assistant_decode_plainly():
+def test_rows_past_the_assistant_context_decode_plainly():
     target = hf_speculate.enable(make_target())
     assistant = make_assistant(target, max_position_embeddings=16)
     stats = assert_decodes_as_plain(
@@ -140,7 +143,7 @@ def test_rows_past_the_context_of_the_assistant_decode_plainly():
     assert stats.num_drafted > 0
 
 
-def test_the_number_of_tokens_in_its_generation_config_bounds_the_adaptive_one():
+def test_generation_config_of_the_assistant_bounds_drafts():
     target = hf_speculate.enable(make_target())
     assistant, stats = make_assistant(target), hf_speculate.SpeculationStats()
     assistant.generation_config.num_assistant_tokens = 2
@@ -149,7 +152,7 @@ def test_the_number_of_tokens_in_its_generation_config_bounds_the_adaptive_one()
     assert "draft length: adaptive, at most 2;" in stats.plan
 
 
-def test_few_accepted_first_tokens_are_warned_of_once():
+def test_low_first_token_acceptance_warns_once():
     target = hf_speculate.enable(make_target())
     assistant = make_assistant(target, seed=7)
     call = {**ragged_prompts(8), "assistant_model": assistant, "num_assistant_tokens": 1}
@@ -163,7 +166,7 @@ def test_few_accepted_first_tokens_are_warned_of_once():
 
 
 def changed(make, **fields):
-    """A target and an assistant that was made for another one."""
+    """Return a target and an assistant made for another one."""
     return make_target(**fields), make(make_target())
 
 
@@ -200,7 +203,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_the_target_is_refused(name):
+def test_mismatched_assistants_are_refused(name):
     make, problem = REFUSED[name]
     target, assistant = make()
     message = (
@@ -212,14 +215,18 @@ def test_what_does_not_fit_the_target_is_refused(name):
         )
 
 
-def test_what_does_not_go_with_an_assistant_is_refused(tmp_path):
+def test_options_unsupported_with_an_assistant_are_refused(tmp_path):
     target = hf_speculate.enable(make_target())
     assistant = make_assistant(target)
-    for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
+    for draft_options in (
+        {"prompt_lookup_num_tokens": 4},
+        {"draft_state": hf_speculate.DraftState()},
+    ):
         with pytest.raises(
-            UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a Gemma 4"
+            UnsupportedGenerationError,
+            match=f"{next(iter(draft_options))} cannot be combined with a Gemma 4",
         ):
-            target.generate(**ragged_prompts(2), assistant_model=assistant, **own)
+            target.generate(**ragged_prompts(2), assistant_model=assistant, **draft_options)
     with pytest.raises(ConfigError, match="position must be -1 or 0, got 1"):
         Gemma4Assistant(assistant, 1)
     with pytest.raises(ConfigError, match="prompts must hold a text of at least three tokens"):

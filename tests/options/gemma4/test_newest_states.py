@@ -1,4 +1,4 @@
-"""The state of each row's newest token, which is all that a Gemma 4 assistant reads of the target's states."""
+"""Test the state of each row's newest token, the only target state that an assistant reads."""
 
 import torch
 
@@ -7,7 +7,7 @@ from hf_speculate.types import Scored
 
 
 def states_of(*rows):
-    """States whose number in row r is 10 r and the column, as a forward of that many columns returns them."""
+    """Return states as a forward with so many columns does; row r has 10 r plus the column."""
     hidden = torch.tensor(rows, dtype=torch.float64)[..., None]  # [B, Q, 1]
     return Scored(hidden, (hidden,))
 
@@ -16,19 +16,19 @@ def make():
     return NewestStates([-1], None, lambda states: states)
 
 
-def test_plain_rounds_leave_the_newest_state_and_a_count():
+def test_plain_rounds_keep_the_newest_state_and_a_count():
     states = make()
     states.add_prompt(states_of([0, 1, 2], [10, 11, 12]), [3, 2], 3)
     for counts in ([1, 1], [2, 1], [1, 0]):
         states.add(states_of([3, 4, 5], [13, 14, 15]), counts)
     assert states.counts == [5, 3]
     sizes = [value.shape[1] for value in vars(states).values() if isinstance(value, torch.Tensor)]
-    assert sizes == [1]  # nothing that grows with the rounds
+    assert sizes == [1]  # Nothing grows with the rounds.
     assert states.take(torch.device("cpu"))[..., 0].tolist() == [[3.0], [13.0]]
     assert states.counts == [0, 0]
 
 
-def test_rows_leave_and_join():
+def test_states_follow_leaving_and_joining_rows():
     states, other = make(), make()
     states.add_prompt(states_of([0, 1], [10, 11]), [2, 2], 2)
     other.add_prompt(states_of([20]), [1], 1)

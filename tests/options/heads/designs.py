@@ -1,4 +1,4 @@
-"""Draft heads of tiny random weights, and writers of the folders that trainers leave."""
+"""Define draft heads of tiny random weights, and write the folders of trainers."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ DRAFT_TOKENS = 4
 
 @dataclass(frozen=True)
 class Design:
-    """What a head of tests looks like."""
+    """Sizes and options of a test head."""
 
     kind: str = "eagle3"
     hidden_size: int = TARGET_WIDTH
@@ -69,14 +69,14 @@ MTP = Design(kind="mtp", has_head_norms=True, draft_ids=None, aux_layers=(NUM_TA
 
 
 def make_weights(design: Design, seed: int = 0) -> dict[str, Tensor]:
-    """Weights in float32 under the names of the speculators format."""
+    """Make weights in float32 under the names of the speculators format."""
     generator, weights = torch.Generator().manual_seed(seed), {}
     for name, shape in _shapes(design).items():
         weights[name] = torch.randn(*shape, generator=generator) * WEIGHT_SCALE
         if "norm" in name:
             weights[name] += 1
         if name.startswith(("lm_head", "markov_head.markov_w")):
-            weights[name] *= 4  # apart, so that the argmax is certain
+            weights[name] *= 4  # apart, so the argmax is certain
     if design.draft_ids is not None:
         ids = torch.tensor(design.draft_ids)
         weights["d2t"] = ids - torch.arange(len(ids))
@@ -180,7 +180,7 @@ def _markov_shapes(design: Design, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def layer_fields(design: Design) -> dict[str, Any]:
-    """The part of a config that describes layers."""
+    """Return the layer part of a config."""
     fields = {
         "model_type": "qwen3" if design.has_head_norms else "llama",
         "hidden_size": design.hidden_size,
@@ -202,7 +202,7 @@ def layer_fields(design: Design) -> dict[str, Any]:
 def write_speculators(
     folder: Path, design: Design, weights: dict[str, Tensor], **fields: Any
 ) -> Path:
-    """A head as vllm-project/speculators saves it."""
+    """Write a head as vllm-project/speculators saves it."""
     config = {
         "speculators_model_type": design.kind,
         "architectures": ["SomeSpeculator"],
@@ -233,7 +233,7 @@ def write_original(
     saving: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Path:
-    """An EAGLE-3 head as EAGLE and SpecForge save it: flat config, `midlayer`."""
+    """Write an EAGLE-3 head as EAGLE and SpecForge save it: flat config, `midlayer`."""
     config = {**layer_fields(design), "architectures": ["LlamaForCausalLMEagle3"], **design.options}
     config["draft_vocab_size"] = design.num_draft_ids
     config["target_hidden_size"] = design.target_hidden_size
@@ -250,7 +250,7 @@ def write_z_lab(
     saving: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Path:
-    """A DFlash head as z-lab saves it, whose ids name layers by their outputs."""
+    """Write a DFlash head as z-lab saves it; its ids name layers by their outputs."""
     architecture = "DFlash2DraftModel" if design.kind == "dflash2" else "DFlashDraftModel"
     config = {
         **layer_fields(design),

@@ -1,4 +1,4 @@
-"""Every kind of head, loaded for a small target, for the claims that all of them share."""
+"""Load every kind of head for a small target, for their common tests."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,7 @@
-"""Draft heads without caches in float64: every draft step runs over the whole text from scratch.
+"""Compute draft heads without caches in float64: every draft step reads the whole text.
 
-Written from the formats' descriptions alone; shares no code with the package. One row at a time.
+The code follows the formats' descriptions and shares nothing with the package. It takes one row at
+a time.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ EPS = 1e-5
 
 
 class Reference:
-    """A head's distributions, recomputed from the whole text."""
+    """Reference distributions of a head, recomputed from the whole text."""
 
     def __init__(self, design: Design, weights: dict[str, Tensor], table: Tensor, head: Tensor):
         self.design, self.options = design, design.options
@@ -27,13 +28,13 @@ class Reference:
             name: weight.double() for name, weight in named.items() if weight.is_floating_point()
         }
         self.table, self.head = table.double(), head.double()
-        # by number of a token, what takes the place of its embedding
+        # Replacements of token embeddings, by number of the token.
         self.merged: dict[int, Tensor] = {}
-        # [3, T], positions of the tokens in time, height and width, if they have these
+        # Positions [3, T] of the tokens in time, height and width, if they have these.
         self.axes: Tensor | None = None
 
     def logits(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
-        """[num, Vd], what draft step k scores, given the tokens drafted before it."""
+        """Return scores [num, Vd] of draft steps, given the tokens drafted before."""
         match self.design.kind:
             case "eagle3":
                 return self._chain(text, self._fused(states), drafted, num, self._eagle)
@@ -71,7 +72,7 @@ class Reference:
         return torch.stack(scores)
 
     def _following(self, ids: list[int]) -> Tensor:
-        """[T, H], embeddings of the tokens after the first."""
+        """Return the embeddings [T, H] of the tokens after the first."""
         rows = [
             self.merged.get(number, row) for number, row in enumerate(self._embedded(ids), start=1)
         ]
@@ -98,7 +99,7 @@ class Reference:
         return self._scored(normed), normed
 
     def confidences(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
-        """[num], DSpark's estimates that the target keeps each drafted token."""
+        """Return DSpark's estimates [num] that the target keeps each drafted token."""
         features = self._block(text, states)[:num]
         if self.options["confidence_head_with_markov"]:
             previous = torch.tensor([text[-1], *drafted[: num - 1]])
@@ -108,7 +109,7 @@ class Reference:
         return self._linear(features, "confidence_head.proj")[:, 0].sigmoid()
 
     def _block(self, text: list[int], states: Tensor) -> Tensor:
-        """[b, H] after the final norm."""
+        """Return [b, H] after the final norm."""
         context = self._normed(self._linear(states, "fc"), "hidden_norm")
         ids = [text[-1]] + [self.options["mask_token_id"]] * (self.design.block_size - 1)
         hidden, positions = self._embedded(ids), torch.arange(len(states) + len(ids))
@@ -118,7 +119,7 @@ class Reference:
         return self._normed(hidden, "norm")
 
     def _convolved(self, hidden: Tensor, context: Tensor, positions: Tensor, index: int) -> Tensor:
-        """A layer of DFlash 2, whose sublayers have a convolution on each side."""
+        """Apply a layer of DFlash 2 with a convolution on each side of its sublayers."""
         name = f"layers.{index}"
         normed = self._normed(hidden, f"{name}.input_layernorm")
         asking = self._convolution(normed, normed, f"{name}.attention_conv", 0)
@@ -144,7 +145,7 @@ class Reference:
         return result
 
     def _selected(self, scores: Tensor, hidden: Tensor, previous: list[int]) -> Tensor:
-        """The scores of the best tokens of each slot with the bonus of the token before it; -inf of all others."""
+        """Return scores of each slot's best tokens with the previous token's bonus, or -inf."""
         prefix, rank = "candidate_selector.", self.options["selector_rank"]
         before, after = (
             self.weights[f"{prefix}{name}_codebook"] for name in ("predecessor", "successor")
@@ -200,14 +201,14 @@ class Reference:
         return logits * self.options.get("logit_scale", 1.0)
 
     def _ordinary(self, hidden: Tensor, context: Tensor, positions: Tensor, index: int) -> Tensor:
-        """A pre-norm layer; keys and values of the context come first and are not normed."""
+        """Apply a pre-norm layer; keys and values of the context come first and are not normed."""
         normed = self._normed(hidden, f"layers.{index}.input_layernorm")
         return self._finished(hidden, normed, torch.cat([context, normed]), positions, index)
 
     def _finished(
         self, residual: Tensor, asking: Tensor, read: Tensor, positions: Tensor, index: int
     ) -> Tensor:
-        """The residual stream after attention of the last positions to all, and after the MLP."""
+        """Return the residual stream after attention of the last positions to all and the MLP."""
         hidden = residual + self._attended(asking, read, positions, index)
         return hidden + self._fed_forward(
             self._normed(hidden, f"layers.{index}.post_attention_layernorm"), f"layers.{index}"
@@ -218,7 +219,7 @@ class Reference:
         return self._linear(silu(gate) * up, f"{name}.mlp.down_proj")
 
     def _attended(self, asking: Tensor, read: Tensor, positions: Tensor, index: int) -> Tensor:
-        """What attention of the last positions to all adds."""
+        """Return the output of attention of the last positions to all."""
         design, name = self.design, f"layers.{index}"
         at = positions[len(read) - len(asking) :]
         queries, keys, values = (
@@ -254,7 +255,7 @@ class Reference:
         return visible if window is None else visible & (ahead.abs() < window)
 
     def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding; angles in float32, as every implementation computes them."""
+        """Apply the rotary embedding; angles are in float32, as in every implementation."""
         design = self.design
         width = int(design.head_dim * design.rope.get("partial_rotary_factor", 1.0))
         frequencies = 1.0 / (
@@ -269,7 +270,7 @@ class Reference:
         )
 
     def _on_axis(self, positions: Tensor, index: int) -> Tensor:
-        """The positions on the axis by which the frequency of this index turns."""
+        """Return the positions on the axis of this frequency index."""
         if self.axes is None:
             return positions
         rope = self.design.rope["rope_scaling"]
@@ -307,7 +308,7 @@ def write_fitted(
     num_new: int,
     num_steps: int = 3,
 ) -> tuple[Path, dict[str, Tensor]]:
-    """The folder of a head that knows the target's greedy texts by heart, but for some tokens; and these texts.
+    """Write a head that knows the target's greedy texts except some tokens; return both.
 
     Its `lm_head` is the ridge regression of the target's logits along the texts.
     """

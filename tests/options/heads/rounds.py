@@ -1,4 +1,4 @@
-"""An engine that forces what is accepted: it feeds drafters what the decoder would, round by round."""
+"""Feed drafters as the decoder does, round by round, with forced acceptance."""
 
 import contextlib
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from tests.options.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_S
 from tests.support.tiny import make_model
 
 PAD = 0
-STALE = 1e4  # what columns behind the end of a row are filled with; masks hide finite numbers alone
+STALE = 1e4  # content of columns behind a row's end; masks hide finite numbers only
 
 
 @cache
 def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
-    """A Llama of six layers. Shared between tests: do not change it."""
+    """Return a Llama of six layers. Shared between tests: do not change it."""
     return make_model(
         "llama",
         dtype=dtype,
@@ -36,16 +36,19 @@ def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) 
 
 @torch.no_grad()
 def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """[T, A * Ht] of a plain forward: inputs of layers, or the last layer's output before the final norm, or after."""
-    num_layers, kept = target.config.num_hidden_layers, []
+    """Return states [T, A * Ht] of a plain forward.
+
+    They are inputs of layers, or the last layer's output before or after the final norm.
+    """
+    num_layers, states = target.config.num_hidden_layers, []
     with contextlib.ExitStack() as stack:
         if num_layers in layers:
             handle = target.model.layers[-1].register_forward_hook(
-                lambda module, args, output: kept.append(output)
+                lambda module, args, output: states.append(output)
             )
             stack.callback(handle.remove)
         given = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
-    parts = [kept[0][0] if layer == num_layers else given[layer][0] for layer in layers]
+    parts = [states[0][0] if layer == num_layers else given[layer][0] for layer in layers]
     return torch.cat([given[0][0][:, :0], *parts], -1)
 
 
@@ -60,14 +63,14 @@ def random_texts(
 
 @hf_speculate.register_row_wise
 class BySum(LogitsProcessor):
-    """Prefers a token by all tokens before it, padding included."""
+    """Processor that prefers a token by all tokens before it, padding included."""
 
     def __call__(self, input_ids, scores):
         return scores.scatter(1, (input_ids + 1).sum(1, keepdim=True) % VOCAB_SIZE, 1e3)
 
 
 class Rounds:
-    """Rows that a drafter is led through, token by token as the decoder would."""
+    """Rows of a drafter, advanced token by token as in the decoder."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class Rounds:
             "stream": Stream.DRAFT,
         }
         self.drafter = head(DrafterSetup(**fields | changes))
-        self.told = [0] * len(texts)  # tokens of each row that the drafter was told
+        self.told = [0] * len(texts)  # tokens of each row known to the drafter
         self.num_rounds = 0
 
     def draft(
@@ -102,7 +105,7 @@ class Rounds:
         strategy: SampleStrategy = SampleStrategy.GREEDY,
         seeds: Sequence[int] | None = None,
     ) -> DraftOut:
-        """One call of the drafter, with everything that rows have gained since the last one."""
+        """Call the drafter with everything that rows have gained since the last call."""
         self.num_rounds += 1
         self._fill_stale_columns()
         is_first, begins = not any(self.told), [told or 1 for told in self.told]
@@ -122,7 +125,10 @@ class Rounds:
         return self.drafter.draft(DraftRequest(query, None, num, strategy, keys, kept))
 
     def accept(self, draft: DraftOut, counts: Sequence[int | None], seed: int) -> None:
-        """Keep so many drafted tokens of each row and one more that was not drafted; None: the row gains nothing."""
+        """Keep this many drafted tokens of each row and one more that was not drafted.
+
+        A row with None gains nothing.
+        """
         for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
             if count is not None:
                 text += (
@@ -136,7 +142,7 @@ class Rounds:
             setattr(self, name, [getattr(self, name)[row] for row in indices])
 
     def states(self, row: int) -> Tensor:
-        """[n, A * Ht] of all tokens of a row but the newest."""
+        """Return states [n, A * Ht] of all tokens of a row but the newest."""
         return states_of(self.target, self.texts[row][:-1], self.layers)
 
     def _fill_stale_columns(self) -> None:
@@ -152,7 +158,7 @@ class Rounds:
         rows = []
         for text, begin, count in zip(self.texts, begins, counts, strict=True):
             own = states_of(self.target, text, self.layers)[begin - 1 : begin - 1 + count]
-            # nothing may be read of it
+            # Nothing may be read of it.
             junk = own.new_full((max(counts) - count, own.shape[1]), torch.nan)
             rows.append(self.drafter.project_states(torch.cat([own, junk])[None])[0])
         return torch.stack(rows)

@@ -1,4 +1,7 @@
-"""Heads of all kinds but PARD and checkpoint MTP against the cacheless float64 reference, and in every format."""
+"""Compare heads with the cacheless float64 reference, in every format.
+
+PARD and checkpoint MTP have tests of their own.
+"""
 
 from dataclasses import replace
 
@@ -77,7 +80,7 @@ def reference_of(design, weights, target):
 
 
 def assert_drafts_are_the_references(rounds, reference, draft):
-    """The proposed distributions are the reference's, -inf outside of the draft vocabulary."""
+    """Compare proposed distributions; they are -inf outside of the draft vocabulary."""
     vocab_size, draft_ids = reference.design.vocab_size, reference.design.draft_ids
     for row, text in enumerate(rounds.texts):
         drafted, num = draft.token_ids[row].tolist(), draft.token_ids.shape[1]
@@ -90,7 +93,7 @@ def assert_drafts_are_the_references(rounds, reference, draft):
 
 
 def assert_drafts_are_the_best(rounds, reference, draft):
-    """Without sampling each token is the reference's argmax."""
+    """Assert the reference's argmax for each token without sampling."""
     ids = torch.tensor(reference.design.draft_ids or range(reference.design.vocab_size))
     for row, text in enumerate(rounds.texts):
         drafted = draft.token_ids[row].tolist()
@@ -99,7 +102,7 @@ def assert_drafts_are_the_best(rounds, reference, draft):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
+def test_drafts_equal_the_cacheless_reference(name, tmp_path):
     design, target = VARIANTS[name], target_of()
     weights = make_weights(design)
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
@@ -117,14 +120,14 @@ def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
         assert_drafts_are_the_references(rounds, reference, draft)
         rounds.accept(draft, accepted, seed=number)
         if number == 1:
-            # plain steps, which the next round tells of
+            # Plain steps; the next round reports their tokens.
             rounds.texts = [[*text, 3, 7] for text in rounds.texts]
     rounds.rows([2, 0])
     draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
     assert_drafts_are_the_references(rounds, reference, draft)
 
 
-Z_LAB = {  # options of the folder, and the logits that it gives for those of the speculators format
+Z_LAB = {  # options of the folder, and its logits given those of the speculators format
     "z-lab": ({}, lambda logits: logits),
     "softcap": (
         {"output_multiplier": 0.5, "final_logit_softcapping": 3.0, "input_embedding_scale": 1.0},
@@ -136,7 +139,7 @@ Z_LAB = {  # options of the folder, and the logits that it gives for those of th
 
 
 @pytest.mark.parametrize("name", Z_LAB)
-def test_z_lab_and_speculators_draft_the_same(name, tmp_path):
+def test_z_lab_and_speculators_formats_draft_the_same(name, tmp_path):
     target, weights = target_of(), make_weights(DFLASH)
     texts, (options, expected) = random_texts([6, 4], seed=3), Z_LAB[name]
     given = dict(weights)
@@ -159,12 +162,12 @@ def test_z_lab_and_speculators_draft_the_same(name, tmp_path):
     )
     # a block bounds the draft
     assert plain.shape[1] == DFLASH.block_size - 1 == heads[0].spec.max_draft_tokens
-    # the table rounded to float32
+    # The table is rounded to float32.
     torch.testing.assert_close(ours, expected(plain), rtol=0, atol=1e-5)
 
 
 def as_embeddings(weights):
-    """Codebooks under the names of embeddings."""
+    """Return codebooks under the names of embeddings."""
     return {
         f"{name}.weight" if name.endswith("_codebook") else name: weight
         for name, weight in weights.items()
@@ -194,7 +197,7 @@ DFLASH2_FOLDERS = {
 
 
 @pytest.mark.parametrize("name", DFLASH2_FOLDERS)
-def test_dflash_2_drafts_the_same_in_every_format_and_with_fewer_tokens(name, tmp_path):
+def test_dflash_2_drafts_the_same_in_every_format_and_length(name, tmp_path):
     target, weights, texts = target_of(), make_weights(DFLASH2), random_texts([6, 4], seed=3)
     folders = [
         write_speculators(tmp_path / "speculators", DFLASH2, weights),
@@ -204,13 +207,13 @@ def test_dflash_2_drafts_the_same_in_every_format_and_with_fewer_tokens(name, tm
     assert {head.spec.kind for head in heads} == {"dflash2"}
     expected = Rounds(heads[0], target, texts).draft(16, SampleStrategy.RANDOM).token_logits
     assert expected.shape[1] == DFLASH2.block_size - 1  # a block bounds the draft
-    for num in (16, 2):  # the block is filled whole, whatever is asked for
+    for num in (16, 2):  # the block is always filled whole
         found = Rounds(heads[1], target, texts).draft(num, SampleStrategy.RANDOM).token_logits
         torch.testing.assert_close(found, expected[:, :num], rtol=0, atol=TOLERANCE)
 
 
 def without_effect(weights):
-    """Weights with convolutions that change nothing, and no bonus for the token before."""
+    """Return weights with neutral convolutions and no bonus for the token before."""
     for name, weight in weights.items():
         if name.endswith("base_kernel"):
             weight.zero_()[:, 0] = 1
@@ -220,12 +223,12 @@ def without_effect(weights):
 
 
 @pytest.mark.parametrize("num_candidates", [1, 5])
-def test_dflash_2_without_convolutions_and_bonus_drafts_as_dflash(num_candidates, tmp_path):
+def test_dflash_2_without_its_additions_drafts_as_dflash(num_candidates, tmp_path):
     design, target = DFLASH2.with_options(selector_top_k=num_candidates), target_of()
     weights = without_effect(make_weights(design))
     own = ("candidate_selector", "_conv.")
     plain = {
-        name: weight for name, weight in weights.items() if not any(part in name for part in own)
+        name: weight for name, weight in weights.items() if not any(word in name for word in own)
     }
     heads = [
         load_drafter(write_speculators(tmp_path / "2", design, weights), target),
@@ -239,7 +242,7 @@ def test_dflash_2_without_convolutions_and_bonus_drafts_as_dflash(num_candidates
 
 @hf_speculate.register_row_wise
 class Bans(LogitsProcessor):
-    """Bans ids."""
+    """Processor that bans ids."""
 
     def __init__(self, token_ids):
         self.token_ids = token_ids
@@ -249,21 +252,21 @@ class Bans(LogitsProcessor):
 
 
 @pytest.mark.parametrize("design", [EAGLE3, DFLASH2], ids=["EAGLE-3", "DFlash 2"])
-def test_a_row_whose_proposals_are_all_banned_is_drawn_as_without_processors(design, tmp_path):
+def test_row_with_all_proposals_banned_ignores_processors(design, tmp_path):
     target, texts = target_of(), random_texts([6, 4], seed=3)
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
     expected = Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM)
     proposed = expected.token_logits[0, 0].isfinite().nonzero()[:, 0]
     processors = BlockLogitsProcessorList([Bans(proposed)])
     draft = Rounds(head, target, texts, processors=processors).draft(K, SampleStrategy.RANDOM)
-    # as processors give it
+    # These are logits as a processor returns them.
     assert torch.equal(draft.token_logits[0, 0], expected.token_logits[0, 0].float())
     assert draft.token_ids[0, 0] == expected.token_ids[0, 0]
     assert draft.logsumexp.isfinite().all()
 
 
 @pytest.mark.parametrize("reads_markov", [True, False])
-def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads_markov, tmp_path):
+def test_drafts_end_where_the_confidence_product_is_low(reads_markov, tmp_path):
     design = DSPARK.with_options(
         enable_confidence_head=True, confidence_head_with_markov=reads_markov
     )
@@ -292,8 +295,7 @@ def nested(ids):
     return {name: None, "eagle_config": {name: ids}}
 
 
-# what is added to the names of weights, how these are saved, fields, and the layers that are then
-# read
+# Prefix of weight names, the form of the saved weights, fields, and the layers read as a result.
 FORMATS = {
     "bin": ("", {"safe_serialization": False}, {}, EAGLE3.aux_layers),
     "sharded": ("", {"max_shard_size": 4096}, {}, EAGLE3.aux_layers),

@@ -1,4 +1,4 @@
-"""Heads of targets that read pictures: positions in time, height and width (M-RoPE)."""
+"""Test heads of targets that read pictures, with positions in time, height and width (M-RoPE)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ HEAD = replace(EAGLE3, hidden_size=32, target_hidden_size=32, vocab_size=64, aux
 
 
 def of_rope(rope: dict[str, Any] | None):
-    """A head with such an entry of its config."""
+    """Return a head with this entry in its config."""
     return replace(
         HEAD, rope={"rope_theta": 1000.0} | ({} if rope is None else {"rope_scaling": rope})
     )
@@ -52,7 +52,7 @@ def layers_of(head_dim: int, rope: dict[str, Any]):
         (Qwen3VLTextRotaryEmbedding, {"mrope_section": [28, 17, 19], "mrope_interleaved": True}),
     ],
 )
-def test_a_rotation_is_that_of_the_target(reference, rope):
+def test_rotation_equals_that_of_the_target(reference, rope):
     config = layers_of(128, rope)
     config.rope_parameters |= {"mrope_section": rope["mrope_section"]}
     positions = torch.randint(0, 2000, (3, 2, 9))
@@ -66,7 +66,7 @@ def test_a_rotation_is_that_of_the_target(reference, rope):
     assert not torch.equal(rotation.cos, equal.cos)
 
 
-def test_sections_that_do_not_fit_are_named(tmp_path):
+def test_mismatched_sections_are_named(tmp_path):
     folder = write_speculators(tmp_path, of_rope({"mrope_section": [2, 2, 1]}), make_weights(HEAD))
     with pytest.raises(
         ConfigError, match=r"mrope_section must be three numbers whose sum is 4, .* got \[2, 2, 1\]"
@@ -74,7 +74,7 @@ def test_sections_that_do_not_fit_are_named(tmp_path):
         load_drafter(folder, target())
 
 
-def test_tokens_go_on_from_the_prompt_in_every_row():
+def test_positions_continue_from_the_prompt_in_every_row():
     prompts = (
         torch.tensor([[[9, 9, 0, 1, 1, 2]], [[0, 1, 1, 2, 3, 3]]]).transpose(0, 1).repeat(3, 1, 1)
     )
@@ -90,12 +90,12 @@ def test_tokens_go_on_from_the_prompt_in_every_row():
 
 @cache
 def target() -> PreTrainedModel:
-    """An enabled target. Shared between tests: do not change it."""
+    """Return an enabled target. Shared between tests: do not change it."""
     return hf_speculate.enable(make_qwen2_vl())
 
 
 class Recorder:
-    """A drafter that records what another one drafts: (row, tokens known of it, drafted tokens)."""
+    """Drafter that records another one's drafts: (row, its known tokens, drafted tokens)."""
 
     drafts_fewer = True
 
@@ -131,7 +131,7 @@ class Recorder:
 def rows_alone(
     model: PreTrainedModel, inputs: dict[str, Tensor], outputs: Tensor
 ) -> list[dict[str, Tensor]]:
-    """The arguments of a plain forward over each row's own text and pictures, without padding."""
+    """Return arguments of plain forwards over each row's text and pictures, without padding."""
     rows, begin = [], 0
     num_prompt = inputs["input_ids"].shape[1]
     for row, num in enumerate(PICTURES_OF_ROWS):
@@ -150,7 +150,7 @@ def rows_alone(
 
 
 def axes_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], num_more: int = K) -> Tensor:
-    """[3, T + num_more], the positions of a row and of tokens that follow it."""
+    """Return positions [3, T + num_more] of a row and of the tokens after it."""
     ids = torch.nn.functional.pad(arguments["input_ids"], (0, num_more), value=5)
     if "image_grid_thw" not in arguments:
         return torch.arange(ids.shape[1]).expand(3, -1)
@@ -162,7 +162,7 @@ def axes_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], num_more: 
 def states_of_row(
     model: PreTrainedModel, arguments: dict[str, Tensor], layers: Sequence[int]
 ) -> Tensor:
-    """[T, A * D] of a forward without a cache."""
+    """Return states [T, A * D] of a forward without a cache."""
     given = model(**arguments, use_cache=False, output_hidden_states=True).hidden_states
     return torch.cat([given[layer][0] for layer in layers], dim=-1)
 
@@ -170,19 +170,22 @@ def states_of_row(
 def recorded(
     head: Any, inputs: dict[str, Tensor], model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[list[Any], Tensor, Any]:
-    """What a head drafts in a call, its output, and its statistics."""
+    """Return a head's drafts in a call, its output, and its statistics."""
     records: list[Any] = []
     stats = hf_speculate.SpeculationStats()
-    own = {"drafter": lambda setup: Recorder(head(setup), records), "num_assistant_tokens": K}
-    own |= {"speculation_stats": stats, "max_new_tokens": NUM_NEW}
-    text = (target() if model is None else model).generate(**inputs, **own, **options)
+    draft_options = {
+        "drafter": lambda setup: Recorder(head(setup), records),
+        "num_assistant_tokens": K,
+    }
+    draft_options |= {"speculation_stats": stats, "max_new_tokens": NUM_NEW}
+    text = (target() if model is None else model).generate(**inputs, **draft_options, **options)
     return records, text, stats
 
 
 @pytest.mark.parametrize(
     "rope", [SPLIT, INTERLEAVED, None], ids=["split", "interleaved", "one axis"]
 )
-def test_drafts_after_pictures_are_those_of_the_reference(tmp_path, rope):
+def test_drafts_after_pictures_equal_the_reference(tmp_path, rope):
     design, model, inputs = of_rope(rope), target(), mixed_prompts(target())
     weights = make_weights(design)
     head = load_drafter(write_speculators(tmp_path, design, weights), model)
@@ -205,7 +208,7 @@ def test_drafts_after_pictures_are_those_of_the_reference(tmp_path, rope):
         assert drafted == [design.draft_ids[index] for index in logits.argmax(-1).tolist()]
 
 
-def test_positions_come_from_the_call_alone(tmp_path):
+def test_positions_come_from_the_call_only(tmp_path):
     model, inputs = target(), mixed_prompts(target())
     head = load_drafter(write_speculators(tmp_path, of_rope(SPLIT), make_weights(HEAD)), model)
     expected = recorded(head, inputs)
@@ -218,7 +221,7 @@ def test_positions_come_from_the_call_alone(tmp_path):
     assert torch.equal(records[1], expected[1])
 
 
-def test_rows_of_text_alone_are_drafted_as_without_axes(tmp_path):
+def test_text_rows_are_drafted_as_without_axes(tmp_path):
     model, inputs = target(), mixed_prompts(target())
     text = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
     heads = [
@@ -232,7 +235,7 @@ def test_rows_of_text_alone_are_drafted_as_without_axes(tmp_path):
 
 
 @pytest.mark.fallback("eager forwards of the target")
-def test_compiled_chains_go_on_from_the_prompt_too(tmp_path):
+def test_compiled_chains_continue_from_the_prompt(tmp_path):
     inputs = mixed_prompts(target())
     head = load_drafter(write_speculators(tmp_path, of_rope(SPLIT), make_weights(HEAD)), target())
     compiled = recorded(head, inputs, compile_config=compile_config())
@@ -240,7 +243,7 @@ def test_compiled_chains_go_on_from_the_prompt_too(tmp_path):
     assert compiled[0] == recorded(head, inputs)[0]
 
 
-def test_a_head_with_axes_under_every_schedule(tmp_path):
+def test_head_with_axes_drafts_under_every_schedule(tmp_path):
     head = load_drafter(
         write_speculators(tmp_path, of_rope(INTERLEAVED), make_weights(HEAD)), target()
     )

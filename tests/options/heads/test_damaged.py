@@ -1,4 +1,4 @@
-"""Folders that are damaged, or hold something else than they say: an error of ours names the file."""
+"""Test damaged folders and folders with wrong content: the error names the file."""
 
 import copy
 import json
@@ -65,7 +65,7 @@ def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], N
 
 
 def with_json(name: str, **fields: Any) -> Callable[[Path], None]:
-    """Fields of a JSON file, None to remove one."""
+    """Change fields of a JSON file; None removes one."""
 
     def change(content: bytes) -> bytes:
         new = {
@@ -111,7 +111,7 @@ def one_layer_less(weights):
 
 
 EXTRA = "model.layers.1.mlp.extra.weight"
-FAULTS = {  # what writes a folder, what damages it, and what the error says
+FAULTS = {  # writer of a folder, damage, and error message
     "cut off": (
         eagle,
         rewritten(SAFE, lambda content: content[:-9]),
@@ -166,7 +166,10 @@ FAULTS = {  # what writes a folder, what damages it, and what the error says
     "no weight": (
         eagle,
         with_weights(lambda weights: weights.pop("norm.weight")),
-        rf"{SAFE} must hold the weights of the network that config\.json describes, got none of norm\.weight;",
+        (
+            rf"{SAFE} must hold the weights of the network that config\.json describes, "
+            r"got none of norm\.weight;"
+        ),
     ),
     "left over": (
         eagle,
@@ -237,7 +240,7 @@ FAULTS = {  # what writes a folder, what damages it, and what the error says
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_error_names_the_file(name, tmp_path):
+def test_error_names_the_damaged_file(name, tmp_path):
     make, damage, message = FAULTS[name]
     target = make(tmp_path)
     damage(tmp_path)
@@ -246,7 +249,7 @@ def test_the_error_names_the_file(name, tmp_path):
     assert "; " in str(caught.value)  # the next step
 
 
-def test_a_checkpoint_without_its_mtp_layers(tmp_path):
+def test_checkpoint_without_its_mtp_layers_is_named(tmp_path):
     target = deepseek(tmp_path)
     save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / SAFE)
     with pytest.raises(
@@ -271,21 +274,21 @@ JUNK: tuple[Any, ...] = (MISSING, None, "junk", -1, [["junk"]], {"junk": 1})
 
 
 def damaged(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config with one field missing or of another type, whichever it is."""
-    for part in (None, "transformer_layer_config", "speculators_config"):
-        for field in config if part is None else config[part]:
+    """Yield the config with one field missing or of another type, for every field."""
+    for section in (None, "transformer_layer_config", "speculators_config"):
+        for field in config if section is None else config[section]:
             for junk in JUNK:
-                twin = copy.deepcopy(config)
-                fields = twin if part is None else twin[part]
+                changed = copy.deepcopy(config)
+                fields = changed if section is None else changed[section]
                 fields[field] = junk
                 if junk is MISSING:
                     del fields[field]
-                yield twin
+                yield changed
 
 
 @pytest.mark.filterwarnings("ignore:the draft head", "ignore:.*rope")
 @pytest.mark.parametrize("name", DESIGNS)
-def test_a_damaged_config_loads_or_is_named(name, tmp_path):
+def test_damaged_config_loads_or_is_named(name, tmp_path):
     folder, errors = write(tmp_path, DESIGNS[name], make_weights(DESIGNS[name])), []
     path = folder / "config.json"
     for config in damaged(json.loads(path.read_text())):
@@ -303,7 +306,7 @@ def test_a_damaged_config_loads_or_is_named(name, tmp_path):
 
 @pytest.mark.parametrize("name", DESIGNS)
 def test_damaged_weights_load_or_are_named(name, tmp_path):
-    """One missing, without rows, and without dimensions, whichever it is."""
+    """Remove each weight, its rows, or its dimensions."""
     weights, errors = make_weights(DESIGNS[name]), []
     folder = write(tmp_path, DESIGNS[name], weights)
     for weight_name, weight in weights.items():

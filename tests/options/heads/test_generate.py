@@ -1,4 +1,4 @@
-"""Heads of all kinds: drafts leave no trace, and in `generate()` the text is plain decoding's whatever is proposed."""
+"""Test heads of all kinds in `generate()`: plain text, and no trace of the drafts."""
 
 import copy
 import pickle
@@ -54,24 +54,24 @@ FITTED = replace(
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A folder with a head that knows the greedy texts of `prompts()` but for some tokens, and these texts."""
+    """Write a head that knows the greedy texts of `prompts()` except some tokens; return both."""
     return write_fitted(tmp_path_factory.mktemp("head"), FITTED, target_of(), prompts(), NUM_NEW)
 
 
 @pytest.fixture(scope="module")
 def pair(fitted):
-    """The target, enabled, and the head."""
+    """Return the enabled target and the head."""
     target = copy.deepcopy(target_of())
     return hf_speculate.enable(target), load_drafter(fitted[0], target)
 
 
 def prompts(batch_size: int = 3):
     inputs = ragged_prompts(3, seed=0, vocab_size=VOCAB_SIZE)
-    return {name: part[3 - batch_size :] for name, part in inputs.items()}
+    return {name: tensor[3 - batch_size :] for name, tensor in inputs.items()}
 
 
 @each_value(kind=KINDS, batch_size=[1, 3])
-def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
+def test_greedy_text_equals_plain_for_every_kind(kind, batch_size, tmp_path):
     head, target = KINDS[kind](tmp_path)
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
     stats = assert_decodes_as_plain(
@@ -82,8 +82,11 @@ def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
 
 
 @pytest.mark.parametrize("design", [EAGLE3, DFLASH, MTP])
-def test_a_head_reads_a_target_whose_last_layers_share_keys(design, tmp_path):
-    """Of such layers, the aux layers of the first two kinds name both the first and the last."""
+def test_head_reads_a_target_with_shared_keys(design, tmp_path):
+    """Share keys between the last layers.
+
+    The aux layers of EAGLE-3 and DFlash include the first and the last of them.
+    """
     layers = {
         "num_hidden_layers": NUM_TARGET_LAYERS,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -95,7 +98,7 @@ def test_a_head_reads_a_target_whose_last_layers_share_keys(design, tmp_path):
     assert_decodes_as_plain(hf_speculate.enable(target), head, prompts(), max_new_tokens=NUM_NEW)
 
 
-def test_no_hook_stays_on_the_target(pair):
+def test_target_keeps_no_hook(pair):
     target, head = pair
     assert NUM_TARGET_LAYERS in head.hidden_layers
     before = len(target.model.layers[-1]._forward_hooks)
@@ -122,9 +125,7 @@ def test_no_hook_stays_on_the_target(pair):
         (DSPARK, "coupled", {}),
     ],
 )
-def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(
-    design, verifier, options, tmp_path
-):
+def test_joint_distribution_is_exact_with_a_smaller_vocabulary(design, verifier, options, tmp_path):
     target = hf_speculate.enable(
         make_small_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2)
     )
@@ -135,12 +136,12 @@ def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(
         "num_heads": 2,
         "num_kv_heads": 1,
     }
-    if design.kind != "dflash2":  # which proposes three of the 8 tokens
+    if design.kind != "dflash2":  # it proposes three of the 8 tokens
         fields["draft_ids"] = (1, 2, 3, 5, 6, 7)
     design = replace(design, **fields, aux_layers=(0, 1, 2))
     weights = make_weights(design, seed=1)
     if "lm_head.weight" in weights:
-        weights["lm_head.weight"] /= 8  # flat enough that every token comes
+        weights["lm_head.weight"] /= 8  # flat enough for every token
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
     stats = hf_speculate.SpeculationStats()
     options |= {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier}
@@ -150,8 +151,8 @@ def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(
 
 
 @pytest.mark.parametrize("form", [str, Path])
-def test_a_head_may_be_named(form, pair, tmp_path):
-    """It is loaded for the first call and kept with the target."""
+def test_head_is_loaded_by_name(form, pair, tmp_path):
+    """Load the head for the first call and keep it with the target."""
     folder = write_speculators(tmp_path / "head", FITTED, make_weights(FITTED))
     for _ in range(2):
         assert (
@@ -163,7 +164,7 @@ def test_a_head_may_be_named(form, pair, tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_pipelines_take_a_head(pair):
+def test_pipelines_accept_a_head(pair):
     target, head = pair
     make = {
         "task": "text-generation",
@@ -184,8 +185,8 @@ def test_pipelines_take_a_head(pair):
         (MTP, "it may belong to another target, or to weights that this one had"),
     ],
 )
-def test_few_accepted_first_tokens_are_warned_of_once(pair, design, cause, tmp_path):
-    """Counted over calls, because a schedule stops drafting early in one."""
+def test_low_first_token_acceptance_warns_once(pair, design, cause, tmp_path):
+    """Count over calls, because a schedule stops drafting early in one."""
     target, fitted = pair
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design, seed=2)), target)
     options = {"max_new_tokens": 45, "num_assistant_tokens": 1}
@@ -204,14 +205,17 @@ def test_few_accepted_first_tokens_are_warned_of_once(pair, design, cause, tmp_p
             target.generate(**prompts(), **options, assistant_model=fitted)
 
 
-def test_what_does_not_go_with_a_head_is_refused(pair, tmp_path):
+def test_options_unsupported_with_a_head_are_refused(pair, tmp_path):
     target, head = pair
-    for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
+    for draft_options in (
+        {"prompt_lookup_num_tokens": 4},
+        {"draft_state": hf_speculate.DraftState()},
+    ):
         with pytest.raises(
             UnsupportedGenerationError,
-            match=f"{next(iter(own))} cannot be combined with a draft head",
+            match=f"{next(iter(draft_options))} cannot be combined with a draft head",
         ):
-            target.generate(**prompts(), assistant_model=head, **own)
+            target.generate(**prompts(), assistant_model=head, **draft_options)
     other = hf_speculate.enable(
         make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH)
     )
@@ -221,8 +225,8 @@ def test_what_does_not_go_with_a_head_is_refused(pair, tmp_path):
         other.generate(**prompts(), assistant_model=head, max_new_tokens=4)
 
 
-def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
-    # without estimates of other calls
+def test_default_number_of_tokens_bounds_the_adaptive_length(pair):
+    # No estimates of other calls are left.
     target, head = pair[0], pair[1].with_layers(pair[1].hidden_layers)
     assert head.default_draft_tokens == 4
     stats = hf_speculate.SpeculationStats()
@@ -235,7 +239,7 @@ def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
 
 
 def decoded(target, head, **options):
-    """Ids and statistics."""
+    """Return ids and statistics."""
     stats = hf_speculate.SpeculationStats()
     options |= {
         "num_assistant_tokens": 3,
@@ -248,7 +252,7 @@ def decoded(target, head, **options):
 
 
 class Overwriting(nn.Module):
-    """A module that overwrites its input once it has read it."""
+    """Module that overwrites its input after reading it."""
 
     def __init__(self, module):
         super().__init__()
@@ -261,7 +265,7 @@ class Overwriting(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [(0, 3, 5), (1, 3, NUM_TARGET_LAYERS)])
-def test_states_that_the_target_overwrites_are_read_as_they_were(pair, tmp_path, layers):
+def test_states_are_read_before_the_target_overwrites_them(pair, tmp_path, layers):
     design, target = replace(FITTED, aux_layers=layers), copy.deepcopy(target_of())
     head = load_drafter(write_fitted(tmp_path, design, target, prompts(), NUM_NEW)[0], target)
     expected, before = decoded(hf_speculate.enable(target), head)
@@ -279,7 +283,7 @@ def test_states_that_the_target_overwrites_are_read_as_they_were(pair, tmp_path,
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "top_k": 0, "seed": 5}], ids=["greedy", "sampling"]
 )
-def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling):
+def test_compiled_rounds_equal_eager_rounds(pair, tmp_path, sampling):
     target, design = pair[0], replace(FITTED, aux_layers=(0, 3, 5))
     head = load_drafter(write_fitted(tmp_path, design, target, prompts(), NUM_NEW)[0], target)
     eager, before = decoded(target, head, **sampling)
@@ -296,7 +300,7 @@ def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling):
 @pytest.mark.parametrize(
     "layer", [-1, NUM_TARGET_LAYERS], ids=["after the final norm", "before the final norm"]
 )
-def test_which_states_compiled_targets_return(pair, tmp_path, layer):
+def test_target_with_a_prenorm_state_read_stays_eager(pair, tmp_path, layer):
     target, design = pair[0], MTP if layer == -1 else replace(EAGLE3, aux_layers=(1, layer))
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
     ids, stats = decoded(target, head, compile_config=compile_config())
@@ -306,7 +310,7 @@ def test_which_states_compiled_targets_return(pair, tmp_path, layer):
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_layers_that_are_off_by_one_are_found(fitted, is_wrong):
+def test_layer_indices_off_by_one_are_found(fitted, is_wrong):
     (folder, texts), layers = fitted, tuple(layer - is_wrong for layer in FITTED.aux_layers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -321,7 +325,7 @@ def test_layers_that_are_off_by_one_are_found(fitted, is_wrong):
     assert 50 < check.num_tokens <= 60
 
 
-def test_what_reads_no_layers_has_nothing_to_check(fitted, tmp_path):
+def test_check_layers_needs_a_head_with_layers(fitted, tmp_path):
     write_pard(tmp_path)
     with pytest.raises(
         ConfigError, match="check_layers needs a head that reads the states of layers"
@@ -347,7 +351,7 @@ def test_check_layers_of_a_head_is_deprecated(fitted):
 
 
 K = 3
-TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32
+TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, with norms in float32
 LONG = 530  # tokens, more than a head reads in one forward
 
 
@@ -356,8 +360,8 @@ def loaded(request, tmp_path_factory):
     return KINDS[request.param](tmp_path_factory.mktemp("head"))
 
 
-def test_a_text_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(loaded):
-    """Whatever was drafted between, and after a row has left."""
+def test_text_read_in_pieces_drafts_as_text_read_at_once(loaded):
+    """Draft between the pieces, and go on after a row has left."""
     head, target = loaded
     texts = random_texts([LONG, 30, 40], seed=4)
     pieces = Rounds(head, target, [text[:20] for text in texts])
@@ -368,13 +372,13 @@ def test_a_text_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(loaded
             pieces.rows([2, 0])
             texts = [texts[2], texts[0]]
     at_once = Rounds(head, target, texts)
-    at_once.num_rounds = pieces.num_rounds  # the noise is of the round
+    at_once.num_rounds = pieces.num_rounds  # the noise depends on the round
     ours, theirs = (one.draft(K, SampleStrategy.RANDOM, seeds=[2, 0]) for one in (at_once, pieces))
     torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
 
 
 def recording(head, drafts):
-    """Makes the head's drafters, which add the tokens of each draft to a list."""
+    """Return a factory of the head's drafters that append each draft's tokens to a list."""
 
     def make(setup):
         drafter = head(setup)
@@ -385,8 +389,8 @@ def recording(head, drafts):
     return make
 
 
-def test_a_prompt_in_chunks_gives_the_drafts_of_a_whole_one(loaded):
-    """And the text of a prompt whose beginning lies in a cache, which the head has not read, is plain."""
+def test_chunked_prompt_gives_the_drafts_of_a_whole_one(loaded):
+    """Decode also a prompt with its beginning in a cache, unread by the head: its text is plain."""
     head, target = loaded[0], hf_speculate.enable(copy.deepcopy(loaded[1]))
     ids = torch.tensor(random_texts([9, 9], seed=5))
     expected, drafts = target.generate(ids, max_new_tokens=12), {}
@@ -408,8 +412,8 @@ def test_a_prompt_in_chunks_gives_the_drafts_of_a_whole_one(loaded):
     assert len(drafts["prefix"]) > 1
 
 
-def test_processors_see_the_text_and_the_drafts_before(loaded):
-    """Over rounds in which drafts are refused, and after a row has left."""
+def test_processors_see_the_text_and_earlier_drafts(loaded):
+    """Reject drafts in some rounds, and go on after a row has left."""
     head, target = loaded
     rounds = Rounds(
         head,
@@ -430,7 +434,7 @@ def test_processors_see_the_text_and_the_drafts_before(loaded):
 
 
 @pytest.mark.parametrize("strategy", SampleStrategy)
-def test_drafts_end_with_what_ends_a_row(loaded, strategy):
+def test_drafts_end_at_eos(loaded, strategy):
     head, target = loaded
     texts = random_texts([6, 4, 9], seed=7)
     whole = Rounds(head, target, texts).draft(K, strategy)
@@ -442,13 +446,17 @@ def test_drafts_end_with_what_ends_a_row(loaded, strategy):
         assert draft.token_ids[row, :expected].tolist() == ids[:expected]
 
 
-def test_a_pickle_of_a_head_drafts_the_same_and_a_copy_is_the_head_itself(loaded):
+def test_pickled_head_drafts_the_same_tokens(loaded):
     head, target = loaded
-    texts, twin = random_texts([6, 4], seed=8), pickle.loads(pickle.dumps(head))
+    texts, loaded_head = random_texts([6, 4], seed=8), pickle.loads(pickle.dumps(head))
     ours, theirs = (
-        Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, twin)
+        Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, loaded_head)
     )
     assert torch.equal(ours.token_logits, theirs.token_logits)
-    assert twin.network is not head.network
-    # `generate` copies a `GenerationConfig`, and the head in it, in every call
+    assert loaded_head.network is not head.network
+
+
+def test_copy_of_a_head_is_the_head_itself(pair):
+    """Copy as `generate` copies a `GenerationConfig`, with its head, in every call."""
+    _, head = pair
     assert copy.deepcopy(head) is head

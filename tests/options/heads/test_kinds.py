@@ -1,4 +1,4 @@
-"""What is recognised in a folder, what is refused by name, what its config means, and whether a head fits a target."""
+"""Test recognised and refused folders, their configs, and the fit of a head and a target."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ from tests.support.tiny import make_config
         ),
     ],
 )
-def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind):
+def test_folders_that_name_no_kind_are_recognised(config, names, kind):
     assert recognise(config, lambda: set(names), "deepseek_v3").kind == kind
     assert is_head(config) or names  # by its config alone
 
@@ -88,13 +88,13 @@ def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind
         ),
     ],
 )
-def test_what_is_not_served_is_named_with_what_is(config, names, got):
+def test_unsupported_head_error_lists_supported_kinds(config, names, got):
     with pytest.raises(
         UnsupportedModelError, match=r"must be of a served kind .*EAGLE-3.*PARD"
     ) as caught:
         recognise(config, lambda: names, "deepseek_v3")
     assert got in str(caught.value)
-    # not taken for a draft model
+    # It is not taken for a draft model.
     assert is_head(config) or config.get("model_type") in ("llama", "deepseek_v3")
 
 
@@ -117,7 +117,7 @@ def test_what_is_not_served_is_named_with_what_is(config, names, got):
         ),
     ],
 )
-def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
+def test_mismatch_is_found_from_configs_only(changes, problem, tmp_path):
     folder = write_speculators(tmp_path / "head", EAGLE3, make_weights(EAGLE3))
     (folder / "model.safetensors").unlink()
     (tmp_path / "target").mkdir()
@@ -179,7 +179,7 @@ def test_guessed_layers_are_noted(tmp_path):
         ({}, {"target_hidden_size": 48}, r"must fit its target, got .*it reads states of width 48"),
     ],
 )
-def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message, tmp_path):
+def test_mismatched_weights_and_configs_are_named(weights, fields, message, tmp_path):
     weights = {
         name: one for name, one in (make_weights(EAGLE3) | weights).items() if one is not None
     }
@@ -243,7 +243,7 @@ NO_LAYERS = {"dflash_config": {"mask_token_id": 3, "block_size": 5}}
         (write_z_lab, {"quantization_config": {"bits": 4}}, "a quantised head"),
     ],
 )
-def test_fields_of_dflash_2_that_cannot_be_are_named(write, fields, message, tmp_path):
+def test_invalid_dflash_2_fields_are_named(write, fields, message, tmp_path):
     folder = write(tmp_path, DFLASH2, make_weights(DFLASH2), **fields)
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         load_drafter(folder, target_of())
@@ -262,13 +262,13 @@ def test_dflash_2_has_one_block_size(tmp_path):
 
 
 @pytest.mark.parametrize(("fields", "scale"), [({}, 1.0), ({"input_embedding_scale": 4.0}, 4.0)])
-def test_dflash_2_embeds_without_the_targets_scale(fields, scale, tmp_path):
+def test_dflash_2_embeds_without_the_target_scale(fields, scale, tmp_path):
     design = DFLASH2.with_options(**fields)
     head = load_drafter(write_z_lab(tmp_path, design, make_weights(design)), target_of())
     assert head.network.options.embedding_scale == scale
 
 
-def test_layers_that_the_config_of_dflash_2_lacks_may_be_given(tmp_path):
+def test_dflash_2_layers_missing_in_the_config_may_be_passed(tmp_path):
     fields = {"aux_hidden_state_layer_ids": None}
     folder = write_speculators(tmp_path, DFLASH2, make_weights(DFLASH2), **fields)
     assert load_drafter(folder, target_of(), aux_layers=[2, 4, 6]).hidden_layers == (2, 4, 6)
@@ -296,12 +296,18 @@ def marks(ids):
         (
             OPEN,
             None,
-            r"d2t in .*model\.safetensors must come with t2d if it rises at every one of 12 columns",
+            (
+                r"d2t in .*model\.safetensors must come with t2d if it rises at every one of 12 "
+                "columns"
+            ),
         ),
         (
             IDS.flip(0),
             None,
-            r"d2t in .*model\.safetensors must hold offsets that give increasing ids below 32, or these",
+            (
+                r"d2t in .*model\.safetensors must hold offsets that give increasing ids below 32, "
+                "or these"
+            ),
         ),
         (IDS[:0], None, r"d2t in .*model\.safetensors must hold offsets"),
     ],
@@ -322,7 +328,7 @@ def test_d2t_may_hold_offsets_or_ids(d2t, t2d, expected, tmp_path):
         )
 
 
-def test_a_long_d2t_without_neighbours_holds_ids():
+def test_long_d2t_without_neighbours_holds_ids():
     ids = torch.randperm(500, generator=torch.Generator().manual_seed(0))[:200].sort().values
     assert target_ids(ids, None, 1000, Path("weights")).tolist() == ids.tolist()
 
@@ -352,8 +358,8 @@ REVISION = "0" * 40
 
 
 @pytest.mark.parametrize("is_repository", [False, True])
-def test_a_head_may_lie_in_a_subfolder(is_repository, tmp_path, monkeypatch):
-    """Of a folder, or of a repository that the cache holds."""
+def test_head_in_a_subfolder_is_loaded(is_repository, tmp_path, monkeypatch):
+    """Load from a folder, or from a cached repository."""
     root, source = tmp_path, str(tmp_path)
     if is_repository:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -372,7 +378,7 @@ def test_a_head_may_lie_in_a_subfolder(is_repository, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("subfolder", ["/heads", "../heads"])
-def test_a_subfolder_lies_below_the_folder(subfolder, tmp_path):
+def test_subfolder_outside_the_folder_is_refused(subfolder, tmp_path):
     with pytest.raises(
         ConfigError,
         match=f"subfolder must be a path below the folder of the head, got '{subfolder}'",
@@ -380,7 +386,7 @@ def test_a_subfolder_lies_below_the_folder(subfolder, tmp_path):
         load_drafter(tmp_path, target_of(), subfolder=subfolder)
 
 
-def test_the_context_is_that_of_the_config_with_its_scaling_or_the_callers(tmp_path):
+def test_context_follows_the_scaled_config_or_the_caller(tmp_path):
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
     config = json.loads((folder / "config.json").read_text())
@@ -400,7 +406,7 @@ def test_the_context_is_that_of_the_config_with_its_scaling_or_the_callers(tmp_p
         load_drafter(folder, target_of(), context_len=0)
 
 
-def test_a_head_says_what_it_is(tmp_path):
+def test_repr_of_a_head_names_its_kind(tmp_path):
     folder = write_speculators(tmp_path / "my-head", EAGLE3, make_weights(EAGLE3))
     head = load_drafter(folder, target_of(), dtype=torch.bfloat16, aux_layers=[2, 4, 6])
     parts = (
@@ -410,10 +416,10 @@ def test_a_head_says_what_it_is(tmp_path):
         "bfloat16 on cpu",
         "K 4",
     )
-    assert all(part in repr(head) for part in parts)
+    assert all(words in repr(head) for words in parts)
 
 
-def test_a_pickled_file_cannot_run_code(tmp_path):
+def test_pickled_file_cannot_run_code(tmp_path):
     folder = write_original(
         tmp_path, EAGLE3, make_weights(EAGLE3), saving={"safe_serialization": False}
     )
@@ -424,8 +430,8 @@ def test_a_pickled_file_cannot_run_code(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts of reads come from Linux")
 @pytest.mark.parametrize("is_old", [False, True])
-def test_one_weight_of_a_pickled_file_is_read_alone(is_old, tmp_path):
-    """Files of torch before 1.6 cannot be mapped."""
+def test_single_weight_of_a_pickled_file_is_read_alone(is_old, tmp_path):
+    """Read files of torch before 1.6, which cannot be mapped."""
     weights = {"small": torch.arange(9), "large": torch.zeros(1 << 23)}
     torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not is_old)
 
@@ -444,7 +450,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
-def test_windows_are_those_of_the_layers_types():
+def test_windows_follow_the_layer_types():
     types = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": 7,
@@ -467,7 +473,7 @@ BY_LAYER = {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope
     ],
     ids=["scaling", "parameters without theta", "none", "parameters by layer"],
 )
-def test_rotary_embeddings_are_those_of_transformers(fields, rope):
+def test_rotary_embeddings_equal_transformers(fields, rope):
     config = read_layer_config({**FIELDS, "max_position_embeddings": 512, **fields})
     positions = torch.arange(200)[None]
     expected = LlamaRotaryEmbedding(

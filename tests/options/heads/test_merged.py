@@ -1,4 +1,4 @@
-"""Heads that read the target's embeddings of pictures: MTP layers, and EAGLE-3 heads that are told to."""
+"""Test heads that read the target's picture embeddings: MTP layers, and EAGLE-3 on request."""
 
 import copy
 from functools import cache
@@ -34,12 +34,12 @@ NUM_NEW = 12
 
 
 def merged_of_row(arguments: dict[str, Tensor], inputs: Tensor) -> dict[int, Tensor]:
-    """By number of the token, what enters the target's first layer in place of a picture's token."""
+    """Return the picture tokens' input to the target's first layer, by number of the token."""
     types = arguments.get("mm_token_type_ids", torch.zeros(1, 0))[0].tolist()
     return {number: inputs[number] for number, token_type in enumerate(types) if token_type}
 
 
-def test_an_eagle3_head_reads_pictures_if_it_is_told_to(tmp_path):
+def test_eagle3_head_reads_pictures_on_request(tmp_path):
     model, inputs, weights = target(), mixed_prompts(target()), make_weights(HEAD)
     folder = write_speculators(tmp_path, HEAD, weights)
     head = load_drafter(folder, model, merged_embeddings=True)
@@ -59,7 +59,7 @@ def test_an_eagle3_head_reads_pictures_if_it_is_told_to(tmp_path):
     assert records != recorded(load_drafter(folder, model), inputs)[0]
 
 
-def test_text_alone_is_drafted_as_without(tmp_path):
+def test_text_prompts_are_drafted_as_without_pictures(tmp_path):
     model = target()
     folder = write_speculators(tmp_path, HEAD, make_weights(HEAD))
     text = {
@@ -75,7 +75,7 @@ def test_text_alone_is_drafted_as_without(tmp_path):
 
 
 @pytest.mark.parametrize("has_pictures", [True, False])
-def test_a_target_that_writes_into_its_input_changes_nothing(tmp_path, has_pictures, monkeypatch):
+def test_target_writing_into_its_input_changes_no_draft(tmp_path, has_pictures, monkeypatch):
     model = target()
     head = load_drafter(
         write_speculators(tmp_path, HEAD, make_weights(HEAD)), model, merged_embeddings=True
@@ -99,7 +99,7 @@ def test_a_target_that_writes_into_its_input_changes_nothing(tmp_path, has_pictu
     assert torch.equal(spoilt[1], expected[1])
 
 
-def test_heads_that_cannot_read_them_are_named(tmp_path):
+def test_heads_that_cannot_read_pictures_are_named(tmp_path):
     folder = write_speculators(tmp_path, DFLASH, make_weights(DFLASH))
     with pytest.raises(
         ConfigError, match="merged_embeddings must be left out for a head of kind dflash"
@@ -109,14 +109,14 @@ def test_heads_that_cannot_read_them_are_named(tmp_path):
 
 @cache
 def reader_with_mtp() -> PreTrainedModel:
-    """An enabled Qwen3.5 that reads pictures, whose checkpoint has an MTP layer. Shared between tests."""
+    """Return an enabled Qwen3.5 with pictures and an MTP layer. Shared between tests."""
     model = make_qwen3_5_vl()
     model.config.text_config.mtp_num_hidden_layers = 1
     return hf_speculate.enable(model)
 
 
 def write_mtp(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Random weights of the MTP layer, also written to a folder beside the target's config."""
+    """Write random weights of the MTP layer beside the target's config, and return them."""
     generator, width = torch.Generator().manual_seed(5), model.config.text_config.hidden_size
     layer = model.get_decoder().layers[1]
     shapes = {f"layers.0.{name}": weight.shape for name, weight in layer.named_parameters()}
@@ -148,7 +148,7 @@ def mtp_reference(
     axes: Tensor,
     drafted: list[int],
 ) -> Tensor:
-    """[K, V] of the layer applied to its own outputs, over the whole text in every step."""
+    """Return [K, V] of the layer applied to its outputs, over the whole text in every step."""
     config = copy.deepcopy(model.config.text_config)
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     block = type(model.get_decoder())(config).to(torch.float64).eval()
@@ -188,7 +188,7 @@ def mtp_reference(
 
 
 @pytest.mark.parametrize("merges", [True, False])
-def test_mtp_layers_read_pictures_at_the_targets_positions(tmp_path, merges):
+def test_mtp_layers_read_pictures_at_target_positions(tmp_path, merges):
     model = reader_with_mtp()
     inputs, weights = mixed_prompts(model), write_mtp(tmp_path, model)
     head = load_drafter(tmp_path, model, **({} if merges else {"merged_embeddings": False}))

@@ -1,4 +1,4 @@
-"""MTP layers of a target's checkpoint, against a model without cache and plain text."""
+"""Compare MTP layers of a target's checkpoint with a model without a cache and with plain text."""
 
 import json
 
@@ -18,9 +18,9 @@ from tests.options.heads.rounds import Rounds, random_texts
 from tests.support.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
 
 NUM_NEW = 24
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose checkpoints hold the layer under `mtp.`
-# the target's states round at 1e-5, by where its delta rule cuts a text; swapped weights differ by
-# 1
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # their checkpoints hold the layer under `mtp.`
+# The target's states round at 1e-5, depending on where its delta rule cuts a text. Swapped weights
+# differ by 1.
 TOLERANCE = 1e-4
 
 
@@ -54,9 +54,9 @@ def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
 def make_checkpoint(
     folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64
 ):
-    """A target and its folder; MTP layers nearly repeat its layer, or are random with a seed.
+    """Make a target and its folder; MTP layers nearly repeat its layer, or are random with a seed.
 
-    The folder holds the MTP layers' weights alone: the target is in memory already.
+    The folder holds the weights of the MTP layers only, because the target is in memory already.
     """
     target = make_target(kind, num_mtp_layers, vocab_size)
     drafts = MtpModel(target, num_mtp_layers).to(torch.float64).requires_grad_(False)
@@ -81,9 +81,9 @@ def make_checkpoint(
     save_file(weights, folder / "model.safetensors")
     target.config.save_pretrained(folder)
     target.config.name_or_path = str(folder)
-    # the real ones name layers 61 and on
+    # The real ones name layers 61 and on.
     target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]
-    # as from_pretrained leaves it where names are those of the modules
+    # `from_pretrained` leaves it so if names are those of the modules.
     target._weight_conversions = []
     return hf_speculate.enable(target)
 
@@ -102,8 +102,8 @@ def test_use_mtp_drafts_for_batches(tmp_path):
         target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
 
 
-def test_layers_that_a_quantised_checkpoint_left_plain_draft_and_others_are_refused(tmp_path):
-    """The tensors say which, and not the config, which describes the target."""
+def test_quantised_mtp_layers_are_refused(tmp_path):
+    """Quantise a tensor, not the config: the config describes the target."""
     target = make_checkpoint(tmp_path, "deepseek_v3", 2)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = target.config.quantization_config = {"quant_method": "fp8"}
@@ -121,7 +121,7 @@ def test_layers_that_a_quantised_checkpoint_left_plain_draft_and_others_are_refu
         load_drafter(tmp_path, target)
 
 
-def test_the_target_stays_as_it_is_and_shares_no_module(tmp_path):
+def test_target_is_unchanged_and_shares_no_module(tmp_path):
     target = make_checkpoint(tmp_path, "deepseek_v3", 1)
     before = target.config.to_dict()
     head = load_drafter(str(tmp_path), target, dtype=torch.float32)
@@ -131,18 +131,21 @@ def test_the_target_stays_as_it_is_and_shares_no_module(tmp_path):
 
 
 def by_expert(name, weight):
-    """The weights of the experts one by one, as checkpoints of Qwen3-Next hold them."""
+    """Split the weights by expert, as checkpoints of Qwen3-Next hold them."""
     head, own = (
         name.rpartition(".")[0],
         ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",),
     )
-    for number, part in enumerate(weight):
-        for one, values in zip(own, part.chunk(len(own)), strict=True):
+    for number, expert_weight in enumerate(weight):
+        for one, values in zip(own, expert_weight.chunk(len(own)), strict=True):
             yield f"{head}.{number}.{one}.weight", values
 
 
 def make_hybrid(folder, kind: str):
-    """A target, the folder of its layer of random weights, and these, by the names of transformers' modules."""
+    """Return a target, the folder of its random layer, and the layer's weights.
+
+    The names are those of transformers' modules.
+    """
     generator = torch.Generator().manual_seed(5)
     target = hf_speculate.enable(
         make_model(kind, **{} if kind == "qwen3_next" else {"mtp_num_hidden_layers": 1})
@@ -175,14 +178,14 @@ def make_hybrid(folder, kind: str):
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def hybrid(request, tmp_path_factory):
-    """A target, its head, and the weights."""
+    """Return a target, its head, and the weights."""
     target, folder, weights = make_hybrid(tmp_path_factory.mktemp("mtp"), request.param)
     return target, load_drafter(folder, target), weights
 
 
 @torch.no_grad()
 def reference(target, weights, text, states, drafted):
-    """[K, V] of the layer applied to its own outputs, over the whole text in every step."""
+    """Return [K, V] of the layer applied to its outputs, over the whole text in every step."""
     kind = target.config.model_type.removesuffix("_text")
     block = make_model(kind, num_hidden_layers=1, layer_types=["full_attention"]).model
     of_layer = {
@@ -211,7 +214,7 @@ def reference(target, weights, text, states, drafted):
     return torch.stack(scores)
 
 
-def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
+def test_drafts_equal_the_layer_over_the_whole_text(hybrid):
     target, head, weights = hybrid
     rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1, vocab_size=64))
     for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, None)]):
@@ -226,7 +229,7 @@ def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
             rounds.rows([2, 0])
 
 
-def test_greedy_text_is_plain_and_use_mtp_loads_the_layers_from_the_targets_checkpoint(hybrid):
+def test_use_mtp_loads_layers_and_gives_the_plain_text(hybrid):
     target, head, weights = hybrid
     inputs, before = ragged_prompts(3, seed=3), target.config.to_dict()
     options = {

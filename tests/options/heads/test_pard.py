@@ -1,4 +1,4 @@
-"""PARD drafts: one forward over slots, against the model's own forward without cache."""
+"""Compare PARD drafts, one forward over slots, with the model's forward without a cache."""
 
 import json
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-5  # Qwen 2 computes its norms in float32
 
 
 def write_pard(folder, kind="qwen2"):
-    """A folder as AMD's, and the model that it holds."""
+    """Write a folder as AMD does, and return its model."""
     model = make_model(kind, seed=7, vocab_size=VOCAB_SIZE)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -27,7 +27,7 @@ def write_pard(folder, kind="qwen2"):
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8, VOCAB_SIZE - 4])
-def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
+def test_drafts_equal_a_plain_forward(vocab_size, tmp_path):
     target, model = target_of(vocab_size=vocab_size), write_pard(tmp_path)
     head = load_drafter(tmp_path, target)
     assert head.hidden_layers == ()
@@ -36,7 +36,7 @@ def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
         draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=range(len(rounds.texts)))
         for row, text in enumerate(rounds.texts):
             logits = model(torch.tensor([text + [PARD_TOKEN] * (K - 1)])).logits[0, -K:]
-            # or cut
+            # The logits are padded, or cut.
             expected = torch.nn.functional.pad(
                 logits, (0, vocab_size - VOCAB_SIZE), value=-torch.inf
             )
@@ -46,7 +46,7 @@ def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
             rounds.rows([2, 0])
 
 
-def test_what_is_not_served_is_named(tmp_path):
+def test_unsupported_pard_drafts_are_named(tmp_path):
     target = target_of()
     write_pard(tmp_path / "window", "mistral_window")
     with pytest.raises(UnsupportedModelError, match="got a PARD draft of model_type 'mistral'"):

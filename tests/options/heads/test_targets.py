@@ -1,4 +1,4 @@
-"""A head drafts for the target of the call as it then is, whichever target it was loaded for."""
+"""Test that a head drafts for the present state of the call's target."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ from tests.support.gpu_rounds import counted, on_gpu
 from tests.support.tiny import make_model, ragged_prompts
 
 K = 3
-TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32
+TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, with norms in float32
 
 
 def with_embeddings(target):
@@ -60,9 +60,9 @@ def with_rotary(target):
 
 
 def random_like(module):
-    twin = copy.deepcopy(module)
-    nn.init.normal_(twin.weight, generator=torch.Generator().manual_seed(8))
-    return twin
+    copied = copy.deepcopy(module)
+    nn.init.normal_(copied.weight, generator=torch.Generator().manual_seed(8))
+    return copied
 
 
 CHANGES: dict[str, Callable] = {
@@ -77,8 +77,8 @@ CHANGES: dict[str, Callable] = {
 }
 
 
-CHECKPOINT = "MTP, two layers of a checkpoint"  # which transformers' modules run
-# every change meets the layers of a checkpoint, and other kinds of heads in turn
+CHECKPOINT = "MTP, two layers of a checkpoint"  # transformers' modules run these
+# Every change is tested with a checkpoint's layers, and with other kinds of heads in turn.
 OTHERS = [name for name in KINDS if name != CHECKPOINT]
 PAIRS = [(CHECKPOINT, change) for change in CHANGES]
 PAIRS += [(name, change) for change, name in zip(CHANGES, OTHERS * 2, strict=False)]
@@ -87,7 +87,7 @@ PAIRS += [(name, "embeddings") for name in OTHERS[1:]]
 
 @pytest.fixture(scope="module")
 def load_kind(tmp_path_factory):
-    """Makes a head by the name of its kind, the target that it was loaded for, and what loads it anew."""
+    """Return a maker of heads by kind, with their target and a function to load them again."""
 
     @functools.cache
     def load(name):
@@ -107,7 +107,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.filterwarnings("ignore:the draft head .* vocabulary")
 @pytest.mark.parametrize(("kind", "change"), PAIRS)
-def test_drafts_are_those_of_a_head_that_is_loaded_for_the_changed_target(kind, change, load_kind):
+def test_drafts_equal_a_head_loaded_for_the_changed_target(kind, change, load_kind):
     head, target, load = load_kind(kind)
     changed = copy.deepcopy(target)
     CHANGES[change](changed)
@@ -119,13 +119,13 @@ def test_drafts_are_those_of_a_head_that_is_loaded_for_the_changed_target(kind, 
     )
     expected = draft_of(Rounds(load(target), target, texts))
     assert_same(draft_of(ours), draft_of(theirs))
-    # of its own target, though a call of another one came between
+    # A call of another target in between changes nothing.
     assert_same(draft_of(others), expected)
 
 
 @pytest.mark.filterwarnings("ignore:the draft head .* vocabulary")
 @each_value(kind=KINDS, size=[VOCAB_SIZE + 8, VOCAB_SIZE - 4])
-def test_text_is_plain_when_the_vocabulary_has_changed(kind, size, load_kind):
+def test_text_equals_plain_after_a_vocabulary_change(kind, size, load_kind):
     head, target, _ = load_kind(kind)
     changed = hf_speculate.enable(copy.deepcopy(target))
     changed.resize_token_embeddings(size)
@@ -138,7 +138,7 @@ def test_text_is_plain_when_the_vocabulary_has_changed(kind, size, load_kind):
 
 @pytest.mark.fallback("no graphs")  # the test model has hooks
 @pytest.mark.parametrize("kind", ["DFlash", CHECKPOINT])
-def test_a_head_stays_on_its_device_while_the_target_moves(kind, load_kind):
+def test_head_stays_on_its_device_while_the_target_moves(kind, load_kind):
     pytest.importorskip("triton", reason="the simulated device needs Triton")
     head, target, _ = load_kind(kind)
     moved, inputs = (
@@ -173,13 +173,13 @@ SIZED = {
 @pytest.mark.parametrize("strategy", SampleStrategy)
 @pytest.mark.parametrize("size", [VOCAB_SIZE + 8, VOCAB_SIZE - 4])
 @pytest.mark.parametrize("name", SIZED)
-def test_ids_that_one_side_lacks(name, size, strategy, tmp_path):
-    """A head is fed its last id for those that it lacks, and proposes none that the target lacks."""
+def test_ids_missing_on_one_side_are_not_drafted(name, size, strategy, tmp_path):
+    """Feed a head its last id for ids that it lacks; it proposes no id that the target lacks."""
     design, target = SIZED[name], copy.deepcopy(target_of())
     target.resize_token_embeddings(size)
     weights = make_weights(design)
     if "lm_head.weight" in weights:
-        weights["lm_head.weight"][-1] *= 9  # chosen where it can be
+        weights["lm_head.weight"][-1] *= 9  # chosen wherever possible
     with pytest.warns(
         UserWarning,
         match=f"vocabulary has 32 tokens, and the target's {size}; ids are taken to mean",
@@ -208,7 +208,7 @@ def test_ids_that_one_side_lacks(name, size, strategy, tmp_path):
         rounds.accept(draft, accepted, seed=1)
 
 
-def test_a_target_that_is_too_different_is_refused(tmp_path):
+def test_target_of_another_shape_is_refused(tmp_path):
     head = load_drafter(
         write_speculators(tmp_path / "a", DFLASH, make_weights(DFLASH)), target_of()
     )
@@ -242,8 +242,8 @@ def test_a_target_that_is_too_different_is_refused(tmp_path):
 
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_embeddings_with_and_without_the_scale_of_the_family(is_wrapped, is_scaled):
-    """Of Gemma's table, also with what an adapter adds to it."""
+def test_embeddings_follow_the_scale_of_the_family(is_wrapped, is_scaled):
+    """Use Gemma's scaled table, also with an adapter."""
     target = copy.deepcopy(make_model("gemma3"))
     config = LoraConfig(
         target_modules=["embed_tokens"] if is_wrapped else ["q_proj"], init_lora_weights=False
@@ -259,7 +259,7 @@ def test_embeddings_with_and_without_the_scale_of_the_family(is_wrapped, is_scal
 
 
 class Packed(nn.Module):
-    """A linear layer or a table in 8 bits, which computes in float64 whatever its weights are stored in."""
+    """Linear layer or table in 8 bits that computes in float64."""
 
     def __init__(self, module, stored=torch.uint8, has_weight=True):
         super().__init__()
@@ -280,12 +280,12 @@ class Packed(nn.Module):
 
 
 def with_plain_weights(target):
-    """The target with what its packed tables stand for."""
-    twin = copy.deepcopy(target_of())
+    """Return the target with unpacked tables."""
+    copied = copy.deepcopy(target_of())
     for name in ("input", "output"):
-        table = getattr(twin, f"get_{name}_embeddings")()
+        table = getattr(copied, f"get_{name}_embeddings")()
         table.weight.copy_(getattr(target, f"get_{name}_embeddings")().dequantised())
-    return twin
+    return copied
 
 
 FORMATS = [
@@ -297,7 +297,7 @@ FORMATS = [
 
 
 @each_value(kind=[name for name in KINDS if name not in ("PARD", CHECKPOINT)], stored=FORMATS)
-def test_drafts_of_quantised_tables_are_those_of_what_they_stand_for(kind, stored, load_kind):
+def test_quantised_tables_draft_as_their_plain_weights(kind, stored, load_kind):
     head, target, _ = load_kind(kind)
     packed = copy.deepcopy(target)
     packed.set_input_embeddings(Packed(target.get_input_embeddings(), *stored))
@@ -314,7 +314,7 @@ def test_drafts_of_quantised_tables_are_those_of_what_they_stand_for(kind, store
     assert stats.num_drafted > 0
 
 
-def test_a_head_is_loaded_in_the_dtype_that_a_quantised_target_computes_in(load_kind):
+def test_head_has_the_compute_dtype_of_a_quantised_target(load_kind):
     _, target, load = load_kind("EAGLE-3")
     packed = copy.deepcopy(target)
     packed.set_input_embeddings(Packed(target.get_input_embeddings(), torch.float8_e4m3fn))
@@ -325,7 +325,7 @@ def test_a_head_is_loaded_in_the_dtype_that_a_quantised_target_computes_in(load_
 
 @pytest.mark.bitsandbytes
 @pytest.mark.parametrize("layer", ["Linear4bit", "Linear8bitLt"])
-def test_a_language_modelling_head_of_bitsandbytes_is_shared(layer, tmp_path):
+def test_bitsandbytes_lm_head_is_shared(layer, tmp_path):
     layers = pytest.importorskip("bitsandbytes").nn
     target = target_of(torch.float32)
     folder = write_speculators(tmp_path, DFLASH, make_weights(DFLASH))
@@ -336,12 +336,12 @@ def test_a_language_modelling_head_of_bitsandbytes_is_shared(layer, tmp_path):
     ours = draft_of(Rounds(load_drafter(folder, packed), packed, random_texts([9], seed=2)))
     plain = draft_of(Rounds(load_drafter(folder, target), target, random_texts([9], seed=2)))
     gaps = [(logits - plain).norm() / plain.norm() for logits in (ours, ours.roll(1, -1))]
-    assert gaps[0] < 0.2 < gaps[1]  # as rounded weights differ, and wrong states do not
+    assert gaps[0] < 0.2 < gaps[1]  # rounded weights differ, wrong states do not
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", CHECKPOINT])
-def test_drafts_are_the_same_when_the_target_is_offloaded(kind, place, load_kind, tmp_path):
+def test_drafts_are_unchanged_by_offloading_the_target(kind, place, load_kind, tmp_path):
     head, target, load = load_kind(kind)
     offloaded = copy.deepcopy(target)
     accelerate.cpu_offload(offloaded) if place == "cpu" else accelerate.disk_offload(
@@ -362,7 +362,7 @@ def test_drafts_are_the_same_when_the_target_is_offloaded(kind, place, load_kind
 
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("has_buffers", [True, False])
-def test_offloaded_embeddings_with_and_without_the_scale_of_the_family(has_buffers, is_scaled):
+def test_offloaded_embeddings_follow_the_scale_of_the_family(has_buffers, is_scaled):
     target, ids = copy.deepcopy(make_model("gemma3")), torch.arange(9)
     table = target.get_input_embeddings()
     expected = table(ids) if is_scaled else table.weight[ids]
@@ -381,7 +381,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", CHECKPOINT])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_drafts_are_those_of_the_adapter_that_is_active(kind, name, load_kind):
+def test_drafts_follow_the_active_adapter(kind, name, load_kind):
     head, target, load = load_kind(kind)
     wrapped = get_peft_model(
         copy.deepcopy(target), LoraConfig(**ADAPTERS[name], init_lora_weights=False), "a"

@@ -1,4 +1,4 @@
-"""Draft models that read the pictures of the prompt themselves, in batches."""
+"""Test draft models that read the pictures of the prompt themselves, in batches."""
 
 from functools import cache
 
@@ -33,18 +33,18 @@ NUM_NEW = 16
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
-    """An enabled target. Shared between tests: do not change it."""
+    """Return an enabled target. Shared between tests: do not change it."""
     return hf_speculate.enable(MAKERS[family]())
 
 
 @cache
 def same_weights(family: str) -> PreTrainedModel:
-    """A copy of the target that drafts. Shared between tests: do not change it."""
+    """Return a drafting copy of the target. Shared between tests: do not change it."""
     return noisy_copy(target_of(family), ACCEPTED_ALL)
 
 
 def prompts(family: str) -> dict[str, Tensor]:
-    """Rows with no, one and two pictures."""
+    """Return rows with no, one and two pictures."""
     return mixed_prompts(target_of(family))
 
 
@@ -53,14 +53,14 @@ def encoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def eos_of_row(family: str, inputs: dict[str, Tensor], row: int, num_tokens: int) -> int:
-    """A token with which a row ends after at most so many tokens."""
+    """Return a token that ends a row after at most this many tokens."""
     text = target_of(family).generate(**inputs, max_new_tokens=NUM_NEW)
     return int(text[row, num_tokens - 1 - NUM_NEW])
 
 
 @pytest.mark.parametrize("cache_kind", ["auto", "dynamic"])
 @pytest.mark.parametrize("family", MAKERS)
-def test_all_drafts_of_the_target_itself_are_accepted(family, cache_kind):
+def test_drafts_of_the_target_itself_are_all_accepted(family, cache_kind):
     target, draft, inputs = target_of(family), same_weights(family), prompts(family)
     read = []
     handle = encoder_of(draft).register_forward_hook(lambda *_: read.append(1))
@@ -82,7 +82,7 @@ def test_all_drafts_of_the_target_itself_are_accepted(family, cache_kind):
 
 
 @pytest.mark.parametrize("family", MAKERS)
-def test_all_are_accepted_of_repeated_rows_that_are_sampled(family):
+def test_drafts_of_repeated_sampled_rows_are_all_accepted(family):
     target, draft = target_of(family), same_weights(family)
     options = {"do_sample": True, "verifier": "coupled", "seed": 5, "num_return_sequences": 2}
     stats = assert_decodes_as_plain(
@@ -92,7 +92,7 @@ def test_all_are_accepted_of_repeated_rows_that_are_sampled(family):
 
 
 @pytest.mark.parametrize("family", MAKERS)
-def test_another_picture_changes_the_drafts(family):
+def test_drafts_change_with_the_picture(family):
     target, draft, inputs = (
         target_of(family),
         noisy_copy(target_of(family), ACCEPTED_ALL),
@@ -117,7 +117,7 @@ def test_another_picture_changes_the_drafts(family):
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"])
-def test_positions_are_those_of_the_call_and_the_draft_is_not_written_to(family):
+def test_positions_come_from_the_call_and_draft_is_unchanged(family):
     target, draft = target_of(family), noisy_copy(target_of(family), ACCEPTED_ALL)
     draft.model.rope_deltas = poison = torch.full((3, 1), 1000)
     stats = assert_decodes_as_plain(target, draft, prompts(family), max_new_tokens=NUM_NEW)
@@ -133,10 +133,10 @@ def test_positions_are_those_of_the_call_and_the_draft_is_not_written_to(family)
         {"draft_state": hf_speculate.DraftState()},
     ],
 )
-def test_a_draft_that_sees_with_other_sources_and_schedules(own):
+def test_picture_draft_works_with_other_sources_and_schedules(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft = noisy_copy(target, DRAFT_NOISE)
-    # a draft state that had kept the first call's prompt would be of other pictures
+    # A draft state with the first call's prompt would hold other pictures.
     for _ in range(2):
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
         assert "text and pixel_values" in stats.plan
@@ -148,7 +148,7 @@ def test_a_draft_that_sees_with_other_sources_and_schedules(own):
 @pytest.mark.parametrize(
     "own", [{}, {"max_new_tokens": 1}], ids=["as large as its target", "one token"]
 )
-def test_a_draft_that_will_not_draft_encodes_no_pictures(own):
+def test_idle_draft_encodes_no_pictures(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft, calls = noisy_copy(target, DRAFT_NOISE), []
     for module in (draft, draft.model.visual):
@@ -160,14 +160,14 @@ def test_a_draft_that_will_not_draft_encodes_no_pictures(own):
 
 
 @pytest.mark.usefixtures("scripted")
-def test_rows_that_leave_before_the_first_draft_take_their_pictures_along():
+def test_rows_leaving_before_the_first_draft_take_their_images():
     target, draft, inputs = target_of("qwen2_vl"), same_weights("qwen2_vl"), prompts("qwen2_vl")
-    eos = eos_of_row("qwen2_vl", inputs, 0, 1)  # with the token that follows the prompt
+    eos = eos_of_row("qwen2_vl", inputs, 0, 1)  # the token after the prompt
     stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, eos_token_id=eos)
     assert stats.num_accepted == stats.num_verified > 0
 
 
-def test_videos_are_seen_too():
+def test_videos_reach_the_draft():
     target, inputs, _ = READINGS["second_per_grid_ts"]()
     draft = noisy_copy(hf_speculate.enable(target), ACCEPTED_ALL)
     stats = assert_decodes_as_plain(
@@ -177,7 +177,7 @@ def test_videos_are_seen_too():
     assert stats.num_accepted == stats.num_verified > 0
 
 
-def test_a_vocabulary_that_is_padded_keeps_the_ids_of_pictures():
+def test_padded_vocabulary_keeps_the_picture_ids():
     target = hf_speculate.enable(make_llava())
     draft = noisy_copy(target, ACCEPTED_ALL)
     draft.resize_token_embeddings(72)
@@ -191,7 +191,7 @@ def test_a_vocabulary_that_is_padded_keeps_the_ids_of_pictures():
 
 
 def with_other_patches() -> PreTrainedModel:
-    """A LLaVA for which a picture has sixteen tokens."""
+    """Make a LLaVA with sixteen tokens per picture."""
     fields = {
         **CLIP_AND_LLAMA,
         "vision_config": {**CLIP_AND_LLAMA["vision_config"], "patch_size": 2},
@@ -205,7 +205,7 @@ def with_another_id() -> PreTrainedModel:
     return draft
 
 
-# older versions encode pictures in the forward of the prompt
+# Older versions encode pictures in the forward of the prompt.
 ENCODES_FIRST = "mm_encoder_outputs" in READINGS
 
 
@@ -227,7 +227,7 @@ ENCODES_FIRST = "mm_encoder_outputs" in READINGS
         (lambda: make_model("llama", vocab_size=64), "LlamaForCausalLM takes no pixel_values"),
     ],
 )
-def test_a_draft_that_cannot_see_reads_the_text_alone_and_says_why(make_draft, words):
+def test_text_only_draft_reads_the_text_and_reports_why(make_draft, words):
     target, inputs = target_of("llava"), prompts("llava")
     stats = assert_decodes_as_plain(
         target, make_draft(), inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3
@@ -240,25 +240,28 @@ def test_a_draft_that_cannot_see_reads_the_text_alone_and_says_why(make_draft, w
 
 @pytest.mark.skipif(not ENCODES_FIRST, reason="this version of transformers does not take them")
 @pytest.mark.fallback("reads the text alone")
-def test_what_the_targets_encoder_made_is_not_for_the_draft():
+def test_draft_does_not_read_states_of_the_target_encoder():
     target, inputs, _ = encoded_images()
     hf_speculate.enable(target)
     stats = hf_speculate.SpeculationStats()
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    own = {
+    draft_options = {
         "assistant_model": noisy_copy(target),
         "num_assistant_tokens": 3,
         "speculation_stats": stats,
     }
-    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **draft_options))
     assert "text alone, because mm_encoder_outputs are those of the target's encoder" in stats.plan
 
 
 @pytest.mark.skipif(
     not hasattr(transformers, "Granite4VisionConfig"), reason="transformers lacks Granite 4 Vision"
 )
-def test_pictures_whose_encoder_gives_states_by_layer_are_read():
-    """Granite 4 Vision adds states of two layers of its encoder in two of the text's, and pools none."""
+def test_encoders_with_states_by_layer_are_read():
+    """Use Granite 4 Vision, which adds encoder states of two layers to two text layers.
+
+    It pools none of them.
+    """
     vision = {
         "model_type": "siglip_vision_model",
         **VISION,
@@ -273,21 +276,26 @@ def test_pictures_whose_encoder_gives_states_by_layer_are_read():
         "use_qformer_text_input": False,
     }
     projector |= {"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 4}
-    own = {
+    draft_options = {
         "vision_config": vision,
         "text_config": {"model_type": "granite", **TEXT},
         "qformer_config": projector,
     }
-    own |= {
+    draft_options |= {
         "deepstack_layer_map": [[0, 0], [1, 1]],
         "spatial_target_layers": [],
         "downsample_rate": "1/2",
     }
-    own |= {"image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": [[8, 16], [16, 8]]}
+    draft_options |= {
+        "image_token_index": IMAGE_TOKEN_ID,
+        "image_grid_pinpoints": [[8, 16], [16, 8]],
+    }
     target = make(
-        "Granite4VisionForConditionalGeneration", **own, vision_feature_select_strategy="full"
+        "Granite4VisionForConditionalGeneration",
+        **draft_options,
+        vision_feature_select_strategy="full",
     )
-    sizes = torch.tensor([[8, 16], [8, 16]])  # as LLaVA-NeXT's
+    sizes = torch.tensor([[8, 16], [8, 16]])  # as in LLaVA-NeXT
     pictures = {"pixel_values": noise(2, 3, 3, 8, 8), "image_sizes": sizes}
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), **pictures)
     draft = noisy_copy(target, ACCEPTED_ALL)

@@ -1,4 +1,4 @@
-"""Ranks of one call: with `synced_gpus` they run equally many forwards, and with a split target they choose alike."""
+"""Test ranks of one call: equal forwards with `synced_gpus`, equal choices with a split target."""
 
 import datetime
 import functools
@@ -40,7 +40,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts, with_cont
 
 NUM_RANKS = 2
 NUM_NEW = 16
-TIMEOUT_S = 60  # a rank that waits so long for another waits for a forward that never comes
+TIMEOUT_S = 60  # a rank waiting this long waits for a forward that never comes
 K = {"num_assistant_tokens": 3}
 SAMPLED = {"do_sample": True, "seed": 3}
 
@@ -68,7 +68,7 @@ def of_all_ranks(value):
 
 
 class FailsInBatches(LlamaForCausalLM):
-    """Several tokens together give something else where there are several rows."""
+    """Llama that gives other logits for several tokens of several rows."""
 
     def forward(self, input_ids, past_key_values=None, **kwargs):
         output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
@@ -79,8 +79,8 @@ class FailsInBatches(LlamaForCausalLM):
 
 NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
 COUPLED = {**SAMPLED, "verifier": "coupled"}
-# What a call is given beside its prompt; "noise" is the draft's, "ends" which token of each row of
-# rank 1 ends it.
+# Arguments of a call beside its prompt. "noise" is that of the draft. "ends" names the tokens of
+# rank 1 that end its rows.
 CALLS = {
     "window": {
         "family": "mistral_window",
@@ -111,11 +111,11 @@ CALLS = {
     },
     "unknown type": {**K, "model_class": Own},
     "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
-    # of rank 1, while rank 0 has room for drafts
+    # Rank 1 has little room, while rank 0 has room for drafts.
     "full table": {**K, "family": "gpt_neo", "most": 8},
     "drafts of NaN": {**K, "ends": (3, 3)},
     "sampled drafts of NaN": {**K, **SAMPLED, "verifier": "rejection", "ends": (3, 3)},
-    "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # which a row of rank 1 outgrows
+    "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # a row of rank 1 outgrows it
     "context by columns": {**K, "family": "gpt_neo", "noise": ACCEPTED_ALL, "context": 24},
 }
 OF_NAN = ("drafts of NaN", "sampled drafts of NaN")
@@ -133,7 +133,7 @@ REFUSED = {
 
 @contextmanager
 def gathering(*models):
-    """Forwards that wait for the same forward of all ranks, as with sharded weights; how many each model ran."""
+    """Let forwards wait for the same forward of all ranks, as with sharded weights; count them."""
     num_forwards = [0] * len(models)
 
     def wait_for(code):
@@ -154,13 +154,13 @@ def gathering(*models):
 
 
 def prompts_of(rank):
-    """One short prompt, or two longer ones."""
+    """Return one short prompt, or two longer ones."""
     return ragged_prompts(rank + 1, seed=rank + 1, min_len=4 + 5 * rank, max_len=6 + 9 * rank)
 
 
 def run_call(rank, name):
-    """One call of one rank: its text and cache are those of a call alone, and its forwards those of the other rank."""
-    own = {
+    """Compare text and cache with a call alone, and the forwards with those of the other rank."""
+    draft_options = {
         "family": "llama",
         "noise": DRAFT_NOISE,
         "ends": (),
@@ -169,9 +169,9 @@ def run_call(rank, name):
         **CALLS[name],
     }
     family, noise, ends, most, model_class = map(
-        own.pop, ("family", "noise", "ends", "most", "model_class")
+        draft_options.pop, ("family", "noise", "ends", "most", "model_class")
     )
-    context = own.pop("context", None)
+    context = draft_options.pop("context", None)
     fields = (
         {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most}
         if name == "full table"
@@ -185,10 +185,16 @@ def run_call(rank, name):
         draft = make_model(family, num_hidden_layers=1)
     if context is not None:
         draft = with_context(make_model(family), context)
-    shared = {key: own.pop(key) for key in list(own) if key in COUPLED or key == "logits_processor"}
+    shared = {
+        key: draft_options.pop(key)
+        for key in list(draft_options)
+        if key in COUPLED or key == "logits_processor"
+    }
     shared |= {"max_new_tokens": most if rank else NUM_NEW, "return_dict_in_generate": True}
-    own |= {"assistant_model": draft} if noise is not None else {}
-    plain = own if name == "sampled drafts of NaN" else {}  # plain sampling draws other tokens
+    draft_options |= {"assistant_model": draft} if noise is not None else {}
+    plain = (
+        draft_options if name == "sampled drafts of NaN" else {}
+    )  # plain sampling draws other tokens
     with drafts_of_nan(target, draft, embedding_is_nan) if name in OF_NAN else nullcontext():
         if ends and rank:
             free = target.generate(**inputs, **shared, **plain).sequences
@@ -196,39 +202,39 @@ def run_call(rank, name):
                 int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)
             ]
         alone = target.generate(**inputs, **shared, **plain)
-        # in the second call the draft has read its prompt
-        for _ in range(1 + ("draft_state" in own)):
+        # In the second call the draft has read its prompt.
+        for _ in range(1 + ("draft_state" in draft_options)):
             with gathering(target, draft) as num_forwards:
-                ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
+                ours = target.generate(**inputs, **shared, **draft_options, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
-    # which attends in float32
+    # GPT-Neo attends in float32.
     tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE
     assert_same_contents(
         *(cache_contents(output[CACHE_NAME]) for output in (alone, ours)), tolerance
     )
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
-    # all in one round, so that one lacks what follows its end
+    # All tokens come in one round, so the token after one row's end is missing.
     num_more += name == "rows of rank 1 end apart"
     first, second = of_all_ranks(num_forwards[0] - (1 + max(num_rounds) + num_more))
-    # drafts of an early exit are forwards of the target
+    # Drafts of an early exit are forwards of the target.
     assert first == second and (first > 0) == (name == "early exit" or name in OF_NAN), name
     assert (num_forwards[1] > 0) == (noise is not None), name
     assert rank or ours.speculation.num_drafted > 0 or name == "alone", name
     assert (max(of_all_ranks(ours.speculation.num_rescored)) > 0) == (name in OF_NAN), name
     if name != "rows of rank 1 end apart" and (ends or most < NUM_NEW):
-        assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for the sake of rank 0
+        assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for rank 0
     if context is not None:
         assert ours.speculation.num_accepted == ours.speculation.num_drafted, name
         has_ended = [
             bool(without_caches(reasons)) for reasons in of_all_ranks(ours.speculation.fallbacks)
         ]
-        # columns end for all ranks, positions for a row
+        # Columns end for all ranks, positions for a row.
         assert has_ended == [family == "gpt_neo", True], name
 
 
 def run_faults(rank):
-    """An error of one rank's draft ends the call in all ranks, wherever it comes from."""
+    """Raise an error in one rank's draft: it ends the call in all ranks."""
     target, draft = pair("llama")
     options = {**K, "assistant_model": draft, "max_new_tokens": NUM_NEW, "synced_gpus": True}
     modules = {"draft": draft, "layer": draft.model.layers[0]}
@@ -237,7 +243,7 @@ def run_faults(rank):
     ):
         own, inside = dict(options), nullcontext()
         is_processor, fault = part == "processor", Fault(at, Mistake("on purpose"))
-        if is_processor:  # its first call is that of the prompt, and three are the draft's steps
+        if is_processor:  # the first call is that of the prompt, and three are draft steps
             fault.at = 1 + min(at, 3) if rank == failing else 10**9
             own["logits_processor"] = LogitsProcessorList([RowWiseProcessor(fault)])
         elif rank == failing:
@@ -249,7 +255,7 @@ def run_faults(rank):
         ):
             target.generate(**prompts_of(rank), **own)
     with gathering(target, draft):
-        # and the next call goes on
+        # The next call succeeds.
         assert target.generate(**prompts_of(rank), **options).shape[0] == rank + 1
 
 
@@ -279,12 +285,12 @@ def run_rank(rank, port):
 
 
 @pytest.mark.slow
-def test_synced_ranks_run_the_same_forwards_and_get_their_own_texts():
+def test_synced_ranks_run_equal_forwards_for_their_texts():
     run_in_every_rank(run_rank)
 
 
 @pytest.mark.parametrize("has_group", [False, True])
-def test_a_rank_without_others_decodes_as_ever(has_group):
+def test_single_rank_decodes_as_without_ranks(has_group):
     target, draft = pair("llama")
     inputs = ragged_prompts(2, seed=1)
     options = {
@@ -303,14 +309,13 @@ def test_a_rank_without_others_decodes_as_ever(has_group):
     assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
 
 
-# What follows is of targets that are split by tensor parallelism.
+# The calls below have targets split by tensor parallelism.
 TINY_FAMILIES = ("llama", "mistral_window", "qwen2_moe")
-# below half of the target, which is what a process holds
+# Below half of the target, the share of one process.
 SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}
 ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5}
 
-# What a call is given beside its prompt: "small" says whose size the draft has, "ends" whether rows
-# end by an EOS.
+# Arguments of a call beside its prompt. "small" makes the draft small. "ends" gives rows an EOS.
 SPLIT_CALLS = {
     "one row": {**K, "num_rows": 1},
     "dynamic": {**K, "speculation_cache": "dynamic", "ends": True},
@@ -328,23 +333,26 @@ SPLIT_CALLS = {
 
 
 def jumping(seed):
-    """A clock whose every reading is some seconds later, by a generator of its own."""
+    """Return a clock that advances by random seconds at every reading."""
     draw = random.Random(seed)
     return functools.partial(next, itertools.accumulate(iter(lambda: draw.expovariate(1.0), None)))
 
 
 def fires_after(num_calls):
-    """A criterion that fires when it was asked often enough."""
+    """Return a criterion that fires after this many calls."""
     asked = itertools.count()
     return lambda ids, scores, **kwargs: torch.full((len(ids),), next(asked) >= num_calls)
 
 
 def clock(is_due):
-    """What `max_time` reads; it is over in one process only, which would leave the others alone in the next forward."""
+    """Return the clock for `max_time`; time is over in one process only.
+
+    A wrong decoder would leave the others alone in the next forward.
+    """
     return types.SimpleNamespace(time=functools.partial(next, iter([0.0] + [1e6 * is_due] * 1000)))
 
 
-# Calls in which each process would choose for itself: what it is given there, by its rank.
+# Calls with different arguments by rank, so each process alone would choose differently.
 APART = {
     "clocks": lambda rank: {**ADAPTIVE, "small": True},
     "seeds": lambda rank: {**K, "do_sample": True},
@@ -360,7 +368,7 @@ def assert_equal_everywhere(ids, name):
 
 
 def draft_of(options, draft_seed=1):
-    """What the options ask for, which they lose; a process may have a draft of its own."""
+    """Pop the draft's options and make the draft; processes may have different ones."""
     small = make_model("llama", **SMALL) if options.pop("small", False) else None
     return {
         "assistant_model": small
@@ -369,7 +377,7 @@ def draft_of(options, draft_seed=1):
 
 
 def run_apart(models, rank, name):
-    """A call in which each process would choose for itself: all do what the first one chose."""
+    """Run a call with different arguments by process: all follow the choices of the first one."""
     (target, whole), inputs, stats = (
         models["llama"],
         ragged_prompts(3, seed=1),
@@ -397,12 +405,12 @@ def run_apart(models, rank, name):
     assert name != "time at once" or num_new < NUM_NEW
     assert name != "criteria" or num_new == 7  # asked once a token, the seventh fires
     assert name != "clocks" or len(stats.rounds_by_draft_len) > 1
-    assert name != "compiled" or stats.compiled == ["draft"]  # and not the split target
+    assert name != "compiled" or stats.compiled == ["draft"]  # not the split target
 
 
 def loaded(folder, family):
-    """The split model, and the whole one."""
-    # as in tests/support/tiny.py
+    """Return the split model, and the whole one."""
+    # As in tests/support/tiny.py.
     options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}
     model = AutoModelForCausalLM.from_pretrained(
         folder / family, tp_plan="auto", dtype=torch.float64, **options
@@ -411,35 +419,43 @@ def loaded(folder, family):
 
 
 def run_split_call(models, name):
-    """One call, on the split model and on the whole one."""
-    own = {
+    """Run one call on the split model and on the whole one."""
+    draft_options = {
         "family": "llama",
         "max_new_tokens": NUM_NEW,
         "return_dict_in_generate": True,
         **SPLIT_CALLS[name],
     }
-    target, whole = models[own["family"]]
+    target, whole = models[draft_options["family"]]
     ends, inputs = (
-        own.pop("ends", False),
-        without_nan(ragged_prompts(own.pop("num_rows", 3), seed=1)),
+        draft_options.pop("ends", False),
+        without_nan(ragged_prompts(draft_options.pop("num_rows", 3), seed=1)),
     )
-    own = {**draft_of(own), **own}
-    own.pop("family", None)
+    draft_options = {**draft_of(draft_options), **draft_options}
+    draft_options.pop("family", None)
     if ends:
-        own["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[
+        draft_options["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[
             :, 5 - NUM_NEW
         ].tolist()
     is_nan = name.startswith("drafts of NaN")
     with ExitStack() as stack:
-        for model, draft in ((target, own["assistant_model"]), (whole, None)) if is_nan else ():
+        for model, draft in (
+            ((target, draft_options["assistant_model"]), (whole, None)) if is_nan else ()
+        ):
             stack.enter_context(drafts_of_nan(model, draft, embedding_is_nan))
-        alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
+        alone, ours = (
+            whole.generate(**inputs, **draft_options),
+            target.generate(**inputs, **draft_options),
+        )
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
     for layer, our_layer in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-        for states, part in ((layer.keys, our_layer.keys), (layer.values, our_layer.values)):
+        for states, local_states in (
+            (layer.keys, our_layer.keys),
+            (layer.values, our_layer.values),
+        ):
             of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
-            assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name
+            assert torch.allclose(of_rank, local_states, atol=STATE_TOLERANCE, rtol=0), name
     assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, (
         name
     )
@@ -449,7 +465,7 @@ def run_split_call(models, name):
 
 
 def run_split_fault(target, rank, failing):
-    """An error of the draft in one process, which has it whole: no process waits for the draft of another."""
+    """Raise an error in one process's whole draft: no process waits for another's draft."""
     draft = noisy_copy(make_model("llama"))
     fault = Fault(4 if rank == failing else 10**9, Mistake("on purpose"))
     with hook(draft, fault), pytest.raises(Mistake if rank == failing else OtherRankError):
@@ -471,12 +487,12 @@ def run_split_rank(rank, port, folder):
     split, whole = (
         cost_ratio(model, make_model("llama", num_hidden_layers=1)) for model in models["llama"]
     )
-    assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its part
+    assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its share
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one_chose(tmp_path):
+def test_tensor_parallel_ranks_decode_as_one_process(tmp_path):
     for family in TINY_FAMILIES:
         make_model(family).save_pretrained(tmp_path / family)
     run_in_every_rank(run_split_rank, tmp_path)
@@ -486,7 +502,7 @@ def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one
     ("dim_names", "found"),
     [([("fsdp",), ("fsdp", "tp")], 1), ([("tp",)], 0), ([None], 0), ([("fsdp",)], None)],
 )
-def test_the_processes_are_those_of_the_parts_and_not_those_of_fsdp(dim_names, found):
+def test_process_group_is_that_of_tensor_parallel_not_fsdp(dim_names, found):
     meshes = [
         types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim)
         for names in dim_names

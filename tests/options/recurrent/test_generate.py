@@ -1,4 +1,4 @@
-"""Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
+"""Compare greedy text of hybrid and recurrent models with plain `generate`, for every drafter."""
 
 import gc
 from collections import Counter
@@ -25,19 +25,22 @@ from tests.support.recurrent_cases import assert_equal_caches, hooks_of, recurre
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_configs import RECURRENT_FAMILIES, fill
 
-NUM_NEW = 24  # with 5 drafted tokens a row accepts every number of them
+NUM_NEW = 24  # with 5 drafted tokens, rows accept every number of them
 FEW_FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba2")
 
 
 class Oracle:
-    """Drafts each row's new tokens [B, N]; in round r of row b the first (r + b) mod (K + 1) of them are right."""
+    """Drafter of each row's new tokens [B, N], partly wrong.
+
+    In round r of row b, the first (r + b) mod (K + 1) of them are right.
+    """
 
     def __init__(self, texts: Tensor):
         self.texts = texts.tolist()
         self.places = [1] * len(self.texts)  # the token after the prompt is the target's
         self.row_ids = list(range(len(self.texts)))
         self.num_rounds = 0
-        # how many tokens of a draft stayed, over all rows and rounds
+        # Accepted tokens of every draft, over all rows and rounds.
         self.accepted: set[int] = set()
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
@@ -86,9 +89,13 @@ def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
         Oracle(plain[:, inputs["input_ids"].shape[1] :]),
         hf_speculate.SpeculationStats(),
     )
-    own = {"drafter": oracle, "num_assistant_tokens": num_drafted, "speculation_stats": stats}
+    draft_options = {
+        "drafter": oracle,
+        "num_assistant_tokens": num_drafted,
+        "speculation_stats": stats,
+    }
     ours = target.generate(
-        **inputs, max_new_tokens=NUM_NEW, num_assistant_tokens_schedule="constant", **own
+        **inputs, max_new_tokens=NUM_NEW, num_assistant_tokens_schedule="constant", **draft_options
     )
     assert_equal_ids(plain, ours)
     assert oracle.accepted >= set(range(num_drafted + 1))
@@ -109,17 +116,15 @@ def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
         ),
     ],
 )
-def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(
-    family, batch_size, num_drafted
-):
+def test_greedy_text_equals_plain_for_all_accepted_counts(family, batch_size, num_drafted):
     assert_plain_whatever_is_accepted(target_of(family), batch_size, num_drafted)
 
 
 @pytest.mark.skipif(
     not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2"
 )
-def test_greedy_text_of_inkling2_is_plain():
-    """In float32, for its router stays in float32."""
+def test_greedy_text_of_inkling2_equals_plain():
+    """Decode in float32, because the model's router stays in float32."""
     config = fill(
         transformers.Inkling2TextConfig,
         num_hidden_layers=3,
@@ -139,20 +144,20 @@ def test_greedy_text_of_inkling2_is_plain():
 
 
 @each_value(batch_size=[1, 3], family=FEW_FAMILIES)
-def test_a_passed_cache_goes_on_from_call_to_call(family, batch_size):
-    """Rows end early in the first call."""
+def test_passed_cache_continues_over_calls(family, batch_size):
+    """End rows early in the first call."""
     target, inputs = target_of(family), ragged_prompts(batch_size, seed=batch_size)
     new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
     ends = [int(new_ids[0, 4]), int(new_ids[-1, 9])] if batch_size > 1 else None
     caches, texts = [], []
-    for own in ({}, {"assistant_model": draft_of(family), "num_assistant_tokens": 4}):
+    for draft_options in ({}, {"assistant_model": draft_of(family), "num_assistant_tokens": 4}):
         caches.append(DynamicCache(config=target.config))
-        options = {"max_new_tokens": 14, cache_name(target): caches[-1], **own}
+        options = {"max_new_tokens": 14, cache_name(target): caches[-1], **draft_options}
         first = target.generate(**inputs, **options, eos_token_id=ends)
         more = torch.cat([first, torch.full((batch_size, 3), 7)], dim=1)
         mask = torch.ones_like(more)
         mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-        if not has_attention(target):  # which does not tell how much it holds
+        if not has_attention(target):  # it does not tell its length
             more, mask = more[:, -4:], mask[:, -4:]
         texts += [first, target.generate(more, attention_mask=mask, **options)]
     assert_equal_ids(texts[0], texts[2])
@@ -160,15 +165,15 @@ def test_a_passed_cache_goes_on_from_call_to_call(family, batch_size):
     assert_equal_caches(*caches)
 
 
-def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
+def test_prompts_are_chunked_if_several_tokens_are_exact():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
-    # the latter reads a chunk as if nothing were before it, in plain decoding too
+    # Jamba reads a chunk as if nothing were before it, in plain decoding too.
     for family in ("qwen3_5", "jamba"):
         assert_decodes_as_plain(
             target_of(family), draft_of(family), inputs, **options, num_assistant_tokens=3
         )
     ours = target_of("mamba2").generate(**inputs, **options, prompt_lookup_num_tokens=3)
-    # plain decoding cuts no prompt
+    # Plain decoding cuts no prompt.
     assert_equal_ids(target_of("mamba2").generate(**inputs, max_new_tokens=8), ours)
     with pytest.raises(
         UnsupportedModelError, match="prefill_chunk_size must be left out for MambaForCausalLM"
@@ -178,8 +183,11 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.skipif("inkling" not in RECURRENT_FAMILIES, reason="transformers has no Inkling")
-def test_rows_move_in_lock_step_where_attention_counts_columns():
-    """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
+def test_rows_move_in_lock_step_if_attention_counts_columns():
+    """Use Inkling: its temperature grows with the column.
+
+    The rows of its draft hold four convolutions a layer.
+    """
     target = hf_speculate.enable(
         make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0)
     )
@@ -191,7 +199,7 @@ def test_rows_move_in_lock_step_where_attention_counts_columns():
         assert stats.lock_step == is_lock_step
 
 
-def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
+def test_early_exit_needs_an_attention_layer():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 12, "num_assistant_tokens": 3}
     for family, num_layers in (("qwen3_5", 2), ("mamba", 1), ("jamba", 2)):
         assert_decodes_as_plain(
@@ -208,7 +216,7 @@ def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
 @each_value(
     family=["mamba2", "lfm2", "falcon_h1", "bamba"], part=["target", "draft"], keeps=[True, False]
 )
-def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
+def test_model_with_layers_on_disk_decodes_as_plain(family, part, keeps, tmp_path, monkeypatch):
     if not keeps:  # states are computed again, from weights that are loaded again
         monkeypatch.setattr("hf_speculate.options.recurrent.kind.MAX_STATE_SHARE", -1.0)
     whole = make_model(family).float()
@@ -237,7 +245,7 @@ def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
     assert any(weight.is_meta for weight in models[part].parameters())
 
 
-def test_a_round_loads_the_projections_of_a_mixer_once(tmp_path, monkeypatch):
+def test_round_loads_mixer_projections_once(tmp_path, monkeypatch):
     make_model("mamba2").float().save_pretrained(tmp_path / "model")
     placement = {
         "device_map": {"": "disk"},
@@ -266,7 +274,7 @@ def test_a_round_loads_the_projections_of_a_mixer_once(tmp_path, monkeypatch):
     assert (loads["in_proj"], loads["out_proj"]) == (num_layers * num_forwards,) * 2
 
 
-def test_what_cannot_be_rolled_back_is_refused_by_name():
+def test_states_without_rollback_are_refused_by_name():
     inputs, drafts = ragged_prompts(1, seed=1), {"prompt_lookup_num_tokens": 3, "max_new_tokens": 3}
     with pytest.raises(UnsupportedModelError, match="got 'preallocated': it has recurrent layers"):
         target_of("lfm2").generate(**inputs, **drafts, speculation_cache="preallocated")
@@ -295,7 +303,7 @@ def test_what_cannot_be_rolled_back_is_refused_by_name():
 @each_value(
     error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], family=["qwen3_5", "mamba2"]
 )
-def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(family, error):
+def test_error_in_a_mixer_restores_hooks_and_cache(family, error):
     target, prompt = target_of(family), ragged_prompts(3, seed=3)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     for kv_cache in caches:
@@ -332,7 +340,7 @@ def test_states_are_freed_with_the_call():
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba"])
-def test_calls_on_one_model_in_several_threads_give_their_own_texts(family):
+def test_threads_on_one_model_get_their_texts(family):
     with_draft = {"assistant_model": draft_of(family), "num_assistant_tokens": 3}
     target, ways = target_of(family), (with_draft, {"prompt_lookup_num_tokens": 4}, {})
 

@@ -1,4 +1,4 @@
-"""Recurrent states after rollbacks by row, against the model's own forwards of one token."""
+"""Compare recurrent states after rollbacks by row with the model's forwards of one token."""
 
 import inspect
 from functools import cache
@@ -22,7 +22,7 @@ from tests.support.recurrent_cases import (
 )
 from tests.support.tiny import make_model, ragged_prompts
 
-KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes that states after each token may take
+KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes for states after each token
 IN_FLOAT64 = ("lfm2", "zaya")
 FEW_FAMILIES = (
     "qwen3_5",
@@ -46,7 +46,10 @@ def tolerance(family: str) -> float:
 def step_by_step(
     family: str, prompt: dict[str, Tensor], token_ids: Tensor
 ) -> tuple[list[Tensor], list[list[States]]]:
-    """Logits after each of `token_ids` [N], which all rows read after their prompts, and states, also before them."""
+    """Return logits and states after each of `token_ids` [N], read by all rows.
+
+    The rows have read their prompts before. The states include those before the tokens.
+    """
     model, mask = model_of(family), prompt["attention_mask"]
     kv_cache = DynamicCache(config=model.config)
     names = inspect.signature(type(model).forward).parameters
@@ -66,7 +69,7 @@ def step_by_step(
     return logits[1:], states
 
 
-def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
+def test_states_over_their_memory_share_are_recomputed():
     model, cpu = model_of("qwen3_5"), torch.device("cpu")
     texts = [
         rollback_text(model, DynamicCache(config=model.config), num, cpu) for num in (5, 1 << 40)
@@ -74,8 +77,8 @@ def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
     assert [text.split()[0] for text in texts] == ["keeps", "computes"]
 
 
-def test_hooks_ignore_forwards_that_meet_them_half_registered():
-    """torch adds a hook first and its request for keywords after that; a forward in another thread may come between."""
+def test_hooks_ignore_forwards_during_their_registration():
+    """Run a forward while torch registers a hook: it requests keywords after adding it."""
     model, token = make_model("qwen3_5"), torch.tensor([[7]])
     kv_cache = make_hybrid_cache(
         model, DynamicCache(config=model.config), 1, None, torch.device("cpu")
@@ -83,7 +86,7 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
     language_model = LanguageModel(model)
     language_model.forward(token, kv_cache)
     kv_cache.begin_recording()
-    language_model.forward(torch.tensor([[8, 9]]), kv_cache)  # which adds the hooks
+    language_model.forward(torch.tensor([[8, 9]]), kv_cache)  # it adds the hooks
     mixers = [module for module in model.modules() if hasattr(module, "conv1d")]
     assert all(module._forward_pre_hooks_with_kwargs for module in mixers)
     for module in mixers:
@@ -95,8 +98,8 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
 
 @pytest.mark.parametrize("max_kept_bytes", [KEEP_ALL, KEEP_NONE])
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family, max_kept_bytes):
-    """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
+def test_rows_roll_back_and_skip_tokens_they_hold(family, max_kept_bytes):
+    """Feed a draft's rows equally many tokens, then drop more than since the last rollback."""
     prompt, text = (
         ragged_prompts(3, seed=3),
         torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2)),
@@ -135,14 +138,16 @@ def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family
 
 
 @pytest.mark.parametrize("family", ["jamba", "mamba", "zamba2"])
-def test_a_draft_model_reads_on_from_earlier_states(family):
+def test_draft_model_continues_from_earlier_states(family):
     model, ids = model_of(family), torch.arange(1, 12)[None]
     logits = []
     for sizes in ((5, 6), (5, 1, 1, 1, 1, 1, 1)):
         kv_cache = make_hybrid_cache(model, None, 1, None, torch.device("cpu"))
         language_model = LanguageModel(model)
         logits.append(
-            [language_model.forward(part, kv_cache) for part in ids.split(sizes, dim=1)][-1][:, -1]
+            [language_model.forward(chunk, kv_cache) for chunk in ids.split(sizes, dim=1)][-1][
+                :, -1
+            ]
         )
         kv_cache.release()
     assert error(*logits) <= FLOAT32_TOLERANCE

@@ -1,4 +1,4 @@
-"""Continuous batching: every row gets the tokens that its prompt gets alone, whatever its neighbours."""
+"""Test continuous batching: every row gets the tokens of its prompt alone."""
 
 import gc
 import itertools
@@ -21,14 +21,17 @@ NUM_ROWS = 3
 
 
 def source_of(prompts):
-    """Hands out prompts until none is left."""
+    """Return a source that hands out the prompts."""
     return partial(next, iter(prompts), None)
 
 
 def make_prompts(num=8, **arguments):
-    """Prompts of 2 to 30 tokens, to be continued by 1 to 40."""
+    """Make prompts of 2 to 30 tokens, with 1 to 40 new tokens."""
     random = torch.Generator().manual_seed(3)
-    draw = lambda low, high, size=(): torch.randint(low, high, size, generator=random).tolist()  # noqa: E731
+
+    def draw(low, high, size=()):
+        return torch.randint(low, high, size, generator=random).tolist()
+
     lens = [draw(2, 31) for _ in range(num)]
     return [
         RowPrompt(
@@ -42,14 +45,14 @@ def make_prompts(num=8, **arguments):
 
 
 def alone(target, prompt, **options):
-    """The new tokens of one prompt in a call of its own."""
+    """Return the new tokens of one prompt in a separate call."""
     ids = torch.tensor([prompt.token_ids])
     output = generate(target, input_ids=ids, seed=prompt.seed, **{**options, **prompt.arguments})
     return output[0, ids.shape[1] :].tolist()
 
 
 def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
-    """The results by key, and the decoder."""
+    """Return the results by key, and the decoder."""
     decoder = ContinuousDecoder(target, num_rows, options, on_tokens=on_tokens)
     results = {
         result.prompt.key: result
@@ -61,7 +64,7 @@ def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
 
 
 def sources(draft):
-    """What drafts: a model, its history, both, or nothing."""
+    """Return draft sources: a model, the history, both, or none."""
     return {
         "model": {"assistant_model": draft, "num_assistant_tokens": 3},
         "lookup": {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"},
@@ -89,7 +92,7 @@ def sources(draft):
         ),
     ],
 )
-def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verifier):
+def test_rows_with_their_settings_equal_rows_alone(family, source, verifier):
     target, draft = pair(family)
     draft = cheaper_copy(target) if source == "adaptive" else draft
     options = {**sources(draft)[source], "do_sample": verifier != "greedy", "verifier": verifier}
@@ -119,7 +122,7 @@ def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verif
     )
 
 
-def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
+def test_greedy_rows_among_sampled_ones_equal_rows_alone():
     target, draft = pair("llama")
     samples = {"do_sample": True, "verifier": "coupled"}
     prompts = [
@@ -143,7 +146,7 @@ def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
 
 
 @pytest.mark.parametrize("source", ["model", "lookup"])
-def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
+def test_neighbours_of_a_long_prompt_decode_between_chunks(source):
     target, draft = pair("llama")
     options, chunk = sources(draft)[source] | {"prefill_chunk_size": 32}, 32
     short = RowPrompt([3, 4, 5], arguments={"max_new_tokens": 120}, key="short")
@@ -179,7 +182,7 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
 
 
 @pytest.mark.parametrize("source", ["model", "lookup"])
-def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
+def test_short_prompt_overtakes_a_long_one_between_chunks(source):
     target, draft = pair("llama")
     options, events = sources(draft)[source] | {"prefill_chunk_size": 32}, []
     long = RowPrompt(
@@ -214,7 +217,7 @@ def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
     assert len(asked) == len(begun) == 3
     for ask, begin in zip(asked, begun, strict=True):
         assert "chunk" not in events[ask:begin]
-    # 320 tokens, read by each model
+    # 320 tokens, read by each model.
     assert events.count("chunk") == (20 if source == "model" else 10)
     for result in results:
         assert result.token_ids == alone(target, result.prompt, **options), result.prompt.key
@@ -225,7 +228,7 @@ def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
     ("scripted", "reads"), [((0,), False), ((0, 0, 2), True)], indirect=["scripted"]
 )
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_draft_reads_a_prompt_when_it_drafts_next(scripted, reads, chunk):
+def test_draft_reads_a_prompt_before_its_next_draft(scripted, reads, chunk):
     target, draft = pair("llama")
     options = {"assistant_model": draft, "prefill_chunk_size": chunk}
     prompts, calls = make_prompts(), []
@@ -239,7 +242,7 @@ def test_draft_reads_a_prompt_when_it_drafts_next(scripted, reads, chunk):
 
 
 class MakesNan(LogitsProcessor):
-    """Gives rows with a token no distribution, or raises an error for them."""
+    """Processor that gives rows with a token no distribution, or raises an error for them."""
 
     def __init__(self, bad, raises):
         self.bad, self.raises = bad, raises
@@ -252,12 +255,12 @@ class MakesNan(LogitsProcessor):
 
 
 @pytest.mark.parametrize(("raises", "message"), [(True, "is not allowed"), (False, "got NaN")])
-def test_a_failing_row_ends_alone(raises, message):
+def test_failing_row_ends_alone(raises, message):
     register_row_wise(MakesNan)
     target, draft = pair("llama")
     options, prompts = {**sources(draft)["model"], "do_sample": True}, make_prompts(9)
     texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
-    bad = texts[2][20]  # which comes late in one row at least, and at once in others
+    bad = texts[2][20]  # it comes late in at least one row, and at once in others
     results, _ = decoded(
         target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options
     )
@@ -271,7 +274,7 @@ def test_a_failing_row_ends_alone(raises, message):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
+def test_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
     def spoil(module, args, kwargs, output):
         output.logits[(kwargs["input_ids"] == 7).any(1)] = torch.nan
 
@@ -304,7 +307,7 @@ def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
         ),
     ],
 )
-def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
+def test_rows_that_cannot_join_are_refused_with_a_reason(family, options, reason):
     target, draft = pair(family)
     decoder = ContinuousDecoder(
         target, NUM_ROWS, {"assistant_model": draft, "num_assistant_tokens": 3, **options}
@@ -314,7 +317,7 @@ def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
         next(decoder.decode(source_of(make_prompts(1))))
 
 
-def test_many_rows_leave_nothing_behind():
+def test_finished_rows_free_their_memory():
     target, draft = pair("llama")
     prompts = (
         RowPrompt((1 + num % 60, 2, 3), arguments={"max_new_tokens": 2 + num % 5})
@@ -328,11 +331,11 @@ def test_many_rows_leave_nothing_behind():
         if number % 10 == 9:
             gc.collect()
             sizes.append(len(gc.get_objects()))
-    # samples differ by the rows in flight; half is about a hundred rows later
+    # Samples differ by the rows in flight. Half is about a hundred rows later.
     assert max(sizes[4:]) <= max(sizes[:4]) + 50, sizes
 
 
-def test_outputs_are_kept_under_the_key_of_their_row():
+def test_outputs_are_stored_under_the_key_of_their_row():
     store = SuffixStore()
     prompts = [
         RowPrompt(

@@ -1,4 +1,4 @@
-"""Rows of draft heads in a running batch: a row that joins brings the context of its head with it."""
+"""Test rows of draft heads in a running batch: a joining row brings the context of its head."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.options.refill.test_continuous import alone, decoded
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_that_depend_on_the_drafts_are_as_alone(kind, tmp_path):
+def test_texts_depending_on_drafts_equal_rows_alone(kind, tmp_path):
     head, target = KINDS[kind](tmp_path)
     options = {
         "assistant_model": head,
@@ -38,7 +38,7 @@ def test_texts_that_depend_on_the_drafts_are_as_alone(kind, tmp_path):
 
 
 @pytest.mark.fallback("past the context of")
-def test_rows_that_join_others_past_the_context_of_their_head_read_their_own_states(tmp_path):
+def test_rows_joining_past_the_head_context_read_their_states(tmp_path):
     target = target_of()
     head = load_drafter(
         write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3)), target, context_len=16

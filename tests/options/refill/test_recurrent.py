@@ -1,4 +1,4 @@
-"""Rows of recurrent states and of the dynamic cache in a running batch get the texts that they get alone."""
+"""Test rows of recurrent states and of the dynamic cache in a running batch against rows alone."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba", "mamba2", "jamba", "bloom")
 @pytest.mark.fallback(PAST_CONTEXT)  # the long prompt
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("source", ["model", "lookup"])
-def test_rows_of_states_are_as_alone(family, source):
+def test_recurrent_rows_equal_rows_alone(family, source):
     target, draft = pair(family)
     options, prompts = sources(draft)[source], make_prompts(8)
     long = [1 + num % 60 for num in range(PREFILL_CHUNK_TOKENS + 8)]
@@ -31,7 +31,7 @@ def test_rows_of_states_are_as_alone(family, source):
     assert decoder.num_live == 0
 
 
-# Mixers whose forward of several tokens loses earlier states, or gives others than steps do.
+# These mixers lose earlier states in a forward of several tokens, or differ from single steps.
 UNCUT_CALLS = [
     *(
         ("jamba", {}),
@@ -44,7 +44,7 @@ UNCUT_CALLS = [
 
 
 @pytest.mark.parametrize(("family", "options"), UNCUT_CALLS)
-def test_rows_of_states_that_chunks_lose_are_as_alone(family, options):
+def test_rows_with_states_lost_by_chunks_equal_rows_alone(family, options):
     target, draft = pair(family)
     options = {**sources(draft)["model"], **options}
     lens = (174, 180, 191, 33, 40) if "prefill_chunk_size" not in options else (33, 40, 31)
@@ -60,8 +60,8 @@ def test_rows_of_states_that_chunks_lose_are_as_alone(family, options):
 
 
 @pytest.mark.parametrize("family", ["jamba", "zamba2"])
-def test_drafts_of_states_that_chunks_lose_are_as_alone(family):
-    """The target reads the prompts in chunks, and the draft model reads them whole."""
+def test_drafts_with_states_lost_by_chunks_equal_rows_alone(family):
+    """Let the target read prompts in chunks, and the draft model read them whole."""
     target, draft = pair("llama")[0], pair(family)[1]
     options = {
         "assistant_model": draft,

@@ -1,4 +1,4 @@
-"""Models of unknown types are compared with plain decoding once, refused if they differ, and left as they were."""
+"""Test the comparison of unknown model types with plain decoding: once, and without a trace."""
 
 import gc
 import weakref
@@ -19,16 +19,16 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
 
 NUM_NEW = 9
-# plain steps after the prompt; ours: the prompt, a block, a block after a rollback
+# Plain steps after the prompt. Ours: the prompt, a block, a block after a rollback.
 NUM_FORWARDS = (1 + NUM_TOKENS) + 3
 
 
 class Own(LlamaForCausalLM):
-    """Decodes as Llama does."""
+    """Llama of another class."""
 
 
 class Strides(LlamaForCausalLM):
-    """Plain decoding places the tokens after the prompt two apart."""
+    """Model that places tokens after the prompt two apart in plain decoding."""
 
     def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
         inputs = super().prepare_inputs_for_generation(
@@ -40,9 +40,9 @@ class Strides(LlamaForCausalLM):
 
 
 class Counts(LlamaForCausalLM):
-    """Counts the tokens that it has read, beside the cache, so that a rollback leaves it with too many."""
+    """Model that counts its read tokens outside the cache, so a rollback leaves too many."""
 
-    # older versions look for the cache's name
+    # Older versions look for the cache's name.
     def forward(self, input_ids, past_key_values=None, **kwargs):
         cache = kwargs.get(CACHE_NAME, past_key_values)
         num_past = 0 if cache.get_seq_length() == 0 else self.num_read
@@ -71,7 +71,7 @@ def decode(model, inputs, **options):
     )
 
 
-def test_an_unknown_model_is_tested_once_for_each_kind_of_call():
+def test_unknown_model_is_tested_once_per_kind_of_call():
     model, stats = own_model(), hf_speculate.SpeculationStats()
     counts = count_forwards(model)
     single, padded = ragged_prompts(1, seed=1), ragged_prompts(3, seed=1)
@@ -105,7 +105,7 @@ def test_known_types_and_models_in_training_mode_are_not_tested():
 
 
 @pytest.mark.filterwarnings("ignore:hf_speculate was tested with transformers")
-def test_a_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
+def test_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
     monkeypatch.setattr(compat.transformers, "__version__", "5.99.0")
     num_more = []
     for _ in range(2):
@@ -121,9 +121,7 @@ def test_a_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
     model_class=[Strides, Counts],
     dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16],
 )
-def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round_off_is_none(
-    model_class, dtype
-):
+def test_model_that_differs_is_refused_and_round_off_passes(model_class, dtype):
     model, name = own_model(model_class, dtype), str(dtype).removeprefix("torch.")
     for _ in range(2):  # the result is kept
         with pytest.raises(
@@ -137,7 +135,7 @@ def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round
         assert "self-test: passed, difference " in stats.plan
 
 
-def test_a_forward_that_fails_is_refused_with_its_error():
+def test_forward_that_fails_is_refused_with_its_error():
     def one_by_one(module, args, kwargs):
         if kwargs[CACHE_NAME].get_seq_length() and kwargs["input_ids"].shape[1] > 1:
             raise ValueError("one at a time")
@@ -150,7 +148,7 @@ def test_a_forward_that_fails_is_refused_with_its_error():
         decode(model, ragged_prompts(1, seed=1))
 
 
-def test_nothing_is_left_behind():
+def test_self_test_leaves_no_trace_on_the_model():
     model, draft = own_model(Counts), make_model("llama", num_hidden_layers=1)
     inputs = ragged_prompts(2, seed=1, min_len=8, max_len=8)
     past = prefilled(model, inputs["input_ids"][:, :5])
@@ -181,9 +179,9 @@ def test_nothing_is_left_behind():
         (lambda: make_model("mamba"), False),
     ],
 )
-def test_every_kind_of_model_can_be_tested(make, is_lock_step):
+def test_models_of_every_kind_can_be_tested(make, is_lock_step):
     model = make()
-    # transformers looks for "mamba" in it
+    # transformers looks for "mamba" in the name.
     model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})
     inputs, draft = ragged_prompts(3, seed=1, vocab_size=48), noisy_copy(model)
     stats = assert_decodes_as_plain(

@@ -1,4 +1,4 @@
-"""Early exit: the first layers of the target as a draft model that shares its weights."""
+"""Test early exit: the first layers of the target draft and share its weights."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tests.support.tiny import make_model, ragged_prompts
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(family):
+def test_early_exit_equals_the_model_with_fewer_layers(family):
     model = make_model(family, num_hidden_layers=4)
     config = copy.deepcopy(model.config.to_dict())
     small = make_model(family, num_hidden_layers=2, seed=5)
@@ -29,14 +29,14 @@ def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(family):
     assert draft.lm_head is model.lm_head
 
 
-def test_a_model_whose_layers_share_states_is_refused():
+def test_model_with_shared_states_is_refused():
     with pytest.raises(
         UnsupportedModelError, match="got Gemma3nForCausalLM: its layers share states"
     ):
         early_exit_model(make_model("gemma3n"), 2)
 
 
-def test_the_generation_config_may_ask_for_it():
+def test_generation_config_may_set_early_exit():
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=4))
     inputs = ragged_prompts(2, seed=4)
     plain = target.generate(**inputs, max_new_tokens=10)

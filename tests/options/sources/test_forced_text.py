@@ -1,4 +1,4 @@
-"""Drafts of the text that a grammar forces: texts are those of decoding under the grammar token by token."""
+"""Compare drafts of text forced by a grammar with decoding token by token."""
 
 from functools import cache
 from typing import Any
@@ -33,7 +33,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 @cache
 def smallest() -> tuple[Any, Any]:
-    """A pair of one layer, for what does not depend on the model. Shared between tests: change neither."""
+    """Return a pair of one layer. Shared between tests: change neither."""
     target = make_small_model(SIZE, seed=0)
     return hf_speculate.enable(target), noisy_copy(target, 0.3)
 
@@ -41,20 +41,22 @@ def smallest() -> tuple[Any, Any]:
 def decode(
     source: str, inputs: dict, models: Any = None, grammar: Any = None, **options: Any
 ) -> Any:
-    """Ids and statistics of one call; without a source its plain twin."""
+    """Return ids and statistics of one call; without a source, those of plain decoding."""
     target, draft = models or smallest()
     stats = hf_speculate.SpeculationStats()
-    own = {
+    draft_options = {
         "speculation_stats": stats,
         "tokenizer": pieces(SIZE),
         "max_new_tokens": NUM_NEW,
         "pad_token_id": 0,
     }
-    own |= SOURCES.get(source, {}) | (
+    draft_options |= SOURCES.get(source, {}) | (
         {"assistant_model": draft} if source in ("model", "both") else {}
     )
     grammar = grammar or ForcedGrammar(TextMachine(SIZE))
-    return target.generate(**inputs, **{**own, **options}, logits_processor=[grammar]), stats
+    return target.generate(
+        **inputs, **{**draft_options, **options}, logits_processor=[grammar]
+    ), stats
 
 
 @pytest.mark.fallback("forced text alone, because a draft model as large as its target")
@@ -65,7 +67,7 @@ def decode(
     schedule=["constant", "constant", "adaptive"],
     eos=[None, 30],
 )
-def test_text_is_that_of_the_grammar_alone(family, source, batch_size, schedule, eos):
+def test_text_equals_that_of_the_grammar_alone(family, source, batch_size, schedule, eos):
     inputs, models = ragged_prompts(batch_size, seed=3), pair(family)
     options = {"eos_token_id": eos, "num_assistant_tokens_schedule": schedule}
     plain, _ = decode("", inputs, models, eos_token_id=eos)
@@ -79,7 +81,7 @@ def test_text_is_that_of_the_grammar_alone(family, source, batch_size, schedule,
 
 @pytest.mark.fallback("rejection in place of block")
 @each_value(verifier=list(VERIFIERS), source=list(SOURCES))
-def test_sampled_rows_are_those_of_a_grammar_without_state_and_alone(verifier, source):
+def test_sampled_rows_equal_those_of_a_stateless_grammar(verifier, source):
     inputs, results = ragged_prompts(3, seed=5), []
     options = {**VERIFIERS[verifier], "seed": [4, 5, 6], "num_assistant_tokens": K}
     prompt_len = inputs["input_ids"].shape[1]
@@ -98,7 +100,7 @@ def test_sampled_rows_are_those_of_a_grammar_without_state_and_alone(verifier, s
 
 
 def test_sampled_text_keeps_its_distribution():
-    """The target splits the forced text in any way, so that drafts are refused."""
+    """Let the target split the forced text in any way, so drafts are rejected."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     machine, num_new, num_rows = TextMachine(8, ("abc", "a", "b", "c", "d", "ab")), 4, 2_000
     prompt = torch.tensor([[1, 5, 2, 7]])
@@ -132,7 +134,7 @@ def test_sampled_text_keeps_its_distribution():
 def _masked(
     target: Any, machine: TextMachine, state: int, prompt: torch.Tensor, ids: tuple[int, ...]
 ) -> list[float]:
-    """The distribution of the next token under the mask."""
+    """Return the distribution of the next token under the mask."""
     text = torch.cat([prompt, torch.tensor([ids], dtype=torch.int64)], dim=1)
     allowed = torch.tensor(machine.allowed(state, 8))
     logits = target(text).logits[:, -1].masked_fill(~allowed, -torch.inf)
@@ -143,7 +145,7 @@ END = 63
 
 
 @each_value(source=list(SOURCES), batch_size=[1, 2])
-def test_a_grammar_that_ends_within_a_draft_ends_the_row(source, batch_size):
+def test_grammar_ending_within_a_draft_ends_the_row(source, batch_size):
     inputs = ragged_prompts(batch_size, seed=7)
     machine = TextMachine(SIZE, ("ab", *"cdefghi"), END)
     plain, _ = decode("", inputs, grammar=ForcedGrammar(machine), eos_token_id=END)
@@ -153,7 +155,7 @@ def test_a_grammar_that_ends_within_a_draft_ends_the_row(source, batch_size):
     assert stats.num_accepted > 0
 
 
-def test_a_grammar_that_allows_nothing_gives_the_text_of_plain():
+def test_grammar_without_allowed_tokens_gives_the_plain_text():
     inputs, machine = ragged_prompts(2, seed=7), TextMachine(SIZE, (*"abcdef", ""))
     plain, _ = decode("", inputs, grammar=ForcedGrammar(machine), max_new_tokens=9)
     assert_equal_ids(
@@ -161,7 +163,7 @@ def test_a_grammar_that_allows_nothing_gives_the_text_of_plain():
     )
 
 
-def test_choice_of_the_call_counts():
+def test_grammar_draft_of_the_call_is_followed():
     inputs, drafted = ragged_prompts(2, seed=3), []
     for source in ("lookup", ""):
         for choice in (None, True, False):
@@ -172,7 +174,7 @@ def test_choice_of_the_call_counts():
     assert drafted == [True, True, False, False, True, False]
 
 
-def test_what_cannot_draft_forced_text_is_refused():
+def test_invalid_uses_of_grammar_draft_are_refused():
     target, inputs = smallest()[0], ragged_prompts(1, seed=3)
     options = {"max_new_tokens": 3, "grammar_draft": True, "tokenizer": pieces(SIZE)}
     with pytest.raises(
@@ -191,14 +193,14 @@ def test_what_cannot_draft_forced_text_is_refused():
 
 
 @pytest.mark.fallback("no drafts of forced text, because the call has no tokenizer")
-def test_drafts_of_forced_text_without_a_tokenizer_are_a_fallback():
+def test_missing_tokenizer_falls_back_to_lookup():
     _, stats = decode("lookup", ragged_prompts(1, seed=3), tokenizer=None)
     assert "prompt lookup" in stats.plan
     assert "forced text" not in stats.plan
 
 
 class Wrong(ForcedGrammar):
-    """Returns what it was told to, or raises it."""
+    """Grammar that returns a given value or raises it."""
 
     value: Any = None
 
@@ -209,7 +211,7 @@ class Wrong(ForcedGrammar):
 
 
 @pytest.mark.parametrize(("value", "error"), [(KeyError("mine"), KeyError), (b"ab", ConfigError)])
-def test_an_error_of_forced_text_is_the_users(value, error):
+def test_error_in_forced_text_is_raised_to_the_caller(value, error):
     grammar = Wrong(TextMachine(SIZE))
     grammar.value = value
     with pytest.raises(error):
@@ -217,7 +219,7 @@ def test_an_error_of_forced_text_is_the_users(value, error):
 
 
 class NoTokenizer:
-    """Fails."""
+    """Tokenizer that fails."""
 
     def encode(self, text, add_special_tokens):
         raise ValueError("no such text")
@@ -226,14 +228,14 @@ class NoTokenizer:
 
 
 @pytest.mark.fallback("raised TypeError")
-def test_an_error_of_the_tokenizer_ends_the_drafts_alone():
+def test_error_in_the_tokenizer_ends_the_drafts_only():
     inputs = ragged_prompts(2, seed=3)
     ours, _ = decode("alone", inputs, tokenizer=NoTokenizer())
     assert_equal_ids(decode("", inputs)[0], ours)
 
 
 class Accumulates:
-    """A user's drafter that keeps the text itself: the first query, then what was kept."""
+    """Custom drafter that keeps the text itself: the first query, then accepted tokens."""
 
     def __init__(self, setup):
         self.rows_of_text = []
@@ -256,7 +258,7 @@ class Accumulates:
         self.rows_of_text = [self.rows_of_text[row] for row in indices]
 
 
-def test_a_custom_drafter_is_told_all_that_was_emitted():
+def test_custom_drafter_gets_all_emitted_tokens():
     inputs = ragged_prompts(2, seed=3)
     ours, stats = decode("", inputs, drafter=Accumulates, num_assistant_tokens=K)
     assert_equal_ids(decode("", inputs)[0], ours)
@@ -275,13 +277,14 @@ TOKENIZERS = {
     ("before", "forced", "expected"),
     [
         (["a", '{"'], 'name": ', ["name", '":', " "]),
-        (["a", "{"], '"name":', ['"', "name", '":']),  # the tokenizer would write {" in front
+        # Otherwise the tokenizer would write {" in front.
+        (["a", "{"], '"name":', ['"', "name", '":']),
         (["a b"[:1]], " bc", [" ", "b", "c"]),
         (["n"], "am", ["a", "m"]),
         ([], "size", ["size"]),
     ],
 )
-def test_forced_text_is_split_as_it_continues_the_row(tokenizer, before, forced, expected):
+def test_forced_text_is_tokenised_as_it_continues_the_row(tokenizer, before, forced, expected):
     ids = [tokenizer.encode(piece, add_special_tokens=False)[-1] for piece in before]
     token_ids, is_whole = Continuation(tokenizer, 10, len(tokenizer)).tokens(ids, forced)
     written = [tokenizer.encode(piece, add_special_tokens=False) for piece in expected]
@@ -297,13 +300,13 @@ def test_forced_text_follows_the_emitted_tokens():
     drafter.begin(torch.tensor([[brace], [newline]]))
     drafter.force(["\nname", "\nname"])
     drafter.look_up([[newline], [brace]])
-    # two newlines would be one token
+    # Two newlines would be one token.
     assert drafter.cut_proposal(5).token_ids.tolist()[1] == [newline, *tokenizer.encode("name")]
     assert drafter.cut_proposal(5).lens.tolist() == [0, 2]
 
 
 class Counted:
-    """Counts the characters that are tokenised."""
+    """Tokenizer that counts tokenised characters."""
 
     def __init__(self):
         self.num = 0
@@ -316,7 +319,7 @@ class Counted:
         return "".join(map(chr, token_ids))
 
 
-def test_of_an_enormous_text_a_bounded_part_is_tokenised():
+def test_tokenised_length_of_a_huge_text_is_bounded():
     tokenizer = Counted()
     continuation = Continuation(tokenizer, 5, 1000)
     assert continuation.tokens([97], 10**6 * "x") == (5 * [ord("x")], False)
@@ -328,11 +331,11 @@ def test_of_an_enormous_text_a_bounded_part_is_tokenised():
 
 
 class Fails(LookupError):
-    """Of one row."""
+    """Error of one row."""
 
 
 class PureWrong(PureForcedGrammar):
-    """Fails after some tokens."""
+    """Stateless grammar that fails after some tokens."""
 
     def forced_text(self, row, input_ids):
         if len(input_ids) > self.prompt_len + 5:
@@ -344,7 +347,7 @@ hf_speculate.register_row_wise(PureWrong)
 
 
 @each_value(source=list(SOURCES), samples=[False, True])
-def test_refilled_rows_are_as_alone_and_fail_alone(source, samples):
+def test_refilled_rows_equal_rows_alone_and_fail_alone(source, samples):
     target, draft = smallest()
     options = SOURCES[source] | ({"assistant_model": draft} if source in ("model", "both") else {})
     options |= {

@@ -1,4 +1,4 @@
-"""The hybrid drafter: the contract, each row's choice, and what it learns from."""
+"""Test the hybrid drafter: its contract, each row's choice, and its learning."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_mixed_round_names_the_rows_in_the_cache(llama):
     assert list(drafted.cached.is_own) == [False, True]
 
 
-def test_model_reads_what_was_emitted_in_rounds_of_proposals(llama):
+def test_model_reads_tokens_emitted_in_rounds_of_proposals(llama):
     drafter, kv_cache = make(llama, 1, processors=[BySum()])
     text = [1, 2, 3, 4, 5, 6, 7] * 8
     begin(drafter, [text])
@@ -60,7 +60,7 @@ def test_model_reads_what_was_emitted_in_rounds_of_proposals(llama):
         drafter.look_up([new])
         assert drafter.cut_proposal(4).token_ids.tolist() == [text[-7:][:4]]
         assert kv_cache.num_columns == 0
-    text += [50]  # stood nowhere
+    text += [50]  # without a match
     drafter.look_up([[50]])
     last = draft(drafter, kv_cache, [text])
     assert last.cached is None
@@ -88,11 +88,11 @@ def test_each_source_learns_from_its_own_rounds(llama):
     after = row.model_rates.expected([0])
     assert after > before
     assert text.rates.expected([0]) > 0.3
-    drafter.look_up([[9]])  # a round in which the model did not draft
+    drafter.look_up([[9]])  # a round without drafts of the model
     assert row.model_rates.expected([0]) == after
 
 
-def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
+def test_matched_tokens_in_mixed_rounds_are_point_masses():
     logits = torch.randn(2, 2, 5)
     drafted = DraftOut(
         torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), logits, logits.logsumexp(-1)
@@ -107,7 +107,7 @@ def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
     assert torch.allclose(mixed.logsumexp, mixed.token_logits.logsumexp(-1))
 
 
-def test_rows_keep_what_belongs_to_them(llama):
+def test_rows_keep_their_state_after_selection(llama):
     drafter, kv_cache = make(llama, 3)
     texts = [[1, 2, 3, 4] * 5, list(range(1, 21)), [9, 8, 7, 6, 5] * 4]
     begin(drafter, texts)
@@ -136,7 +136,7 @@ def test_row_takes_the_source_with_more_expected_tokens(llama):
 
 @pytest.mark.usefixtures("scripted")
 def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
-    """Proposals bring one row far ahead; the model is then called with rows of very different lengths."""
+    """Bring one row far ahead by proposals, then call the model with very different rows."""
     monkeypatch.setattr(ScriptedSchedule, "choose", choose_by_turns)
     target, lookup = pair("llama")[0], {"prompt_lookup_num_tokens": 8}
     draft = noisy_copy(make_model("llama", num_hidden_layers=1))
@@ -155,7 +155,7 @@ def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
 
 
 def choose_by_turns(schedule, rows, num_rows, max_tokens, num_unread=0):
-    """Eight rounds of proposals alone, then one with the model."""
+    """Choose eight rounds of proposals alone, then one with the model."""
     schedule.num_unread.append(num_unread)
     num_tokens = min(8, max_tokens)
     is_model = len(schedule.num_unread) % 9 == 0

@@ -1,4 +1,4 @@
-"""The suffix store: texts of earlier calls, from which prompt lookup copies too."""
+"""Test the suffix store: prompt lookup also copies from texts of earlier calls."""
 
 import random
 import tracemalloc
@@ -23,17 +23,17 @@ def found(store: SuffixStore, token_ids: list[int], num: int = 5):
     return tuple(store.find(array("i", token_ids), num))
 
 
-def test_the_store_finds_what_followed_the_longest_match_in_its_text():
+def test_proposal_follows_the_longest_match_in_the_store():
     store = SuffixStore()
     store.add([1, 2, 3, 4, 5])
     store.add([7, 2, 3, 8])
     assert found(store, [9, 1, 2, 3]) == (3, [4, 5])
     assert found(store, [9, 1, 2, 3], num=1) == (3, [4])
-    assert found(store, [9, 2, 3]) == (2, [8])  # the later text's
+    assert found(store, [9, 2, 3]) == (2, [8])  # of the later text
     assert found(store, [9]) == found(store, [5]) == (0, [])
     assert store.num_tokens == 9
     memory = store._memory
-    memory.older, memory.newer = memory.newer, type(memory.newer)()  # as when the bound is near
+    memory.older, memory.newer = memory.newer, type(memory.newer)()  # as near the bound
     store.add([6, 1, 2, 3])
     assert found(store, [6, 1, 2, 3]) == (3, [4, 5])  # nothing follows the longer match
     store.reset()
@@ -43,7 +43,7 @@ def test_the_store_finds_what_followed_the_longest_match_in_its_text():
 
 @pytest.mark.parametrize("vocab_size", [3, 50_000])
 def test_memory_stays_within_the_bound(vocab_size):
-    """N-grams that often come again, and n-grams that hardly ever come twice."""
+    """Add frequent n-grams, and n-grams that hardly ever come twice."""
     generator = random.Random(0)
     tracemalloc.start()
     try:
@@ -60,7 +60,7 @@ def test_memory_stays_within_the_bound(vocab_size):
     assert store.num_tokens < 20 * 3000
 
 
-def test_an_interrupt_while_a_text_is_added_leaves_a_store_that_works():
+def test_store_works_after_an_interrupted_addition():
     class Interrupted(SuffixIndex):
         def extend(self, token_ids):
             self.token_ids.append(7)
@@ -76,7 +76,7 @@ def test_an_interrupt_while_a_text_is_added_leaves_a_store_that_works():
     assert found(store, [5, 6]) == (2, [7])
 
 
-def test_each_key_has_outputs_of_its_own():
+def test_keys_have_separate_outputs():
     store = SuffixStore(key=lambda ids: ids[0])
     store.of(5).add([1, 2, 3])
     store.of(6).add([1, 2, 4])
@@ -114,7 +114,7 @@ def test_memory_of_keys_stays_within_the_bounds():
     assert stores[1].num_tokens >= 980
 
 
-def test_rows_of_a_batch_draft_from_the_outputs_of_their_prompt():
+def test_rows_draft_from_the_outputs_of_their_prompt():
     inputs, store = ragged_prompts(3, seed=5), SuffixStore(key=tuple)
     options = {**LOOKUP, "max_new_tokens": NUM_NEW}
     plain = assert_decodes_as_plain(pair("llama")[0], None, inputs, **options)
@@ -126,14 +126,14 @@ def test_rows_of_a_batch_draft_from_the_outputs_of_their_prompt():
     outputs = store.of_prompt(prompts[0])._memory.newer.by_key[tuple(prompts[0])].numbered()
     assert [ids[:-NUM_NEW] for _, ids in outputs] == [prompts[0][-8:]] * 2
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
-    own = {"suffix_store": store.of("elsewhere"), **options}
+    draft_options = {"suffix_store": store.of("elsewhere"), **options}
     assert (
-        assert_decodes_as_plain(pair("llama")[0], None, alone, **own).num_batch_rounds
+        assert_decodes_as_plain(pair("llama")[0], None, alone, **draft_options).num_batch_rounds
         > second.num_batch_rounds
     )
 
 
-def test_long_keys_count_and_too_long_ones_are_refused():
+def test_keys_over_the_length_limit_are_refused():
     store = SuffixStore(MIN_BYTES, key=lambda ids: (tuple(ids), "end"))
     for number in range(20):
         store.add_output(range(1000 * number, 1000 * number + 3000), range(50))
@@ -144,7 +144,7 @@ def test_long_keys_count_and_too_long_ones_are_refused():
 
 
 @pytest.mark.parametrize("key", [lambda ids: ids, lambda ids: 1 / 0])
-def test_a_key_that_fails_ends_the_call_before_it_decodes(key):
+def test_failing_key_ends_the_call_before_decoding(key):
     store, stats = SuffixStore(key=key), hf_speculate.SpeculationStats()
     with pytest.raises(ConfigError, match="key must return a hashable value"):
         pair("llama")[0].generate(
@@ -160,7 +160,7 @@ def test_a_key_that_fails_ends_the_call_before_it_decodes(key):
 TOKENIZER = letters_tokenizer("abcdefghij", pad_token="a", eos_token="b")
 
 
-def test_a_file_holds_outputs_keys_and_their_order(tmp_path):
+def test_file_holds_outputs_and_keys_in_order(tmp_path):
     path, key = tmp_path / "store.safetensors", tuple
     store = SuffixStore(key=key, tokenizer=TOKENIZER)
     store.save(path)
@@ -187,11 +187,11 @@ def test_a_file_holds_outputs_keys_and_their_order(tmp_path):
         small.of("new").add([3] * 200)
     small.save(path)
     left = SuffixStore.load(path, TOKENIZER)
-    assert found(left.of((1, ("a", 0))), [1, 2]) == (0, [])  # the oldest are out
+    assert found(left.of((1, ("a", 0))), [1, 2]) == (0, [])  # the oldest were dropped
     assert found(left.of("new"), [3, 3])[0] == 2
 
 
-def test_files_of_another_tokenizer_and_other_files_are_refused(tmp_path):
+def test_file_of_another_tokenizer_or_format_is_refused(tmp_path):
     path = tmp_path / "store.safetensors"
     store = SuffixStore(tokenizer=TOKENIZER)
     store.add([1, 2])
@@ -219,25 +219,25 @@ def test_files_of_another_tokenizer_and_other_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"max_bytes": 1}, {"max_tokens": 5}, {"key": "a"}])
-def test_wrong_arguments_of_a_store(wrong):
+def test_invalid_store_arguments_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
         SuffixStore(**wrong)
 
 
-def test_the_store_is_copied_from_where_its_match_is_longer():
+def test_longer_match_in_the_store_is_preferred():
     store = SuffixStore()
     store.add([1, 2, 3, 4, 5])
     assert draft_of([[3, 9, 2, 3]], store=store) == [[4, 5]]
-    # as long here, and the row's own
+    # The row's match is as long and is preferred.
     assert draft_of([[2, 3, 9, 2, 3]], num=4, store=store) == [[9, 2, 3, 9]]
     assert draft_of([[9, 2, 3]], store=store, vocab_size=5) == [[4]]
     assert draft_of([[3, 8, 2, 3]], num=3, store=store, vocab_size=4) == [
         [8, 2, 3]
-    ]  # of the longer match nothing is known
+    ]  # nothing usable follows the longer match
     assert draft_of([[9, 2, 3]], store=store, eos_token_ids=frozenset([4])) == [[4]]
 
 
-def test_a_store_carries_texts_from_call_to_call():
+def test_store_keeps_texts_between_calls():
     inputs, store = ragged_prompts(2, seed=5), SuffixStore()
     options = {**LOOKUP, "suffix_store": store, "max_new_tokens": NUM_NEW}
     first = assert_decodes_as_plain(pair("llama")[0], None, inputs, **options)
@@ -249,7 +249,7 @@ def test_a_store_carries_texts_from_call_to_call():
     assert again.num_batch_rounds == first.num_batch_rounds
 
 
-def test_a_call_that_fails_adds_nothing_to_the_store():
+def test_failed_call_adds_nothing_to_the_store():
     store = SuffixStore()
     with pytest.raises(RuntimeError, match="on purpose"):
         pair("llama")[0].generate(

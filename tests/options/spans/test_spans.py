@@ -1,4 +1,4 @@
-"""With `relax_only_inside` a lossy verifier decides in spans; text outside is what the target alone goes on with."""
+"""Test `relax_only_inside`: a lossy verifier decides in spans, an exact one outside of them."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ VOCAB_SIZE = 8
 OPEN, CLOSE = 1, 2
 EOS = 6
 NUM_NEW = 24
-EPSILON, DELTA = 0.02, 0.1  # lax, so that typical acceptance keeps what greedy would not
+EPSILON, DELTA = 0.02, 0.1  # lax, so typical acceptance keeps tokens that greedy would reject
 LAX = {"verifier": "typical", "posterior_threshold": EPSILON, "posterior_alpha": DELTA}
 INSIDE = {**LAX, "relax_only_inside": (OPEN, CLOSE)}
 NUM_DRAWS = 40_000
@@ -50,21 +50,21 @@ def models():
 
 @pytest.fixture
 def prompts():
-    """Rows of several lengths; some stand in a span at their end."""
+    """Return rows of several lengths; some end inside a span."""
     return ragged_prompts(12, seed=2, vocab_size=VOCAB_SIZE)
 
 
-class Kept:
-    """Tokens that were emitted, by what they are."""
+class Counts:
+    """Counts of emitted tokens by kind."""
 
     def __init__(self):
         self.wrong = self.outside = self.inside = self.relaxed = self.untypical = 0
 
 
 @torch.no_grad()
-def compare(target, inputs, sequences) -> Kept:
-    """Hold every new token against the target's own forward over the text before it, row by row."""
-    kept, prompt_len = Kept(), inputs["input_ids"].shape[1]
+def compare(target, inputs, sequences) -> Counts:
+    """Compare every new token with the target's forward over the text before it, row by row."""
+    counts, prompt_len = Counts(), inputs["input_ids"].shape[1]
     for row, mask in zip(sequences, inputs["attention_mask"], strict=True):
         num_prompt = int(mask.sum())
         ids = row[prompt_len - num_prompt :]
@@ -77,21 +77,21 @@ def compare(target, inputs, sequences) -> Kept:
                 here = logprobs[at - 1]
                 is_best = token_id == int(here.argmax())
                 bound = min(EPSILON, DELTA * float(torch.exp((here.exp() * here).sum())))
-                kept.inside += is_open
-                kept.outside += not is_open
-                kept.wrong += not is_open and not is_best
-                kept.relaxed += is_open and not is_best
-                kept.untypical += is_open and not is_best and float(here[token_id].exp()) <= bound
+                counts.inside += is_open
+                counts.outside += not is_open
+                counts.wrong += not is_open and not is_best
+                counts.relaxed += is_open and not is_best
+                counts.untypical += is_open and not is_best and float(here[token_id].exp()) <= bound
             is_open = {OPEN: True, CLOSE: False}.get(token_id, is_open)
-    return kept
+    return counts
 
 
 @pytest.mark.fallback("lock step")
 @each_value(drafter=DRAFTERS, is_lock_step=[False, True], num_drafted=[1, 5, 3])
-def test_outside_of_spans_greedy_tokens_are_the_argmax(
+def test_greedy_tokens_outside_spans_are_the_argmax(
     models, prompts, num_drafted, is_lock_step, drafter
 ):
-    """Also in rows that go on when others have left."""
+    """Include rows that go on after others have left."""
     target, draft = models
     options = {
         "assistant_model": draft,
@@ -103,18 +103,18 @@ def test_outside_of_spans_greedy_tokens_are_the_argmax(
         "eos_token_id": EOS,
         "logits_processor": [Unchanged()] * is_lock_step,
     }
-    kept = compare(target, prompts, target.generate(**prompts, **options, **INSIDE))
-    assert kept.wrong == kept.untypical == 0
-    assert min(kept.outside, kept.inside) > 10
-    assert kept.relaxed > 0
-    # without the restriction
+    counts = compare(target, prompts, target.generate(**prompts, **options, **INSIDE))
+    assert counts.wrong == counts.untypical == 0
+    assert min(counts.outside, counts.inside) > 10
+    assert counts.relaxed > 0
+    # Without the restriction.
     assert compare(target, prompts, target.generate(**prompts, **options, **LAX)).wrong > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-def test_outside_of_spans_every_draw_has_the_targets_distribution(draft_sampling):
-    """Texts end where a span opens, so that all of them lie outside."""
+def test_draws_outside_spans_follow_the_target_distribution(draft_sampling):
+    """End texts where a span opens, so all of them lie outside."""
     target, draft = small_pair(torch.float32)
     options = {
         "num_assistant_tokens": 3,
@@ -127,20 +127,22 @@ def test_outside_of_spans_every_draw_has_the_targets_distribution(draft_sampling
     assert p_value(draw(target, draft, NUM_DRAWS, **options, **LAX), expected) < SIGNIFICANCE
 
 
-def test_a_registered_rule_is_restricted_too(models, prompts, registry):
+def test_registered_verifier_is_restricted_to_spans(models, prompts, registry):
     hf_speculate.register_verifier(
         "all", lambda config: KeepsAll(), lossless=False, reads_draft_logits=False
     )
     target, draft = models
-    own = {
+    draft_options = {
         "assistant_model": draft,
         "num_assistant_tokens": 4,
         "verifier": "all",
         "relax_only_inside": [OPEN, CLOSE],
     }
-    kept = compare(target, prompts, target.generate(**prompts, **own, max_new_tokens=NUM_NEW))
-    assert kept.wrong == 0
-    assert min(kept.relaxed, kept.untypical) > 0
+    counts = compare(
+        target, prompts, target.generate(**prompts, **draft_options, max_new_tokens=NUM_NEW)
+    )
+    assert counts.wrong == 0
+    assert min(counts.relaxed, counts.untypical) > 0
 
 
 @pytest.mark.parametrize(
@@ -157,11 +159,11 @@ def test_a_registered_rule_is_restricted_too(models, prompts, registry):
         ),
     ],
 )
-def test_exact_verifiers_and_ids_outside_the_vocabulary_raise(models, prompts, options, message):
+def test_exact_verifiers_and_unknown_ids_are_refused(models, prompts, options, message):
     target, draft = models
-    own = {"assistant_model": draft, "relax_only_inside": (OPEN, CLOSE), **options}
+    draft_options = {"assistant_model": draft, "relax_only_inside": (OPEN, CLOSE), **options}
     with pytest.raises(hf_speculate.ConfigError, match=f"^relax_only_inside {message}"):
-        target.generate(**prompts, **own, max_new_tokens=3)
+        target.generate(**prompts, **draft_options, max_new_tokens=3)
 
 
 SPAN = Span(1, 4)
@@ -178,14 +180,14 @@ PAIRS = [
 
 
 def is_open_after(ids, was_open):
-    """Whether a text stands in a span at its end."""
+    """Return whether a text ends inside a span."""
     for token_id in ids:
         was_open = {SPAN.open_id: True, SPAN.close_id: False}.get(token_id, was_open)
     return was_open
 
 
 def one_after_the_other(lossy, exact, target, draft, keys, was_open):
-    """One row [1, K+1, V] by its definition: ids, accepted tokens, status."""
+    """Verify one row [1, K+1, V] by definition; return ids, accepted tokens and status."""
     ids, is_open = [], was_open
     for at in range(int(draft.lens) + 1):
         counts = at < int(draft.lens)
@@ -211,22 +213,22 @@ def one_after_the_other(lossy, exact, target, draft, keys, was_open):
 
 @pytest.mark.parametrize("has_logits", [True, False])
 @pytest.mark.parametrize(("lossy", "exact"), PAIRS)
-def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, exact, has_logits):
+def test_round_across_span_borders_is_verified_by_position(lossy, exact, has_logits):
     num_rows = 150
     target, draft = make_round(
         num_rows, 4, has_logits=has_logits, lens=[4 - row % 2 for row in range(num_rows)]
     )
     keys, is_open = make_keys(num_rows), torch.arange(num_rows) % 2 == 0
-    draft.token_ids[::9, 1] = 11  # is refused and named
+    draft.token_ids[::9, 1] = 11  # refused and named
     inside = SPAN.open_after_each(draft.token_ids, is_open)
     verdict = SpanVerifier(lossy, exact, SPAN, is_open).verify(target, draft, keys)
     crossed = 0
     for row in range(num_rows):
         only = slice(row, row + 1)
-        part = DraftOut(*(None if field is None else field[only] for field in draft))
+        row_draft = DraftOut(*(None if field is None else field[only] for field in draft))
         alone = NoiseKeys(*(key[only] for key in keys))
         ids, num, status = one_after_the_other(
-            lossy, exact, target[only], part, alone, bool(is_open[row])
+            lossy, exact, target[only], row_draft, alone, bool(is_open[row])
         )
         assert verdict.token_ids[row].tolist() == ids + [-1] * (4 - num)
         assert (int(verdict.num_accepted[row]), int(verdict.status[row])) == (num, status)
@@ -235,26 +237,26 @@ def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, ex
     assert verdict.status.unique().tolist() == [0, int(Status.BAD_DRAFT_ID)]
 
 
-def test_on_a_gpu_nothing_waits_for_the_device():
+def test_spans_on_a_gpu_need_no_sync():
     (target, draft), keys, is_open = (
         make_round(8, 4, has_logits=True),
         make_keys(8),
         torch.arange(8) % 2 == 0,
     )
     verifiers = TypicalVerifier(backend="torch"), RejectionVerifier(backend="torch")
-    twin = SpanVerifier(*verifiers, SPAN, is_open).verify(target, draft, keys)
+    expected = SpanVerifier(*verifiers, SPAN, is_open).verify(target, draft, keys)
     with FakeCuda() as gpu:
-        draft = DraftOut(*(part.to("cuda:0") for part in draft[:4]))
-        keys = NoiseKeys(*(part.to("cuda:0") for part in keys))
+        draft = DraftOut(*(field.to("cuda:0") for field in draft[:4]))
+        keys = NoiseKeys(*(field.to("cuda:0") for field in keys))
         verifier = SpanVerifier(*verifiers, SPAN, is_open.to("cuda:0"))
         target = target.to("cuda:0")
         gpu.log.clear()
         verdict = verifier.verify(target, draft, keys)
         assert not gpu.log.waits
-        assert torch.equal(verdict.token_ids.cpu(), twin.token_ids)
+        assert torch.equal(verdict.token_ids.cpu(), expected.token_ids)
 
 
-def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
+def test_text_is_read_once_while_rows_leave():
     tokens = TokenBuffer(torch.tensor([[1, 1, 9], [1, 4, 9], [1, 1, 9]]))
     reader = Spans(SPAN, GreedyVerifier(), num_pads=[0, 0, 2])
     none = torch.zeros(3, 0, dtype=torch.int64)
@@ -272,14 +274,14 @@ def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
 @pytest.mark.parametrize(
     ("do_sample", "exact"), [(False, GreedyVerifier), (True, RejectionVerifier)]
 )
-def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
+def test_exact_verifier_follows_the_sampling_mode(do_sample, exact):
     config = SpeculationConfig(verifier="typical", relax_only_inside=[5, 6]).resolve(do_sample)
     assert isinstance(make_spans(config, do_sample, [0]).exact, exact)
     typical = traits_of(SpeculationConfig(verifier="typical"))
     assert traits_of(config).reads_draft_logits != typical.reads_draft_logits
 
 
-def test_an_exact_verifier_has_nothing_to_relax(registry):
+def test_spans_need_a_lossy_verifier(registry):
     register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
     with pytest.raises(
         ConfigError, match="relax_only_inside must come with a lossy verifier, one of mine, typical"

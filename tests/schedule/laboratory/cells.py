@@ -1,4 +1,4 @@
-"""Cells of the laboratory: texts on a machine, and how far the adaptive schedule gets there."""
+"""Define cells of the laboratory: texts on a machine, with the schedule's speed."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from tests.schedule.laboratory.texts import (
 CONSTANTS = (1, 2, 3, 5, 8, 10)
 RIVALS = (5, 10)
 RATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
-GAIN = 1.03  # from which the best constant gains
+GAIN = 1.03  # from this speed on, the best constant gains
 SIZES = (2, 4, 8, 10)
 
 
@@ -47,9 +47,10 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The group and everything that tells cells apart in it."""
+        """Return the group and everything that distinguishes cells in it."""
         setting = self.setting
-        return f"{self.group}: {self.kind}, {setting.machine.name}, B={setting.num_rows}, N={setting.num_tokens}"
+        size = f"B={setting.num_rows}, N={setting.num_tokens}"
+        return f"{self.group}: {self.kind}, {setting.machine.name}, {size}"
 
 
 class Traces(NamedTuple):
@@ -57,13 +58,13 @@ class Traces(NamedTuple):
 
     lookup: Sequence[Text]
     pair: Sequence[Text]
-    head: Sequence[Text]  # with the runs of a head, and with what lookup proposes
+    head: Sequence[Text]  # with the runs of a head, and with the proposals of lookup
 
 
 def read_traces(
     lookup: Path | None = None, pair: Path | None = None, head: Path | None = None
 ) -> Traces:
-    """Read recorded texts; those of this folder where no file is given."""
+    """Read recorded texts, by default those of this folder."""
     head = head or FOLDER / "head.json"
     return Traces(
         lookup_texts(lookup or FOLDER / "lookup.json"),
@@ -75,7 +76,7 @@ def read_traces(
 
 
 def guessed_texts(texts: Sequence[Text], rate: float = 0.45) -> list[Text]:
-    """Return texts with the runs of a head that guesses tokens at random: a synthetic stand-in."""
+    """Return texts with the runs of a head with random guesses: a synthetic stand-in."""
     generator = random.Random("head")
     return [
         text._replace(runs=runs_of([generator.random() < rate for _ in range(text.num_tokens)]))
@@ -106,7 +107,7 @@ def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:
 
 
 def scenes(traces: Traces) -> Iterator[Cell]:
-    """Return settings beyond calls of rows that begin together on a steady machine."""
+    """Return settings other than rows that begin together on a steady machine."""
     yield from _heads(traces)
     yield from _long_prompts()
     yield from _refilled(traces)
@@ -135,7 +136,7 @@ def _heads(traces: Traces) -> Iterator[Cell]:
 
 
 def _long_prompts() -> Iterator[Cell]:
-    """Return calls whose prompts take the draft as long as many plain steps to read."""
+    """Return calls with prompts that cost the draft as much as many plain steps."""
     for read_s in (10.0, 30.0, 60.0):
         machine = _machine("ideal", MODEL_MACHINES)
         machine = machine._replace(
@@ -265,13 +266,13 @@ def _speed(plain: Sequence[Call], calls: Sequence[Call], mean: float = 1.0) -> f
 def measure(
     cell: Cell, noise: str, seeds: Sequence[int], reference: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the speeds over plain decoding of constants, of transformers' rule and of the schedule.
+    """Return the speeds of constants, transformers' rule and the schedule, over plain decoding.
 
     Args:
         cell: texts and setting.
         noise: a name of `NOISES`.
         seeds: one process of calls each.
-        reference: an earlier result of the cell, whose speeds of other methods still hold.
+        reference: an earlier result of the cell, with valid speeds of other methods.
     """
     setting, texts, num_calls = cell.setting, cell.texts, cell.num_calls
     mean = Clock(NOISES[noise], 0).mean

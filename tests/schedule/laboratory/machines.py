@@ -1,4 +1,4 @@
-"""Machines of the laboratory: seconds of forwards in plain steps of one row, and the noise of their clocks."""
+"""Define machines of the laboratory: seconds of forwards in plain steps, and noise of clocks."""
 
 import math
 import random
@@ -9,28 +9,28 @@ from typing import NamedTuple
 
 # Milliseconds of a float32 verification of SmolLM2-135M by query tokens of all rows, on one thread.
 SMOLLM2_MS = {
-    1: 34, 2: 39, 3: 46, 4: 56, 5: 58, 6: 60, 8: 64, 9: 68, 11: 77, 16: 86, 24: 106, 32: 124, 40: 145,
-    48: 163, 72: 217, 88: 257,
+    1: 34, 2: 39, 3: 46, 4: 56, 5: 58, 6: 60, 8: 64, 9: 68, 11: 77, 16: 86, 24: 106, 32: 124,
+    40: 145, 48: 163, 72: 217, 88: 257,
 }  # fmt: skip
-PROMPT_LEN = 64  # tokens of the prompts that `Machine.prompt` reads
-LONG_READ = 32  # tokens up to which a draft model reads a token in `Machine.read`
+PROMPT_LEN = 64  # tokens of the prompts read by `Machine.prompt`
+LONG_READ = 32  # up to this many tokens, a draft model reads a token in `Machine.read`
 
 
 class Machine(NamedTuple):
-    """Seconds of everything, where a plain step of one row takes about 1."""
+    """Seconds of all forwards; a plain step of one row takes about 1."""
 
     name: str
     score: Callable[[int, int], float]  # of rows and K
-    draft: Callable[[int, int], float]  # a model drafts, of rows and K
+    draft: Callable[[int, int], float]  # seconds of a model's draft, of rows and K
     lookup: Callable[[int], float] = lambda num_rows: 0.003 + 0.002 * num_rows  # of rows
     prompt: Callable[[int], float] = lambda num_rows: 0.0  # the draft reads 64 tokens of each row
-    read: float = 0.0  # the draft reads a token that was emitted without it
-    step_ratio: float = 0.0  # of a draft step, as far as sizes of models tell
+    read: float = 0.0  # the draft reads a token emitted without it
+    step_ratio: float = 0.0  # of a draft step, as far as model sizes tell
     batches: Sequence[int] = (1, 8)
     max_draft_tokens: int = 10
 
     def reading_s(self, num_unread: Sequence[int]) -> float:
-        """Return the seconds in which the draft reads so many tokens of each row before its first draft.
+        """Return the seconds for reading these tokens of each row before the first draft.
 
         Prompts of joined rows are read by themselves.
         """
@@ -56,14 +56,20 @@ _smollm2 = _interpolated({num: ms / SMOLLM2_MS[1] for num, ms in SMOLLM2_MS.item
 
 
 def _gpu(num_rows: int, num: int) -> float:
-    """An 8B target on an H200, from graphs: 12 ms a step of 8 rows, 17.4 ms for K = 1, 39.6 ms for K = 5."""
+    """Return seconds of an 8B target on an H200, from graphs.
+
+    A step of 8 rows takes 12 ms, K = 1 takes 17.4 ms, and K = 5 takes 39.6 ms.
+    """
     if num_rows == 1:
         return 1 + 0.02 * num
     return (1.9 + 0.01 * num_rows) * (1 + 0.25 * num * num_rows / 8)
 
 
 def _gpu_eager(num_rows: int, num: int) -> float:
-    """The same launched kernel by kernel: 24 ms a step of one row, 28 ms of 8; launches bound both."""
+    """Return seconds of the same target without graphs.
+
+    A step of one row takes 24 ms and one of 8 rows 28 ms. Launches bound both.
+    """
     return 1 + 0.02 * (num_rows - 1) + (0.02 if num_rows == 1 else 0.05 * num_rows / 8) * num
 
 
@@ -72,7 +78,7 @@ def _offloaded(num_rows: int, num: int) -> float:
 
 
 def _never(num_rows: int, num: int) -> float:
-    """No model drafts."""
+    """Return seconds without a draft model."""
     return 0.0
 
 
@@ -108,18 +114,41 @@ def _model_machine(
 
 
 MODEL_MACHINES = [
-    _model_machine("pair-cpu", lambda n, k: 0.94 + 0.05 * n * (k + 1) + (0.03 if k else 0),
-            lambda n, k: 0.21 * k * (0.9 + 0.1 * n), lambda n: 0.3 + 0.25 * n, 0.01, 0.18),
-    _model_machine("compiled-cpu", lambda n, k: 1 + 0.2 * k * n / 8, lambda n, k: 0.12 * k, lambda n: 1.0, 0.01, 0.18,
-            (8,)),
-    _model_machine("h200", _gpu, lambda n, k: k * (0.2 if n == 1 else 0.43), lambda n: 1.0 if n == 1 else 5.0 * n / 8,
-            0.01, 0.16),
-    _model_machine("ideal", lambda n, k: 1 + 0.01 * k, lambda n, k: 0.17 * k, lambda n: 0.5, 0.003, 0.17),
+    _model_machine(
+        "pair-cpu",
+        lambda n, k: 0.94 + 0.05 * n * (k + 1) + (0.03 if k else 0),
+        lambda n, k: 0.21 * k * (0.9 + 0.1 * n),
+        lambda n: 0.3 + 0.25 * n,
+        0.01,
+        0.18,
+    ),
+    _model_machine(
+        "compiled-cpu",
+        lambda n, k: 1 + 0.2 * k * n / 8,
+        lambda n, k: 0.12 * k,
+        lambda n: 1.0,
+        0.01,
+        0.18,
+        (8,),
+    ),
+    _model_machine(
+        "h200",
+        _gpu,
+        lambda n, k: k * (0.2 if n == 1 else 0.43),
+        lambda n: 1.0 if n == 1 else 5.0 * n / 8,
+        0.01,
+        0.16,
+    ),
+    _model_machine(
+        "ideal", lambda n, k: 1 + 0.01 * k, lambda n, k: 0.17 * k, lambda n: 0.5, 0.003, 0.17
+    ),
     _model_machine("offload", _offloaded, lambda n, k: 0.01 * k, lambda n: 0.05, 0.001, 0.01),
-    _model_machine("useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5),
-]  # fmt: skip
-# K = 5 of an H200 takes 79 ms a round of one row and 106 ms of 8; a draft has half the layers of
-# the target.
+    _model_machine(
+        "useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5
+    ),
+]
+# K = 5 of an H200 takes 79 ms a round of one row and 106 ms of 8. A draft has half the target's
+# layers.
 EAGER_GPU = _model_machine(
     "h200-eager",
     _gpu_eager,
@@ -143,7 +172,7 @@ SMALL_HEAD = _model_machine(
 
 
 class Noise(NamedTuple):
-    """What disturbs a clock."""
+    """Noise of a clock."""
 
     jitter: float  # of a round, lognormal
     pause_rate: float  # of rounds that take four times as long
@@ -159,14 +188,14 @@ PAUSE = 4.0
 
 
 class Clock:
-    """Disturbs seconds, by a seed."""
+    """Clock with noise by a seed."""
 
     def __init__(self, noise: Noise, seed: int) -> None:
         self._noise, self._generator = noise, random.Random(seed)
         self.mean = math.exp(noise.jitter**2 / 2) * (1 + noise.pause_rate * (PAUSE - 1))
 
     def factor(self) -> float:
-        """Return what the next round's seconds are multiplied by."""
+        """Return the factor of the next round's seconds."""
         jitter, pause_rate = self._noise
         factor = self._generator.lognormvariate(0, jitter) if jitter else 1.0
         return factor * PAUSE if pause_rate and self._generator.random() < pause_rate else factor

@@ -1,8 +1,9 @@
-"""Record the runs of the SmolLM2 head: for every position, how many of 10 tokens drafted from there are right.
+"""Record the runs of the SmolLM2 head: the number of correct drafts at every position.
 
     python -m tests.schedule.laboratory.record [--lookup FILE] [--out FILE]
 
-The texts are those of the lookup file, which SmolLM2-135M-Instruct wrote greedily in float32.
+Ten tokens are drafted from each position. The texts are those of the lookup file, written greedily
+by SmolLM2-135M-Instruct in float32.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from smollm2_head.head import DraftHead  # noqa: E402
 
 @torch.inference_mode()
 def head_runs(head: DraftHead, hidden: Tensor, prompt: list[int], tokens: list[int]) -> list[int]:
-    """Return [N] the tokens that greedy drafts from each position of a text get right.
+    """Return the number of correct greedy drafts [N] from each position of a text.
 
     Args:
         head: a draft head.
@@ -40,13 +41,13 @@ def head_runs(head: DraftHead, hidden: Tensor, prompt: list[int], tokens: list[i
     heads, residual = head.attend_from(
         torch.tensor([ids[1:]]), states, head.turns(torch.arange(len(ids) - 1)[None])
     )
-    # [1, Hkv, T - 1, D], of the tokens that the target has read
+    # [1, Hkv, T - 1, D] of the tokens read by the target.
     keys, values = heads.key, heads.value
     query = heads.query
     mixed = _attend(query, keys, values, groups, is_causal=True)
     output = head.finish(residual, mixed)  # [1, T - 1, D]
     for position in range(len(tokens)):
-        # the last emitted token is the one before the position
+        # The last emitted token is the one before the position.
         last = len(prompt) + position - 2
         state, drafted = output[:, last : last + 1], []
         known_keys, known_values = keys[:, :, : last + 1], values[:, :, : last + 1]
@@ -90,7 +91,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def _hidden_states(target: torch.nn.Module, head: DraftHead, token_ids: list[int]) -> Tensor:
-    """Return [T, D] the states that the head reads, after each token."""
+    """Return the states [T, D] that the head reads, after each token."""
     layers = target(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     return torch.cat([layers[number][0] for number in head.hidden_layers], -1)
 

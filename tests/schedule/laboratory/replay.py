@@ -1,4 +1,4 @@
-"""Decodes texts without models: a schedule chooses, a machine's seconds pass, and rows advance."""
+"""Decode texts without models: a schedule chooses, seconds pass, and rows advance."""
 
 import math
 import random
@@ -25,12 +25,12 @@ from hf_speculate.schedule import (
 from tests.schedule.laboratory.machines import NOISES, Clock, Machine, Noise
 from tests.schedule.laboratory.texts import NO_MATCH, Match, Text
 
-PREFILL_STEPS = 4.0  # plain steps that the target's prefill takes
+PREFILL_STEPS = 4.0  # plain steps of the target's prefill
 NUM_CALLS = 30
 
 
 class Setting(NamedTuple):
-    """How the calls of a process decode."""
+    """Settings of a process's calls."""
 
     machine: Machine
     num_rows: int = 1
@@ -39,15 +39,15 @@ class Setting(NamedTuple):
     has_model: bool = False
     num_waiting: int = 0  # rows that join when others end
     is_lock_step: bool = False  # all rows advance by the fewest tokens
-    sizes: tuple[int, ...] | None = None  # that forwards are compiled for
-    compile_factor: float = 1.0  # plain steps that the first forward of a size takes
-    keeps_rows: bool = False  # whether finished rows stay in the batch
-    # of all rounds, by call and tokens
+    sizes: tuple[int, ...] | None = None  # compiled sizes of forwards
+    compile_factor: float = 1.0  # plain steps of the first forward of a size
+    keeps_rows: bool = False  # finished rows stay in the batch
+    # Of all rounds, by call and tokens.
     slowness: Callable[[int, int], float] = lambda call, position: 1.0
 
 
 class Call(NamedTuple):
-    """The rounds of a call."""
+    """Rounds of a call."""
 
     seconds: float  # on average
     widths: list[int]  # of its rounds
@@ -56,12 +56,12 @@ class Call(NamedTuple):
 
 
 class _Row:
-    """A live row: a text up to a position.
+    """Live row: a text up to a position.
 
     Args:
-        row_id: tells rows apart.
-        text: what the target writes.
-        num_tokens: tokens that end it.
+        row_id: number of the row.
+        text: text of the target.
+        num_tokens: length of the row.
         rates: of its proposals; None if their probabilities do not matter.
     """
 
@@ -76,14 +76,14 @@ class _Row:
         return matches[self.position] if self.position < len(matches) else NO_MATCH
 
     def proposed(self, match: Match, max_tokens: int) -> Sequence[float]:
-        """Return the probabilities of the proposed tokens that the row has room for."""
+        """Return the probabilities of the proposed tokens within the row's room."""
         num = min(match.num_proposed, self.num_left - 1, max_tokens)
         if self._rates is None:
             return [1.0] * num
         return self._rates.probabilities(suffix_buckets(match.match_len, num))
 
     def prefers_match(self, proposed: Sequence[float], num_model: int) -> bool:
-        """Return whether a proposal is expected to gain as much as the model, as the hybrid source does."""
+        """Return whether a proposal should gain as much as the model, as in the hybrid source."""
         if not proposed or not num_model:
             return True
         return sum(proposed) >= self._model_rates.expected(model_buckets(num_model))
@@ -103,7 +103,7 @@ class _Row:
 
 
 class Process:
-    """The calls of one process: they share a machine, its clock and the sizes that were compiled."""
+    """Calls of one process, with a common machine, clock and compiled sizes."""
 
     def __init__(
         self, setting: Setting, noise: Noise = NOISES["none"], seed: int = 0, is_rival: bool = False
@@ -116,7 +116,7 @@ class Process:
         self._next_row = 0
 
     def decode(self, schedule: Schedule, texts: Sequence[Text]) -> Call:
-        """Decode texts as the rows of a call; those beyond the batch wait for a row to end."""
+        """Decode texts as rows of a call; rows beyond the batch wait for a row to end."""
         setting, machine = self.setting, self.setting.machine
         waiting = [self._row(text) for text in texts]
         live, waiting = waiting[: setting.num_rows], waiting[setting.num_rows :]
@@ -199,9 +199,9 @@ class Process:
         for row, draft in zip(live, drafts, strict=True):
             row.num_unread = 1 if num_model else row.num_unread + draft.num_emitted
             row.advance(draft)
-        told = drafts[:1] if setting.is_lock_step else drafts
+        reported = drafts[:1] if setting.is_lock_step else drafts
         outcome = RoundOutcome(
-            told,
+            reported,
             num_rows,
             width,
             num_model,
@@ -230,19 +230,19 @@ class Process:
 
 
 class Result(NamedTuple):
-    """A process of calls: seconds of each, and those of plain decoding."""
+    """Seconds of each call of a process, and those of plain decoding."""
 
     plain_s: list[float]
     calls: list[Call]
 
     @property
     def speed(self) -> float:
-        """Speed over plain decoding."""
+        """Return the speed over plain decoding."""
         return sum(self.plain_s) / sum(call.seconds for call in self.calls)
 
     @property
     def first(self) -> float:
-        """Speed of the first call over plain decoding."""
+        """Return the speed of the first call over plain decoding."""
         return self.plain_s[0] / self.calls[0].seconds
 
 

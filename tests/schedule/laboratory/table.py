@@ -1,4 +1,4 @@
-"""Tables of the laboratory's results."""
+"""Make tables of the laboratory's results."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ def ours(row: Row) -> float:
 
 
 def title(row: Row) -> str:
-    """Return the line of the table that a cell belongs to."""
+    """Return the line of the table for a cell."""
     if row["group"] not in ("lookup", "model"):
         return row["group"] + (", gain" if row["best"] >= GAIN else ", no gain")
     if row["best"] < GAIN:
@@ -32,7 +32,7 @@ def title(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each kind of cell: geometric means, the worst cell in brackets."""
+    """Return a table with a line per kind of cell: geometric means, the worst cell in brackets."""
     header = (
         "cells",
         "best constant",

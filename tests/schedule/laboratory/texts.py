@@ -1,4 +1,4 @@
-"""Texts of the laboratory: what prompt lookup proposes at every position, and what a draft model gets right."""
+"""Read and make texts: proposals of prompt lookup and correct drafts at every position."""
 
 import json
 import random
@@ -14,37 +14,40 @@ from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 
 FOLDER = Path(__file__).parent
 MAX_PROPOSED = 32
-MIN_LEN = 9  # tokens of a text that is worth replaying
+MIN_LEN = 9  # minimum tokens of a replayed text
 PROMPT_LEN = 64  # of synthetic texts
 COPYING = ("copying", "edit", "table", "translate", "summary", "refactor", "docstrings", "tests")
 
 
 class Match(NamedTuple):
-    """A proposal of prompt lookup at one position of a text."""
+    """Proposal of prompt lookup at one position of a text."""
 
     match_len: int
     num_proposed: int
-    num_right: int  # first tokens of it that the text goes on with
+    num_right: int  # its first tokens that the text continues with
 
 
 NO_MATCH = Match(0, 0, 0)
 
 
 class Text(NamedTuple):
-    """A text that a target writes, by position: the drafts that are right."""
+    """Text of a target with its correct drafts by position."""
 
     kind: str
     prompt_len: int
     num_tokens: int
     matches: Sequence[Match] = ()  # [N] of prompt lookup
     rival_matches: Sequence[Match] = ()  # [N] of transformers' prompt lookup
-    runs: Sequence[int] = ()  # [N] tokens that a model or head would guess right from there
+    runs: Sequence[int] = ()  # [N] correct guesses of a model or head from there on
 
 
 def lookup_texts(
     path: Path = FOLDER / "lookup.json", kinds: str | tuple[str, ...] = ""
 ) -> list[Text]:
-    """Return the recorded texts whose kind begins like that; with the runs of a head if they were recorded."""
+    """Return the recorded texts of a kind, with the runs of a head if recorded.
+
+    `kinds` are beginnings of their names.
+    """
     return [text for text in _read_texts(path) if text.kind.startswith(kinds)]
 
 
@@ -76,7 +79,7 @@ def suffix_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Mat
 
 
 def rival_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Match]:
-    """Propose as transformers does: the tokens after the first match of the last two, else of the last."""
+    """Propose as transformers does: the tokens after the first match of the last two or one."""
     ids: list[int] = []
     ends: dict[tuple[int, ...], int] = {}
     for position, token in enumerate([*prompt, *tokens]):
@@ -107,7 +110,7 @@ def num_equal(proposed: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def model_texts(path: Path = FOLDER / "pair.json") -> list[Text]:
-    """Return texts with what a draft gets right: by token, or the runs from every position."""
+    """Return texts with correct drafts: by token, or the runs from every position."""
     data = json.loads(path.read_text())
     rows = data["texts"] if isinstance(data, dict) else data
     texts = [
@@ -125,13 +128,13 @@ def model_texts(path: Path = FOLDER / "pair.json") -> list[Text]:
 
 
 def runs_of(guesses: Sequence[bool]) -> list[int]:
-    """Return [N] how many tokens in a row a draft guesses from each position."""
+    """Return how many tokens in a row [N] a draft guesses from each position."""
     runs = accumulate(reversed(guesses), lambda run, guess: run + 1 if guess else 0, initial=0)
     return list(runs)[:0:-1]
 
 
 def even_texts(rate: float, num: int = 24) -> list[Text]:
-    """Return texts of which every token is guessed with the same probability."""
+    """Return texts with the same probability of a correct guess for every token."""
     return _random_texts(f"a={rate}", lambda _: rate, num)
 
 
@@ -150,7 +153,7 @@ def _random_texts(kind: str, rate_at: Callable[[int], float], num: int) -> list[
 
 
 def misleading_texts(num: int = 12) -> list[Text]:
-    """Return texts in which lookup always finds something, and never the right token."""
+    """Return texts where lookup always finds something, and never the right token."""
     generator = random.Random("misleading")
     wrong = [
         [Match(generator.choice((1, 1, 2, 3, 6)), MAX_PROPOSED, 0) for _ in range(288)]

@@ -1,4 +1,4 @@
-"""Methods whose seconds and texts are made up."""
+"""Provide methods with made-up seconds and texts."""
 
 import torch
 
@@ -14,7 +14,7 @@ def empty_batches(num: int) -> list[Batch]:
 
 
 class FakeTimes:
-    """Decodes nothing; a method takes the seconds that were written down for it."""
+    """Decoder without a model; a method takes its given seconds."""
 
     def __init__(self, seconds, texts=None, errors=None):
         self.seconds, self.texts, self.errors = seconds, texts or {}, errors or {}
@@ -38,7 +38,7 @@ class FakeTimes:
 
 
 def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
-    """As a tuning takes them."""
+    """Return instruments for a tuning."""
 
     def check(method, runs, plain_runs):
         assert len(plain_runs) >= len(runs)

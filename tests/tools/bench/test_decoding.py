@@ -1,4 +1,4 @@
-"""Every method decodes as its own `generate()` does; its texts are compared with plain decoding's."""
+"""Compare every method with its own `generate()` call, and its texts with plain decoding."""
 
 import copy
 import time
@@ -43,9 +43,7 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize(("enabled", "options"), [(False, {}), (True, {"repetition_penalty": 1.8})])
-def test_greedy_methods_write_the_same_text_whatever_the_configs_set(
-    method, enabled, options, target, batch
-):
+def test_greedy_methods_ignore_settings_in_configs(method, enabled, options, target, batch):
     model, draft, lens = copy.deepcopy(target), cheaper_copy(target), []
     ours = {"verifier": "typical", "posterior_threshold": 0.5, "num_assistant_tokens": 7}
     for config in (model.generation_config, draft.generation_config) if enabled else ():
@@ -53,13 +51,13 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(
     if enabled:
         enable(model, draft, num_assistant_tokens=7)
     decoder = Decoder(model, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW, **options})
-    # before the first token alone
+    # Wait before the first token only.
     model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))
     model.register_forward_hook(lambda module, args, output: lens.append(output.logits.shape[1]))
     decoded = decoder(method, batch, 0)
     assert decoded.texts == plain_texts(target, batch, **options)
     assert 0.1 < decoded.first_token_s < 2
-    assert len(model._forward_hooks) == 1  # the one above
+    assert len(model._forward_hooks) == 1  # registered above
     assert is_enabled(model) is enabled
     assert (decoded.stats is not None) is (method.engine == "ours")
     assert decoded.stats is None or decoded.stats.verifier == "greedy"
@@ -71,7 +69,7 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_models_in_peft_wrappers_are_measured_with_their_adapters(method, target, batch):
+def test_peft_models_are_measured_with_their_adapters(method, target, batch):
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     models = [
         get_peft_model(model, lora).eval().to(torch.float64)
@@ -85,7 +83,7 @@ def test_models_in_peft_wrappers_are_measured_with_their_adapters(method, target
 
 
 @pytest.mark.parametrize("verifier", [None, "coupled"])
-def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, batch):
+def test_sampling_methods_get_seeds_and_temperature(verifier, target, batch):
     draft = noisy_copy(target)
     method = our_methods([verifier], LENS, True, {})[0] if verifier else plain_method(True)
 
@@ -98,26 +96,26 @@ def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, bat
     assert texts(0.8, 1) == texts(0.8, 1) != texts(0.8, 2)
 
 
-def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batch):
+def test_near_tie_with_plain_decoding_is_not_wrong(batch):
     model = make_model("llama", dtype=torch.bfloat16)
     plain = plain_texts(model, batch)
     row = next(row for row, text in enumerate(plain) if len(set(text)) > 1)
-    best, twin = (
+    best, tied = (
         plain[row][0],
         next(token_id for token_id in range(1, 64) if not any(token_id in text for text in plain)),
     )
     head = model.get_output_embeddings().weight
-    head[twin] = head[best]  # as likely wherever the best token is
+    head[tied] = head[best]  # as likely wherever the best token is
     plain = plain_texts(model, batch)
-    replacement = twin if plain[row][0] == best else best
-    least = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
+    replacement = tied if plain[row][0] == best else best
+    worst = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
     check = TextCheck(Decoder(model, {}, {}))
-    # in another order
+    # The runs are in another order.
     others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]
     for text, outcome in (
         (plain[row], Compared(num_equal=6)),
         ([replacement, *plain[row][1:]], Compared(num_equal=5, num_ties=1)),
-        ([least, *plain[row][1:]], Compared(num_equal=5, num_wrong=1)),
+        ([worst, *plain[row][1:]], Compared(num_equal=5, num_wrong=1)),
         (plain[row][:5], Compared(num_equal=5, num_wrong=1)),  # ends elsewhere
     ):
         texts = [text if at == row else token_id for at, token_id in enumerate(plain)]
@@ -133,7 +131,7 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
 
 
 @torch.no_grad()
-def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
+def test_drift_is_the_log_likelihood_of_every_token(batch):
     model, row = make_model("gpt2"), batch.rows[0]
     greedy = model.generate(
         row[None], attention_mask=torch.ones_like(row)[None], max_new_tokens=80, do_sample=False

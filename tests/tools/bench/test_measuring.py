@@ -1,4 +1,4 @@
-"""Methods take turns with plain decoding, and figures that cannot be trusted are flagged."""
+"""Test measuring: methods take turns with plain decoding, and doubtful numbers are flagged."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ PLAIN, OURS, THEIRS = (
 BATCH = empty_batches(1)[0]
 
 
-def test_methods_take_turns_batch_by_batch_and_time():
+def test_methods_take_turns_over_batches():
     times, steps, state = (
         FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0}),
         [],
@@ -39,14 +39,14 @@ def test_methods_take_turns_batch_by_batch_and_time():
     assert measured.left_out == {}
 
 
-def test_a_text_counts_up_to_and_with_its_end():
+def test_text_is_counted_up_to_its_eos_inclusive():
     assert up_to_eos([5, 6, 7, 0, 0], frozenset({7, 9})) == [5, 6, 7]
     run = Run(BATCH, 0, 5.0, [[5, 6, 7], [5]], None, first_token_s=3.0)
     assert (run.num_tokens, run.tokens_per_s) == (4, 0.8)
     assert run.ms_per_token == 1000.0  # without the first token
 
 
-def test_what_transformers_cannot_do_is_left_out_with_the_reason_and_a_failure_of_ours_is_an_error():
+def test_failing_transformers_method_is_left_out_with_a_reason():
     seconds, error = (
         {"plain": 1.0, "ours": 1.0, "theirs": 1.0},
         ValueError("not for this pair\nand more"),
@@ -66,7 +66,7 @@ DRAFTS = Method("greedy, K = 4", "ours")
 COPIES = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})  # drafts cost nothing
 
 
-def test_few_and_scattered_measurements_are_doubted():
+def test_few_or_scattered_measurements_are_doubted():
     seconds = [1.2, 1.4, 1.2, 1.2, 1.2]
     runs = [
         Run(BATCH, at, duration, [[1] * 11], None, first_token_s=1.0)
@@ -78,7 +78,7 @@ def test_few_and_scattered_measurements_are_doubted():
     assert reliability([*runs[2:], *runs[2:]], 1, 2)["is_reliable"]
 
 
-def test_a_speed_up_above_the_bound_is_noise():
+def test_speedup_above_the_bound_is_noise():
     stats, texts = SpeculationStats(num_batch_rounds=10, num_longest=40), [[1] * 40]
     stats.rounds_by_draft_len[4] = 10
     for method, seconds, bound, is_noise in (
@@ -92,14 +92,14 @@ def test_a_speed_up_above_the_bound_is_noise():
 
 
 def runs_of(*texts):
-    """A call on each batch, by the number of its text."""
+    """Return a call on each batch, by the number of its text."""
     return [
         Run(batch, 0, 1.0, [[text]], None)
         for batch, text in zip(empty_batches(len(texts)), texts, strict=True)
     ]
 
 
-def test_calls_count_where_all_exact_methods_wrote_one_text():
+def test_calls_count_if_all_exact_texts_are_equal():
     lossy = Method("lossy", "ours", is_lossy=True)
     methods = [PLAIN, OURS, THEIRS, lossy]
     runs = {

@@ -1,4 +1,4 @@
-"""What users write is read; the fastest method that the rule allows wins, and is written."""
+"""Test tuning: its options, the fastest allowed method as the winner, and the written file."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from tests.support.tiny import make_config
 from tests.tools.bench.fakes import FakeTimes, empty_batches, instruments
 
 
-def test_categories_take_turns_and_share_a_batch_only_in_the_rest():
+def test_categories_take_turns_and_share_the_last_batches():
     items, categories = ["a1", "a2", "a3", "b1", "c1", "c2"], ["a", "a", "a", "b", "c", "c"]
     assert take_in_turn(items, categories, 4) == ["a1", "b1", "c1", "a2"]
     batches = make_batches(
@@ -32,7 +32,7 @@ def test_categories_take_turns_and_share_a_batch_only_in_the_rest():
     assert batches[0].input_ids.tolist() == [[5, 5], [0, 7]]
 
 
-def test_rules_numbers_and_thresholds_are_read():
+def test_options_of_tuning_are_parsed():
     assert parse_rule("exact") == Rule()
     assert parse_rule("agreement=0.95") == Rule(0.95, None)
     assert parse_rule("drop=5e-2,agreement>=1") == Rule(1.0, 0.05)
@@ -63,7 +63,7 @@ def test_rules_numbers_and_thresholds_are_read():
                 parse(text)
 
 
-def test_a_bound_holds_for_the_text_of_a_method():
+def test_bound_applies_to_the_text_of_a_method():
     for rule, drift, do_sample, complaint in (
         (Rule(0.9), Drift(-100.0, 89, 100), False, "agreement 0.890 < 0.9"),
         (Rule(None, 0.125), Drift(-112.5, 0, 100), False, ""),
@@ -81,7 +81,7 @@ NUM_BATCHES = 8
 METHODS = candidates(Rule(), LENS, [0.1], False, {})
 
 
-def test_the_fastest_method_wins_and_slow_ones_leave_early():
+def test_fastest_method_wins_and_slow_ones_leave_early():
     times = FakeTimes(dict(zip([PLAIN, *GREEDY], [1.0, 0.9, 0.5, 0.7, 0.6], strict=True)))
     tuned = tune(METHODS, empty_batches(NUM_BATCHES), Rule(), instruments(times))
     assert tuned.winner.name == "greedy, K = 5"
@@ -110,7 +110,7 @@ def test_the_fastest_method_wins_and_slow_ones_leave_early():
     )
 
 
-def test_an_interrupted_tuning_has_no_winner_and_keeps_what_it_measured():
+def test_interrupted_tuning_keeps_measurements_without_winner():
     times = FakeTimes(
         dict.fromkeys([PLAIN, *GREEDY], 1.0), errors={(GREEDY[0], 1): KeyboardInterrupt()}
     )
@@ -121,7 +121,7 @@ def test_an_interrupted_tuning_has_no_winner_and_keeps_what_it_measured():
     )
 
 
-def test_only_methods_inside_the_bounds_win_however_fast_others_are():
+def test_winner_is_the_fastest_method_inside_the_bounds():
     methods = candidates(Rule(min_agreement=0.9), LENS[:2], [0.05, 0.2], False, {})[:4]
     names = ["greedy, K = 2", "greedy, K = 5", "typical 0.05, K = 2", "typical 0.05, K = 5"]
     assert [method.name for method in methods] == names
@@ -150,7 +150,7 @@ def test_only_methods_inside_the_bounds_win_however_fast_others_are():
     assert tight.winner.name == names[0]
 
 
-def test_the_grid_holds_what_the_rule_allows():
+def test_grid_holds_the_methods_allowed_by_the_rule():
     exact = candidates(Rule(), LENS[:1], [0.1], True, {})
     assert [method.verifier for method in exact] == ["rejection", "block", "coupled"]
     times = FakeTimes(
@@ -162,7 +162,7 @@ def test_the_grid_holds_what_the_rule_allows():
         }
     )
     tuned = tune(exact, empty_batches(2), Rule(), instruments(times))
-    assert "verifier" not in tuned.fields  # of the default when tokens are drawn
+    assert "verifier" not in tuned.fields  # the default for sampling
     for fields, alphas in (({}, [0.2, 0.5]), ({"posterior_alpha": 0.6}, [0.6, 0.6])):
         bounded = candidates(
             Rule(max_drop=0.1), LENS[:1], [0.04, 0.25], True, {"draft_sampling": "argmax"} | fields
@@ -179,24 +179,22 @@ def test_the_grid_holds_what_the_rule_allows():
 FIELDS = {"verifier": "typical", "posterior_threshold": 0.2, "num_assistant_tokens": 5}
 
 
-def test_other_entries_stay_what_was_tuned_before_goes_and_a_crash_changes_nothing(
-    tmp_path, monkeypatch
-):
-    kept = {"eos_token_id": 7, "temperature": 0.5, "draft_sampling": "argmax"}
+def test_winner_replaces_earlier_fields_and_keeps_others(tmp_path, monkeypatch):
+    others = {"eos_token_id": 7, "temperature": 0.5, "draft_sampling": "argmax"}
     tuned = {
         "_from_model_config": True,
         "verifier": "block",
         "num_assistant_tokens_schedule": "adaptive",
     }
     path = tmp_path / "generation_config.json"
-    path.write_text(before := json.dumps(kept | tuned))
+    path.write_text(before := json.dumps(others | tuned))
     with monkeypatch.context() as crash, pytest.raises(TypeError):
         crash.setattr(os, "replace", None)
         write_fields(tmp_path, FIELDS)
     assert (path.read_text(), os.listdir(tmp_path)) == (before, [path.name])
     assert write_fields(tmp_path, FIELDS) == path
-    assert json.loads(path.read_text()) == kept | FIELDS
-    path.unlink()  # what the model did without the file goes along
+    assert json.loads(path.read_text()) == others | FIELDS
+    path.unlink()  # the settings used without a file are saved too
     (tmp_path / "config.json").write_text(
         json.dumps(make_config("llama").to_dict() | {"eos_token_id": 9})
     )

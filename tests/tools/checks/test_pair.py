@@ -1,4 +1,4 @@
-"""`check_pair` and `check_target` say what `generate()` would, from configs and tokenizers alone."""
+"""Test `check_pair` and `check_target`: they predict `generate()` from configs and tokenizers."""
 
 import json
 
@@ -54,7 +54,7 @@ def check(target, draft, words=LETTERS):
 
 
 def _save(folder, config, *, words=LETTERS, eos_token_id=2, chat_template=None):
-    """A repository of small files, as a download without weights leaves it."""
+    """Write a repository of small files, like a download without weights."""
     config.save_pretrained(folder)
     tokenizer = letters_tokenizer(words)
     tokenizer.chat_template = chat_template
@@ -63,7 +63,7 @@ def _save(folder, config, *, words=LETTERS, eos_token_id=2, chat_template=None):
     return str(folder)
 
 
-def test_a_fitting_pair_is_ok_as_models_configs_paths_and_in_the_command(tmp_path, capsys):
+def test_fitting_pair_passes_as_models_configs_and_paths(tmp_path, capsys):
     configs = make_config("llama"), make_config("llama", **SMALL)
     models = make_model("llama"), make_model("llama", **SMALL)
     folders = [
@@ -75,7 +75,7 @@ def test_a_fitting_pair_is_ok_as_models_configs_paths_and_in_the_command(tmp_pat
         assert report.overlap.share == 1
         assert report.target_params == sum(weight.numel() for weight in models[0].parameters())
         assert report.draft_params == sum(weight.numel() for weight in models[1].parameters())
-        # a step reads one row of each
+        # A step reads one row of each.
         embeddings = [model.get_input_embeddings().weight.numel() for model in models]
         num_read = [report.target_params - embeddings[0], report.draft_params - embeddings[1]]
         assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
@@ -98,11 +98,14 @@ def test_a_fitting_pair_is_ok_as_models_configs_paths_and_in_the_command(tmp_pat
     )
 
 
-def test_a_model_of_70_billion_parameters_takes_no_memory_its_config_stays_and_a_reader_of_images_is_refused():
+def test_target_without_a_language_modelling_head_is_refused():
     with pytest.raises(
         hf_speculate.UnsupportedModelError, match="target must have a language modelling head"
     ):
         hf_speculate.check_pair(ViTConfig(), HUGE)
+
+
+def test_check_of_70_billion_parameters_takes_no_memory():
     before = HUGE.to_dict()
     report = hf_speculate.check_pair(HUGE, LlamaConfig(vocab_size=128256, num_hidden_layers=2))
     assert HUGE.to_dict() == before
@@ -111,7 +114,7 @@ def test_a_model_of_70_billion_parameters_takes_no_memory_its_config_stays_and_a
     assert next(meta_model("target", HUGE).parameters()).is_meta
 
 
-def test_models_that_generate_refuses_are_refused_in_its_words():
+def test_models_refused_by_generate_get_its_message():
     rwkv = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
     minimax = MiniMaxConfig(vocab_size=64, num_attention_heads=4, num_local_experts=2, **SMALL)
     for config, words in (
@@ -126,7 +129,7 @@ def test_models_that_generate_refuses_are_refused_in_its_words():
         assert not report.ok and [words in finding.text for finding in report.findings] == [True]
 
 
-def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
+def test_recurrent_models_pass_with_their_states_counted():
     model, small = make_model("qwen3_5"), make_model("llama")
     kv_cache = model(torch.tensor([[1, 2, 3]]), use_cache=True)[CACHE_NAME]
     states = [state for layer in recurrent_states(kv_cache) for state in layer.values()]
@@ -146,7 +149,7 @@ def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
     assert "pass use_mtp=True" in texts_of(check_target(mtp), "ok")
 
 
-def test_other_tables_and_other_tokens_are_said():
+def test_different_vocabulary_sizes_and_tokens_are_reported():
     report = check(make_config("llama"), make_config("llama", vocab_size=72))
     assert "vocabularies padded to 64 and 72" in texts_of(report, "warning")
     report = check(make_config("llama"), make_config("llama"), LETTERS[:32] + OTHERS[32:])
@@ -169,7 +172,7 @@ def test_other_tables_and_other_tokens_are_said():
     assert "differ by more than padding; pass both tokenizers" in texts_of(report, "does not fit")
 
 
-def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
+def test_different_eos_template_length_or_rope_warns(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     target = _save(
         tmp_path / "target",
@@ -231,14 +234,14 @@ YARN = {
         ),
     ],
 )
-def test_where_a_shorter_context_ends_the_drafts_is_said_before(target, draft, words):
+def test_report_says_where_a_shorter_context_ends_drafts(target, draft, words):
     report = check(make_bart() if target == "bart" else make_config(target), draft)
     warnings = texts_of(report, "warning")
     assert words in warnings
     assert ("context" in warnings) == bool(words)
 
 
-def test_memory_is_that_of_the_weights_and_of_the_cache():
+def test_memory_estimate_sums_weights_and_cache():
     model = make_model("mixtral", dtype=torch.float32)
     memory = hf_speculate.check_pair(model, model).target_memory
     layers = model(input_ids=torch.ones(1, 7, dtype=torch.int64), use_cache=True)[CACHE_NAME].layers
@@ -253,7 +256,7 @@ def test_memory_is_that_of_the_weights_and_of_the_cache():
     assert (half.dtype, 2 * half.weight_bytes) == ("bfloat16", memory.weight_bytes)
 
 
-def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
+def test_bytes_of_quantised_and_routed_models_are_exact():
     sizes = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -282,12 +285,12 @@ def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
     assert "the draft is quantised (gptq)" in texts_of(report, "warning")
 
 
-def test_gains_are_the_best_of_the_cost_model():
+def test_expected_speedup_is_the_best_of_the_cost_model():
     assert expected_speedup(0.8, 5, 0.1, 1.25) == pytest.approx(
         (1 - 0.8**6) / (0.2 * (5 * 0.1 + 1.25))
     )
     gains = estimate_gains(ModelSize(100, 200), ModelSize(10, 20))
-    # a draft of the same cost
+    # This draft costs the same.
     routed = estimate_gains(ModelSize(100, 200, 0, 160, 8, 2), ModelSize(4, 8))
     assert all(gain.speedup < base.speedup for gain, base in zip(routed, gains, strict=True))
     for gain in gains:
@@ -297,7 +300,7 @@ def test_gains_are_the_best_of_the_cost_model():
         )
 
 
-def test_a_gemma_4_assistant_is_compared_with_the_states_that_it_reads():
+def test_gemma_4_assistant_is_checked_against_target_states():
     target = make_target()
     report = hf_speculate.check_pair(
         target, make_assistant(target), target_tokenizer=letters_tokenizer(LETTERS)

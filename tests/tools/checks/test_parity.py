@@ -1,4 +1,4 @@
-"""`check_parity` tells ties from bugs."""
+"""Test that `check_parity` distinguishes ties from bugs."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ from tests.support.tiny_tokenizers import letters_tokenizer
 
 NUM_NEW = 24
 ROUNDING = 1e-5  # of a difference of logits in float32
-TWIN, TWIN_OF = 41, 17  # two tokens that are made to tie
+TWIN, TWIN_OF = 41, 17  # two tied tokens
 
 
 class _TakesTwin:
-    """Greedy, but where the best token has a twin it takes that one."""
+    """Greedy verifier that replaces a token by its twin."""
 
     def verify(self, target_logits, draft, keys):
         best = target_logits.argmax(-1)  # [B, K+1]
@@ -44,7 +44,7 @@ def _read_wrong_states(module, args, kwargs):
         cache.layers[0].values = cache.layers[0].values.flip(2)
 
 
-def test_a_target_that_reads_wrong_states_is_a_bug():
+def test_wrong_states_are_reported_as_a_bug():
     model, options = (
         make_model("llama", dtype=torch.bfloat16),
         {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 4},
@@ -59,7 +59,7 @@ def test_a_target_that_reads_wrong_states_is_a_bug():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_target_in_a_peft_wrapper_is_compared_with_its_adapter(enabled):
+def test_peft_target_is_compared_with_its_adapter(enabled):
     model, inputs, lora = (
         make_model("llama"),
         ragged_prompts(3),
@@ -78,14 +78,14 @@ def test_a_target_in_a_peft_wrapper_is_compared_with_its_adapter(enabled):
 @pytest.mark.parametrize(
     ("dtype", "distance", "verdict", "is_banned"),
     [
-        (torch.bfloat16, 2**-9, "tie", False),  # a quarter of what bfloat16 tells apart
+        (torch.bfloat16, 2**-9, "tie", False),  # a quarter of the resolution of bfloat16
         (torch.bfloat16, 0.5, "bug", False),
         (torch.bfloat16, 0.0, "bug", True),
         (torch.float32, 2**-9, "bug", False),
         (torch.float64, 2**-30, "tie", False),  # scores are float32
     ],
 )
-def test_a_distance_is_a_tie_where_the_dtype_rounds_it_away(dtype, distance, verdict, is_banned):
+def test_difference_below_rounding_is_a_tie(dtype, distance, verdict, is_banned):
     model = make_model("llama", dtype=torch.float64, vocab_size=48)
     weight = model.get_output_embeddings().weight
     weight[TWIN] = weight[TWIN_OF] * (1 - distance)
@@ -104,7 +104,7 @@ def test_a_distance_is_a_tie_where_the_dtype_rounds_it_away(dtype, distance, ver
 
 
 @pytest.mark.fallback("because a draft model as large as its target gains nothing")
-def test_a_comparison_without_drafts_is_not_ok():
+def test_comparison_without_drafts_fails():
     target, draft = pair("llama")  # as large as its target: the adaptive schedule never calls it
     adaptive = {"max_new_tokens": 4, "num_assistant_tokens_schedule": "adaptive"}
     report = hf_speculate.check_parity(target, draft, torch.arange(1, 5), **adaptive)
@@ -116,7 +116,7 @@ def test_a_comparison_without_drafts_is_not_ok():
     ).ok
 
 
-def test_strings_are_padded_on_the_left_and_options_reach_both_texts():
+def test_strings_are_padded_on_the_left_for_both_texts():
     target, draft = pair("llama")
     tokenizer = letters_tokenizer([chr(ord("0") + token) for token in range(64)], pad_token="0")
     tokenizer.padding_side = "right"
@@ -133,7 +133,7 @@ FEW_NEW = 8
 
 
 def models_of(case):
-    """A target, a draft that guesses a part, and prompts, some of them padded."""
+    """Return a target, a draft that guesses a part, and prompts, some of them padded."""
     if case == "llava":
         target = make_llava()
         return target, text_draft(target, 0.1), picture_prompts(target, 2)
@@ -149,7 +149,7 @@ def models_of(case):
 @pytest.mark.parametrize(
     "case", ["llama", "t5, prompts shorter than the text", "t5, longer", "llava"]
 )
-def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(case, dtype):
+def test_wrong_verifier_is_reported_as_a_bug(case, dtype):
     target, draft, inputs = models_of(case)
     target.to(dtype)
     num = len(inputs["input_ids"])
@@ -176,7 +176,7 @@ def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(case, dtype):
         assert row.gap > row.bound
 
 
-def test_what_does_not_go_with_a_comparison_is_refused():
+def test_options_unsupported_in_a_comparison_are_refused():
     target = make_model("llama")
     for options, words in (
         ({"prompts": {"inputs_embeds": torch.zeros(1, 3, 32)}}, "must hold input_ids"),

@@ -1,4 +1,4 @@
-"""`hf-speculate batch` on a tiny pair, and what users see while data sets are decoded and methods are timed."""
+"""Test `hf-speculate batch` on a tiny pair, and the progress shown to users."""
 
 import io
 import itertools
@@ -26,7 +26,7 @@ from tests.tools.dataset.common import (
 TEXTS = prompts(6)
 
 
-def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(folder, tmp_path, capsys):
+def test_texts_equal_plain_and_remarks_go_to_stderr(folder, tmp_path, capsys):
     ids, output = write_prompts(tmp_path / "prompts.jsonl", TEXTS), tmp_path / "out.jsonl"
     assert main(batch_words(folder, output, "--ordered", "-k", "3")) == 0
     expected = plain_results(folder / "target", TEXTS)
@@ -41,7 +41,7 @@ def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(folder, tmp_p
 
 
 @pytest.mark.parametrize("num_finished", [0, 1])
-def test_an_interrupted_run_names_what_is_there(
+def test_interrupted_run_names_the_finished_rows(
     folder, tmp_path, capsys, monkeypatch, num_finished
 ):
     write_prompts(tmp_path / "prompts.jsonl", TEXTS)
@@ -53,16 +53,16 @@ def test_an_interrupted_run_names_what_is_there(
 
     monkeypatch.setattr(RowDecoder, "decode_all", interrupted)
     assert main(batch_words(folder, output)) == 130
-    kept = f"finished rows are in {output}" if num_finished else "no row was finished"
+    words = f"finished rows are in {output}" if num_finished else "no row was finished"
     assert (
-        f"interrupted: {kept}; run the same command to resume"
+        f"interrupted: {words}; run the same command to resume"
         in capsys.readouterr().err.replace("\n", "")
     )
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"prompts.jsonl", *(["out.jsonl", "out.jsonl.run"] if num_finished else [])}
 
 
-def test_a_file_of_the_user_stays_alone(folder, tmp_path, capsys):
+def test_file_of_the_user_is_not_overwritten(folder, tmp_path, capsys):
     write_prompts(tmp_path / "prompts.jsonl", TEXTS)
     (tmp_path / "README.md").write_text("mine")
     assert main(batch_words(folder, tmp_path / "README.md")) == 2
@@ -72,7 +72,7 @@ def test_a_file_of_the_user_stays_alone(folder, tmp_path, capsys):
     } == {"README.md": "mine"}
 
 
-def test_a_store_carries_outputs_from_run_to_run(folder, tmp_path, capsys):
+def test_store_keeps_outputs_between_runs(folder, tmp_path, capsys):
     write_prompts(tmp_path / "prompts.jsonl", TEXTS)
     store, lines, texts = tmp_path / "store.safetensors", [], []
     for run in range(2):
@@ -98,7 +98,7 @@ def test_a_store_carries_outputs_from_run_to_run(folder, tmp_path, capsys):
     assert "--store must come with --engine local, got --engine ray" in capsys.readouterr().err
 
 
-def test_lines_come_at_most_once_in_a_while():
+def test_progress_lines_are_rate_limited():
     log = Console(file=io.StringIO())
     notes = ProgressNotes(
         log, "loading", every_s=60, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__
@@ -109,7 +109,7 @@ def test_lines_come_at_most_once_in_a_while():
 
 
 @pytest.mark.parametrize("width", [80, 40])
-def test_the_bar_keeps_count_and_time_left_on_a_narrow_terminal(width):
+def test_bar_shows_count_and_time_on_a_narrow_terminal(width):
     screen = io.StringIO()
     notes = ProgressNotes(
         Console(file=screen, force_terminal=True, width=width, color_system=None), "loading"
@@ -126,7 +126,7 @@ def test_the_bar_keeps_count_and_time_left_on_a_narrow_terminal(width):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_bar_or_lines_show_tokens_per_second_and_acceptance(is_terminal):
+def test_progress_shows_tokens_per_second_and_acceptance(is_terminal):
     stats, screen = SpeculationStats(), io.StringIO()
     stats.add_row(4, 3, 4)
     with progress(

@@ -1,4 +1,4 @@
-"""`hf-speculate bench` and `tune` on a tiny pair: what is compared, and what wins is written."""
+"""Test `hf-speculate bench` and `tune` on a tiny pair: compared methods and saved winner."""
 
 import functools
 import json
@@ -59,9 +59,7 @@ def run(pair, prompts, *extra):
     return status, json.loads(out.read_text())
 
 
-def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(
-    pair, questions, capsys
-):
+def test_greedy_and_lossy_methods_are_compared_with_plain(pair, questions, capsys):
     page = questions.with_name("report.html")
     status, result = run(
         pair, questions, "-k", "3,adaptive", "--thresholds", "0.05,0.2", "--html", str(page)
@@ -109,7 +107,7 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     assert "4 of 4 prompts have several turns; the first one is used" in err
 
 
-def test_prompt_lookup_needs_no_draft_and_sampling_is_not_compared(pair, questions, capsys):
+def test_sampled_prompt_lookup_is_not_compared_with_plain(pair, questions, capsys):
     words = [
         "bench",
         pair[0],
@@ -133,13 +131,13 @@ def test_prompt_lookup_needs_no_draft_and_sampling_is_not_compared(pair, questio
     assert (result["settings"]["batch_size"], result["drift"]) == (2, [])
 
 
-def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
-    # three warm-ups, and a batch of each of three methods
+def test_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
+    # Three warm-ups, and a batch of each of three methods.
     left, generate = iter(range(6)), GenerationMixin.generate
 
     @functools.wraps(generate)
     def interrupted(model, **arguments):
-        # transformers calls the draft's, too
+        # transformers calls the draft's `generate` too.
         if model.name_or_path == pair[0] and next(left, None) is None:
             raise KeyboardInterrupt
         return generate(model, **arguments)
@@ -156,7 +154,7 @@ def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkey
     assert "not reliable; use more prompts or repeats" in err
 
 
-def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
+def test_draft_may_have_another_tokenizer(pair, questions, tmp_path):
     tokenizer, second = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
     make_model(
         "llama", vocab_size=len(tokenizer), seed=1, num_hidden_layers=1, hidden_size=8
@@ -166,9 +164,7 @@ def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
     assert (status, result["methods"][-1]["checked"]) == (0, "2 of 2 rows equal")
 
 
-def test_no_figure_is_shown_of_a_method_that_writes_another_text(
-    questions, tmp_path, registry, capsys
-):
+def test_method_with_a_different_text_shows_no_speedup(questions, tmp_path, registry, capsys):
     hf_speculate.register_verifier("keeps all", lambda config: KeepsAll(), lossless=True)
     status, result = run(save_pair(tmp_path, noise=0.5), questions, "-v", "greedy,keeps all")
     assert status == 1
@@ -179,17 +175,15 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(
     assert "keeps all" not in capsys.readouterr().out
 
 
-def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(
-    questions, tmp_path, monkeypatch, capsys
-):
+def test_winner_is_saved_unless_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
     generate, now = GenerationMixin.generate, [0.0]
     default = SpeculationConfig().posterior_threshold
-    # of a call by threshold and K; models decode all the same
+    # Seconds of a call by threshold and K. Models decode anyway.
     seconds = {(default, 2): 1.5, (default, 3): 1.5}
 
     @functools.wraps(generate)
     def timed(model, **arguments):
-        # none in plain decoding
+        # Plain decoding has no request.
         request = getattr(arguments.get("custom_generate"), "request", None)
         config = request and request.config
         now[0] += seconds.get(

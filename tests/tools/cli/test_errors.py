@@ -1,4 +1,4 @@
-"""What goes wrong on the command line is one line and exit status 2, whatever it is."""
+"""Test errors on the command line: one line and exit status 2."""
 
 import functools
 import json
@@ -15,12 +15,13 @@ from hf_speculate.tools.cli.main import main
 
 CPU = ["--device", "cpu"]
 # Its useful end is on a later line, behind many characters.
-LACKS = f"\nFlash needs flash_attn, not found. It can be {'a long story, ' * 30}\nRun `pip install flash-attn`"
+LACKS = f"\nFlash needs flash_attn, not found. It can be {'a long story, ' * 30}"
+LACKS += "\nRun `pip install flash-attn`"
 
 
 @pytest.fixture(scope="module")
 def folder(folder, tmp_path_factory) -> Path:
-    """A pair in `target` and `draft`, copies of the target each of which lacks something, and files of prompts."""
+    """Write a pair in `target` and `draft`, faulty copies of the target, and files of prompts."""
     folder = Path(shutil.copytree(folder, tmp_path_factory.mktemp("models"), dirs_exist_ok=True))
     shutil.copytree(
         folder / "target", folder / "no-tokenizer", ignore=shutil.ignore_patterns("tokenizer*")
@@ -44,7 +45,7 @@ def folder(folder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def refused(folder, tmp_path, capsys):
-    """Runs a command that cannot be; returns the one line that is said of it."""
+    """Run an invalid command and return its one line of error."""
 
     def run(words: list[str]) -> str:
         assert main([word.format(folder=folder, out=tmp_path) for word in words]) == 2
@@ -65,7 +66,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        # before a model is loaded
+        # Before a model is loaded.
         (
             ["generate", "nosuch", "-f", "nosuch.jsonl"],
             "the file of prompts must exist, got nosuch.jsonl",
@@ -93,7 +94,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
             ["serve", "nosuch", "--host", "203.0.113.1"],
             "--host and --port must be free on this machine",
         ),
-        # a draft head as the target
+        # A draft head as the target.
         (["serve", "{folder}/head", "--port", "0"], "TARGET must be a model, got the draft head "),
         (
             ["generate", "{folder}/head", "x"],
@@ -107,7 +108,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
             [*GENERATE[:1], "{folder}/lost-head", *GENERATE[2:]],
             "/lost-head, which needs no --draft; pass",
         ),
-        # of options
+        # Invalid options.
         (
             [*GENERATE, "--sample", "-t", "0"],
             "--temperature must be above 0 and finite, got 0.0; leave it out",
@@ -163,7 +164,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
             [*TUNE, "-v", "typical"],
             "--verifiers must name one that --quality exact allows, got typical",
         ),
-        # words that are no command
+        # Unknown commands.
         (["chek"], "No such command 'chek'"),
         (
             [*GENERATE, "--assistant-model", "x"],
@@ -184,7 +185,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         ([*GENERATE, "--zzz"], "No such option: --zzz; see --help"),
         ([*GENERATE, "--set", "min_pp=0.1"], "got 'min_pp=0.1'; did you mean min_p?"),
         ([*BATCH, "--engine", "spark"], "'spark' is not one of 'local', 'ray'"),
-        # models that cannot be read
+        # Unreadable models.
         (
             ["generate", "{folder}/no-tokenizer", "x", *CPU],
             "a tokenizer must be in a folder, or on the Hub",
@@ -196,7 +197,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         ),
     ],
 )
-def test_a_command_that_cannot_be_is_one_line(words, message, refused):
+def test_invalid_command_prints_one_line(words, message, refused):
     assert message in refused(words)
 
 
@@ -242,8 +243,8 @@ def test_every_invalid_line_is_named(folder, tmp_path, capsys):
     ]
 
 
-def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path, capsys):
-    output = tmp_path / (254 * "x")  # too long with what is added to it while the file is written
+def test_measurements_are_printed_if_writing_fails(folder, tmp_path, capsys):
+    output = tmp_path / (254 * "x")  # too long with the suffix of a file being written
     words = [*BENCH, "-n", "2", "-k", "2", "-v", "greedy", "--output", str(output)]
     assert main([word.format(folder=folder) for word in words]) == 2
     out, err = capsys.readouterr()
@@ -251,8 +252,8 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path,
     assert "hf-speculate: [Errno 36] File name too long" in err
 
 
-def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
+def test_missing_library_and_second_rank_are_named(monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # importing it fails
     assert (
         'uvicorn must be installed for this, got none; run pip install "hf-speculate[serve]", or '
         "pip install" in (refused(["serve", "nosuch"]))
@@ -281,11 +282,11 @@ def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
 
 
 class Strange(Exception):
-    """What nobody foresaw."""
+    """Unexpected error."""
 
 
 def failing(error):
-    """Stands for transformers' `generate`."""
+    """Return a stand-in for transformers' `generate` that raises the error."""
 
     @functools.wraps(GenerationMixin.generate)
     def generate(model, **arguments):
@@ -294,7 +295,7 @@ def failing(error):
     return generate
 
 
-def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monkeypatch, capsys):
+def test_decoding_error_prints_one_line_without_debug(folder, monkeypatch, capsys):
     words = [word.format(folder=folder) for word in GENERATE]
     for error, status, line in (
         (KeyboardInterrupt(), 130, "interrupted: 0 of 1 prompts are finished"),
@@ -314,12 +315,12 @@ def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monk
             main([*words[:at], "--debug", *words[at:]])
 
 
-def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):
+def test_debug_after_two_dashes_is_a_prompt(folder, capsys):
     assert main(["generate", *CPU, "-n", "2", "--", str(folder / "target"), "--debug"]) == 0
     assert "2 tokens in" in capsys.readouterr().err
 
 
-def test_ctrl_c_outside_of_decoding_is_one_line(monkeypatch, capsys):
+def test_ctrl_c_outside_decoding_prints_one_line(monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.stdin", SimpleNamespace(read=Mock(side_effect=KeyboardInterrupt), isatty=lambda: False)
     )

@@ -1,4 +1,4 @@
-"""`hf-speculate generate` on the bundled pair, and commands with a draft head in place of a draft model."""
+"""Test `hf-speculate generate` on the bundled pair, and commands with a draft head."""
 
 import functools
 import io
@@ -37,7 +37,7 @@ def plain_texts() -> list[str]:
     ]
 
 
-def test_the_text_is_that_of_plain_decoding_and_the_remarks_stand_apart(plain_texts, capsys):
+def test_text_equals_plain_and_remarks_go_to_stderr(plain_texts, capsys):
     for extra in (["-d", DRAFT, "-k", "3"], []):
         assert main(["generate", TARGET, PROMPTS[0], *extra, *COMMON]) == 0
         out, err = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_stop_strings_of_a_saved_config_end_the_text(plain_texts, tmp_path, caps
     )
 
 
-def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkeypatch, capsys):
+def test_template_begins_the_text_and_a_chat_remembers(tmp_path, monkeypatch, capsys):
     tokenizer, texts, generate = (
         byte_level_tokenizer([], bos_token="<begin>"),
         [],
@@ -90,7 +90,7 @@ def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkey
     assert answer and answer in capsys.readouterr().out
 
 
-def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
+def test_prompts_are_read_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
     output, lines = (
         tmp_path / "out.json",
         [{"prompt": prompt, "id": prompt[:3]} for prompt in PROMPTS],
@@ -126,7 +126,7 @@ def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
     assert "there must be a prompt, got none" in capsys.readouterr().err
 
 
-def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
+def test_sampling_options_and_saved_settings_reach_the_model():
     settings = {"top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2, "seed": 3, "lookup": 5}
     options = {"num_assistant_tokens": "adaptive:9", "settings": ["min_p=0.1", "verifier=block"]}
     arguments = arguments_of(Speculation(target="", sample=True, **settings, **options))
@@ -142,7 +142,8 @@ def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
 
 def test_help_and_version_load_neither_torch_nor_transformers():
     code = "import sys; from hf_speculate.tools.cli.main import main; "
-    code += "[main(words) for words in (['--help'], ['-h'], ['bench', '-h'], ['--version'], ['generate'])]; "
+    code += "[main(words) for words in "
+    code += "(['--help'], ['-h'], ['bench', '-h'], ['--version'], ['generate'])]; "
     code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -218,7 +219,7 @@ def test_named_target_costs_a_cached_model_no_look_up(tmp_path, monkeypatch):
     assert [options["local_files_only"] for options in asked] == [True]
 
 
-def test_a_head_is_timed_without_transformers_own_methods(tmp_path, monkeypatch):
+def test_head_is_timed_without_transformers_methods(tmp_path, monkeypatch):
     monkeypatch.chdir(PAIR.parents[1])  # the head's config names a folder there, its target
     prompts, result = tmp_path / "prompts.txt", tmp_path / "out.json"
     prompts.write_text(PROMPTS[0])
@@ -233,11 +234,11 @@ def test_a_head_is_timed_without_transformers_own_methods(tmp_path, monkeypatch)
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1})
     )
-    # MTP layers of the target itself
+    # MTP layers of the target itself.
     assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))
 
 
-def test_check_says_whether_a_head_fits(tmp_path, capsys):
+def test_check_reports_whether_a_head_fits(tmp_path, capsys):
     assert main(["check", TARGET, "-d", HEAD]) == 0
     report = capsys.readouterr().out
     assert f"warning: eagle3 as a draft head for {TARGET}" in report
@@ -253,7 +254,10 @@ def test_check_says_whether_a_head_fits(tmp_path, capsys):
 
 
 def save_chat_model(folder: Path) -> None:
-    """A tiny model with the context of 64 tokens, whose tokens are bytes, and whose template writes messages in []."""
+    """Save a tiny model with a context of 64 byte tokens.
+
+    Its template writes messages in [].
+    """
     tokenizer = byte_level_tokenizer([])
     tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(
@@ -263,7 +267,7 @@ def save_chat_model(folder: Path) -> None:
 
 
 def chat(folder, typed: bytes, monkeypatch, num_new: int = 8) -> list[int]:
-    """Chat with a saved model; returns the number of tokens of prompt and answer of each call."""
+    """Chat with a saved model; return the number of tokens of prompt and answer of each call."""
     lens, generate = [], GenerationMixin.generate
 
     @functools.wraps(generate)
@@ -281,7 +285,7 @@ def chat(folder, typed: bytes, monkeypatch, num_new: int = 8) -> list[int]:
 
 def test_chat_goes_on_after_an_error_of_a_turn(tmp_path, monkeypatch, capsys):
     save_chat_model(tmp_path)
-    # without the first turn
+    # The first turn is left out.
     assert chat(tmp_path, b"fail\nok\n", monkeypatch) == [len("[fail]") + 8, len("[ok]") + 8]
     assert "RuntimeError: out of order; the turn is left out, /clear" in capsys.readouterr().err
 
@@ -309,7 +313,7 @@ def test_chat_sends_no_command_to_the_model(tmp_path, monkeypatch, capsys):
     assert notes.count("/exit or Ctrl-D ends the chat") == 2
 
 
-def test_settings_of_lines_count_for_their_prompt(tmp_path, capsys):
+def test_settings_of_a_line_apply_to_its_prompt(tmp_path, capsys):
     lines = [{"prompt": PROMPTS[0], "max_new_tokens": 3}, {"prompt": PROMPTS[0]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert (
@@ -334,7 +338,7 @@ def test_settings_of_lines_count_for_their_prompt(tmp_path, capsys):
     assert "nothing was drafted" in err
 
 
-def test_chat_reads_past_a_line_of_other_bytes(tmp_path, monkeypatch, capsys):
+def test_chat_continues_after_a_line_of_invalid_utf8(tmp_path, monkeypatch, capsys):
     save_chat_model(tmp_path)
     typed = "\ufeffä\n".encode() + b"\xe4\n" + "ö\r\n".encode()
     lens = chat(tmp_path, typed, monkeypatch)

@@ -1,4 +1,4 @@
-"""A tiny pair in folders, prompts of a data set, and what must come out."""
+"""Provide a tiny pair in folders, prompts of a data set, and the expected results."""
 
 import json
 import random
@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from tests.support.tiny import cheaper_copy, make_model
 from tests.support.tiny_tokenizers import letters_tokenizer
 
-# one for each of the 64 ids
+# One for each of the 64 ids.
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 PAD, EOS = "a", ","
 NUM_NEW = 12
 
 
 def save_pair(folder: Path, noise: float = 0.05) -> tuple[str, str]:
-    """A float64 target and its draft, whose texts often end by an EOS id; returns their folders."""
+    """Save a float64 target and its draft; many texts end by an EOS id. Return their folders."""
     target = make_model("llama")
     target.generation_config = GenerationConfig(
         eos_token_id=LETTERS.index(EOS), pad_token_id=0, do_sample=False
@@ -31,13 +31,13 @@ def save_pair(folder: Path, noise: float = 0.05) -> tuple[str, str]:
 
 
 def prompts(num: int, seed: int = 0) -> list[str]:
-    """Texts of 3 to 14 letters, without padding and EOS in them."""
+    """Return texts of 3 to 14 letters, without padding and EOS in them."""
     chance = random.Random(seed)
     return ["".join(chance.choices(LETTERS[1:-1], k=chance.randint(3, 14))) for _ in range(num)]
 
 
 def write_prompts(path: Path, texts: list[str]) -> list[str]:
-    """A file of prompts with ids p0, p1, ...; returns the ids."""
+    """Write a file of prompts with ids p0, p1, ... and return the ids."""
     ids = [f"p{index}" for index in range(len(texts))]
     lines = [json.dumps({"id": key, "prompt": text}) for key, text in zip(ids, texts, strict=True)]
     path.write_text("\n".join(lines) + "\n")
@@ -45,7 +45,7 @@ def write_prompts(path: Path, texts: list[str]) -> list[str]:
 
 
 def batch_words(folder: Path, output: Path, *more: str) -> list[str]:
-    """A command that decodes `prompts.jsonl` beside the output with the pair of a folder."""
+    """Return a command that decodes `prompts.jsonl` beside the output with the pair of a folder."""
     words = [
         "batch",
         str(folder / "target"),
@@ -68,7 +68,7 @@ def batch_words(folder: Path, output: Path, *more: str) -> list[str]:
 
 
 def results_in(path: Path) -> dict[str, dict[str, Any]]:
-    """The output's lines by id, each of which comes once."""
+    """Return the output's lines by id; each id comes once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     results = {line["id"]: line for line in lines}
     assert len(results) == len(lines)
@@ -76,24 +76,24 @@ def results_in(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def ends_of(line: dict[str, Any]) -> tuple[str, int, str]:
-    """As `plain_results` has them."""
+    """Return the fields compared with `plain_results`."""
     return line["text"], line["num_tokens"], line["finish_reason"]
 
 
 def texts_in(path: Path) -> dict[str, str]:
-    """The output's texts by id."""
+    """Return the output's texts by id."""
     return {key: line["text"] for key, line in results_in(path).items()}
 
 
 def begun_in(output: Path, rank: int = 0) -> list[list[str]]:
-    """The ids of every batch that a rank has begun; a line that is being written does not count."""
+    """Return the ids of every batch begun by a rank, without a line being written."""
     path = output.with_name(f"{output.name}.run") / f"begun-{rank}.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line)["ids"] for line in lines]
 
 
 def plain_results(target: PreTrainedModel | Path, texts: list[str]) -> list[tuple[str, int, str]]:
-    """Text, number of tokens and reason of the end, of plain greedy decoding row by row."""
+    """Return text, number of tokens and end reason of plain greedy decoding, row by row."""
     if isinstance(target, Path):
         target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     eos, results = LETTERS.index(EOS), []

@@ -1,4 +1,4 @@
-"""`decode_dataset` gives every row the text of plain decoding, once, whatever stopped it before."""
+"""Test `decode_dataset`: every row gets the text of plain decoding once, also after a stop."""
 
 import copy
 import json
@@ -35,12 +35,12 @@ COMMON = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS_ID, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def plain():
-    """Text, number of tokens and reason of the end, of each text alone."""
+    """Return text, number of tokens and end reason of each text alone."""
     return plain_results(pair("llama")[0], TEXTS)
 
 
 def decode(tmp_path, texts=TEXTS, family="llama", chat_template=None, **options):
-    """One call with the tiny pair; returns its report and the output."""
+    """Run one call with the tiny pair; return its report and the output."""
     target, draft = pair(family)
     tokenizer = letters_tokenizer(
         LETTERS, pad_token=PAD, eos_token=EOS, chat_template=chat_template
@@ -58,9 +58,9 @@ def decode(tmp_path, texts=TEXTS, family="llama", chat_template=None, **options)
 NO_DRAFT = {"assistant_model": None, "num_assistant_tokens": None}
 
 
-# as LLaMA's first configs
+# As in LLaMA's first configs.
 @pytest.mark.parametrize("options", [{}, {"pad_token_id": -1, "static_batches": True}])
-def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tmp_path):
+def test_texts_counts_and_reasons_equal_plain_decoding(options, plain, tmp_path):
     report, output = decode(
         tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS], **options
     )
@@ -75,7 +75,7 @@ def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tm
 
 
 @pytest.mark.parametrize("options", [{}, {"static_batches": True}])
-def test_a_target_in_a_peft_wrapper_decodes_with_its_adapter(options, plain, tmp_path):
+def test_peft_target_decodes_with_its_adapter(options, plain, tmp_path):
     target, draft = pair("llama")
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     wrapped = hf_speculate.enable(
@@ -93,7 +93,7 @@ def test_a_target_in_a_peft_wrapper_decodes_with_its_adapter(options, plain, tmp
 
 
 class EndsAtPair(StoppingCriteria):
-    """A user's own criterion: ends a row behind two ids that follow each other in any of some pairs."""
+    """Custom criterion that ends a row behind certain pairs of successive ids."""
 
     def __init__(self, pairs):
         self.pairs = torch.tensor(pairs)
@@ -111,10 +111,8 @@ class EndsAtPair(StoppingCriteria):
         (hf_speculate.register_row_wise(type("RowWiseEnd", (EndsAtPair,), {})), None, {}),
     ],
 )
-def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(
-    stop, eos, options, plain, tmp_path
-):
-    """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
+def test_text_after_a_stop_is_in_no_result(stop, eos, options, plain, tmp_path):
+    """Decode without EOS, so rows go on until the last one has stopped, and with EOS padding."""
     long = [
         (prompt, text)
         for prompt, (text, *_) in zip(TEXTS, plain, strict=True)
@@ -149,21 +147,21 @@ def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(
 
 
 @pytest.mark.parametrize("num_bytes", [1, -1, None])
-def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_bytes, tmp_path):
+def test_finished_rows_and_the_drawn_seed_are_kept(num_bytes, tmp_path):
     options = {"do_sample": True, "verifier": "coupled"}
     _, output = decode(tmp_path, **options)
     whole = texts_in(output)
     assert list(whole) != list(range(1, 12))
-    # as a kill in the middle of a write leaves it
+    # A kill in the middle of a write leaves such a file.
     output.write_bytes(output.read_bytes()[:num_bytes])
-    kept = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
+    finished_ids = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
     num_begun = len(begun_in(output))
     report, _ = decode(tmp_path, is_ordered=True, **options)
     assert list(texts_in(output)) == list(range(1, 12))
     again = [key for batch in begun_in(output)[num_begun:] for key in batch]
     assert texts_in(output) == whole
-    assert sorted(again) == sorted(str(key) for key in set(whole) - set(kept))
-    assert report.num_resumed == len(kept)
+    assert sorted(again) == sorted(str(key) for key in set(whole) - set(finished_ids))
+    assert report.num_resumed == len(finished_ids)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +170,10 @@ def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_byte
         ({}, {"texts": [*TEXTS[:-1], "zzz"]}, "got other prompts"),
         ({}, {"num_assistant_tokens": 2}, r"num_assistant_tokens \(2, was 3\)"),
         ({"seed": 4}, {"seed": 5}, r"\(5, was 4\)"),
-        ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more of them
+        ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more prompts
     ],
 )
-def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(
-    begun, resumed, words, tmp_path
-):
+def test_run_with_other_prompts_or_settings_is_refused(begun, resumed, words, tmp_path):
     first, output = decode(tmp_path, **begun)
     before = output.read_bytes()
     with pytest.raises(ConfigError, match=words):
@@ -190,7 +186,7 @@ def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(
     assert (report.num_resumed, report.num_finished) == (0, first.num_rows)
 
 
-def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tmp_path):
+def test_output_in_use_or_of_another_run_is_left_alone(tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text('{"id": 1}\n')
     with pytest.raises(ConfigError, match="must be new or written by an earlier run"):
@@ -208,7 +204,7 @@ def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tmp_p
 
 
 @pytest.mark.parametrize("method", [{"verifier": "rejection"}, NO_DRAFT])
-def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tmp_path):
+def test_sampled_text_depends_on_seed_and_id_only(method, tmp_path):
     texts = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]
     reports = []
     for order, batch_size, seed in ((texts, 4, 1), (texts[:2:-1], 1, 1), (texts[:4], 4, 2)):
@@ -217,10 +213,10 @@ def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tmp_path)
     whole, fewer, last = reports
     assert fewer == {key: whole[key] for key in fewer}
     assert last != {key: whole[key] for key in last}
-    assert row_seed(0, Row("1", "")) == 3373202220108974583  # fixed for ever
+    assert row_seed(0, Row("1", "")) == 3373202220108974583  # fixed forever
 
 
-def test_messages_go_through_the_chat_template(tmp_path):
+def test_messages_are_rendered_by_the_chat_template(tmp_path):
     reports, options = (
         [],
         {"chat_template": "{{ messages[0]['content'] }}.", "if_changed": "restart"},
@@ -234,7 +230,7 @@ def test_messages_go_through_the_chat_template(tmp_path):
     assert reports[0] == reports[1] == reports[2]
 
 
-def test_what_cannot_be_is_named_before_anything_is_decoded(tmp_path):
+def test_invalid_settings_are_named_before_decoding(tmp_path):
     for row, options, message in (
         ({"prompt": ""}, {}, "at least one token, got none at prompt 12"),
         (
@@ -256,7 +252,7 @@ def test_what_cannot_be_is_named_before_anything_is_decoded(tmp_path):
         assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_batch_too_large_is_said_and_what_is_finished_stays(tmp_path):
+def test_too_large_batch_is_named_and_finished_rows_stay(tmp_path):
     def run_out(module, args):
         if len(begun_in(tmp_path / "out.jsonl")) > 1:
             raise torch.OutOfMemoryError("none left")
@@ -267,7 +263,7 @@ def test_a_batch_too_large_is_said_and_what_is_finished_stays(tmp_path):
     handle.remove()
     report, output = decode(tmp_path, static_batches=True, batch_size=2)
     assert (report.num_resumed, len(results_in(output))) == (4, 11)
-    batches = begun_in(output)[2:]  # of rows of like length, the longest first
+    batches = begun_in(output)[2:]  # of rows of similar length, the longest first
     lens = [len(TEXTS[int(key) - 1]) for batch in batches for key in batch]
     assert (list(map(len, batches)), lens) == ([2, 2, 2, 1], sorted(lens, reverse=True))
 
@@ -282,7 +278,7 @@ OWN = [
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}])
-def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tmp_path):
+def test_lines_with_their_settings_equal_static_batches(options, tmp_path):
     own = (
         OWN
         if options["do_sample"]
@@ -304,7 +300,7 @@ def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(optio
     )
 
 
-def test_settings_of_sampling_need_sampling(tmp_path):
+def test_sampling_settings_need_do_sample(tmp_path):
     lines = [{"prompt": "b", "temperature": 0.5}]
     with pytest.raises(
         ConfigError,
@@ -317,7 +313,7 @@ def test_settings_of_sampling_need_sampling(tmp_path):
 
 @hf_speculate.register_row_wise
 class RaisesAt(LogitsProcessor):
-    """Raises an error for prompts that begin with an id."""
+    """Processor that raises an error for texts with an id."""
 
     def __init__(self, token_id, error):
         self.token_id, self.error = token_id, error
@@ -328,7 +324,7 @@ class RaisesAt(LogitsProcessor):
         return scores
 
 
-def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_the_run(tmp_path):
+def test_failing_row_has_its_error_in_its_line(tmp_path):
     texts, errors = (
         [*TEXTS, "b9c"],
         [ArithmeticError("overflow"), torch.OutOfMemoryError("none left")],
@@ -350,7 +346,7 @@ def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_t
         decode(tmp_path, [*texts, "b9d"], **own[1], if_changed="restart")
 
 
-def test_what_cannot_be_refilled_is_decoded_in_static_batches(tmp_path):
+def test_models_without_refill_decode_in_static_batches(tmp_path):
     report, output = decode(
         tmp_path, TEXTS[:4], family="mistral_window", speculation_cache="dynamic"
     )

@@ -1,4 +1,4 @@
-"""`accelerate launch` splits the rows over its processes, one of which may be killed."""
+"""Test `accelerate launch`: it splits the rows over its processes, and one may be killed."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def launched(*arguments: str) -> subprocess.Popen[str]:
-    """The command on two processes of this machine."""
+    """Start the command on two processes of this machine."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [
         sys.executable,
@@ -44,7 +44,7 @@ def launched(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder, tmp_path):
+def test_rows_survive_the_kill_of_one_of_two_processes(folder, tmp_path):
     ids = write_prompts(tmp_path / "prompts.jsonl", prompts(NUM_ROWS))
     alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
     assert main(batch_words(folder, alone, *OPTIONS)) == 0
@@ -63,8 +63,8 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder
     assert first.returncode != 0
     num_begun = [len(begun_in(output, rank)) for rank in (0, 1)]
     parts = list(tmp_path.glob("out.jsonl.run/rank-*.jsonl"))
-    kept = {key for part in parts for key in (cut_torn_line(part), texts_in(part))[1]}
-    assert set() < kept < set(ids)
+    finished_ids = {key for path in parts for key in (cut_torn_line(path), texts_in(path))[1]}
+    assert set() < finished_ids < set(ids)
 
     second = launched(*batch_words(folder, output, *OPTIONS))
     err = second.communicate(timeout=TIMEOUT_S)[1]
@@ -75,15 +75,15 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder
         for batch in begun_in(output, rank)[num_begun[rank] :]
         for key in batch
     ]
-    assert sorted(again) == sorted(set(ids) - kept)
+    assert sorted(again) == sorted(set(ids) - finished_ids)
     assert texts_in(output) == texts_in(alone)
     assert list(texts_in(output)) == ids
-    assert f"{len(kept)} of them from earlier runs" in err
+    assert f"{len(finished_ids)} of them from earlier runs" in err
     assert not list(tmp_path.glob("out.jsonl.run/rank-*"))
 
 
 def run_alone(place: Ranks, output: Path, decoded: list[str]) -> None:
-    """What one of two ranks does; nobody waits for the other."""
+    """Run one of two ranks; nobody waits for the other."""
     job = Job(read_rows(["bc", "de", "fg"]), output, {})
 
     def engine(batches, seed, on_begin):
@@ -94,7 +94,7 @@ def run_alone(place: Ranks, output: Path, decoded: list[str]) -> None:
     decode_job(job, lambda rows: [[row] for row in rows], engine, place)
 
 
-def test_several_ranks_need_accelerate_and_whole_models(monkeypatch):
+def test_ranks_need_accelerate_and_whole_models(monkeypatch):
     with pytest.raises(UnsupportedModelError, match="each of 2 ranks must hold a whole model"):
         check_model(SimpleNamespace(tp_size=2), Ranks(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -103,7 +103,7 @@ def test_several_ranks_need_accelerate_and_whole_models(monkeypatch):
         find_ranks()
 
 
-def test_ranks_take_the_batches_in_turn_and_must_share_the_folder(tmp_path):
+def test_ranks_take_batches_in_turn_from_a_shared_folder(tmp_path):
     decoded, output = [], tmp_path / "out.jsonl"
     with pytest.raises(ConfigError, match="all ranks must share the folder of the output, got no"):
         run_alone(Ranks(1, 2), tmp_path / "elsewhere" / "out.jsonl", decoded)

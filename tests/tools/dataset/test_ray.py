@@ -1,4 +1,4 @@
-"""Actors of Ray Data decode what one process decodes, every row once, though one is killed."""
+"""Compare actors of Ray Data with one process: every row once, even if an actor is killed."""
 
 import functools
 from pathlib import Path
@@ -32,7 +32,7 @@ STORE_BYTES = 100_000_000
 
 @pytest.fixture(scope="module")
 def cluster():
-    """One local Ray of two CPUs, which is told to report nothing."""
+    """Start one local Ray of two CPUs without usage reports."""
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -61,7 +61,7 @@ def decode(make, output, on_batch=None, **options):
 
 
 @pytest.mark.slow
-def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
+def test_rows_come_once_even_if_an_actor_dies(cluster, folder, tmp_path):
     (tmp_path / "notes").mkdir()
     make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes", 1), []
     report = decode(make, tmp_path / "out.jsonl", reports.append, workers=2)
@@ -75,7 +75,7 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
+def test_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
     (tmp_path / "notes").mkdir()
     make = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes", 99)
     with pytest.raises(
@@ -85,9 +85,7 @@ def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_with_actors_where_one_process_was_ended(
-    cluster, folder, tmp_path, capsys
-):
+def test_actors_resume_the_run_of_one_process(cluster, folder, tmp_path, capsys):
     ids, output = write_prompts(tmp_path / "prompts.jsonl", TEXTS), tmp_path / "out.jsonl"
     words = batch_words(folder, output, "-k", "3")
     assert main(words) == 0
@@ -104,12 +102,12 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(
     assert list(texts_in(output)) == ids
 
 
-def test_gpus_are_taken_before_cpus_and_all_of_them():
+def test_all_gpus_are_used_before_cpus():
     for cluster_has, own, reserved, num_workers in (
         ({"CPU": 2.0}, {"workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
         ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),
         ({"CPU": 8.0, "GPU": 4.0}, {"gpus_per_worker": 0}, {"num_cpus": 1.0}, 1),
-        # no GPU's rest is joined with another's
+        # The rest of one GPU is not joined with that of another.
         ({"GPU": 2.0}, {"gpus_per_worker": 0.4}, {"num_gpus": 0.4}, 4),
     ):
         options = {"workers": None, "cpus_per_worker": 1.0, "gpus_per_worker": None} | own

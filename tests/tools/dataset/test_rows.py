@@ -1,4 +1,4 @@
-"""Lines of every kind are rows, and a bad one is named; a file of results is whole after every kill."""
+"""Test rows from lines of every kind, named errors, and whole result files after every kill."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     assert [row.content for row in read_prompts(text)] == [text.read_text()]
 
 
-def test_byte_order_marks_are_no_part_of_a_file(tmp_path):
+def test_byte_order_marks_are_skipped(tmp_path):
     prompts, lines, path = tmp_path / "p.txt", tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("a\nb", encoding="utf-8-sig")
     assert [row.content for row in read_prompts(prompts)] == ["a\nb"]
@@ -63,7 +63,7 @@ def test_byte_order_marks_are_no_part_of_a_file(tmp_path):
     assert settings_in(tmp_path) == fields_in(config) == {"verifier": "typical"}
 
 
-def test_a_bad_line_is_named_and_prompts_that_are_none(tmp_path):
+def test_bad_lines_and_invalid_prompts_are_named(tmp_path):
     for line, message in (
         (b"{", "must be JSON in UTF-8, got .* at p.jsonl:2"),
         (b'{"a": ' + 9_999 * b"[", "must be JSON in UTF-8, got .*recursion.* at p.jsonl:2"),
@@ -93,25 +93,29 @@ RESULTS = [{"id": "a", "text": "1"}, {"id": 2, "text": "ü\u2028\n"}, {"id": "c"
 WHOLE = "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in RESULTS).encode()
 
 
-def test_a_file_cut_anywhere_keeps_its_whole_lines_and_a_line_that_is_no_result_is_named(tmp_path):
+def test_torn_file_keeps_its_whole_lines(tmp_path):
     path = tmp_path / "out.jsonl"
     for num_bytes in range(len(WHOLE) + 1):
         path.write_bytes(WHOLE[:num_bytes])
-        kept = WHOLE[:num_bytes].rpartition(b"\n")
+        whole_lines = WHOLE[:num_bytes].rpartition(b"\n")
         files.cut_torn_line(path)
-        assert path.read_bytes() == kept[0] + kept[1]
+        assert path.read_bytes() == whole_lines[0] + whole_lines[1]
         assert len(files.ids_in(path)) == path.read_bytes().count(b"\n")
+
+
+def test_lines_that_are_no_results_are_named(tmp_path):
+    path = tmp_path / "out.jsonl"
     path.write_bytes(WHOLE + b"notes")
     with pytest.raises(ConfigError, match="got another one at the end"):
         files.cut_torn_line(path)
-    for line in (b"{}", b"\0\0", b"[]", b'{"id": "a"}'):  # no results, and one that comes again
+    for line in (b"{}", b"\0\0", b"[]", b'{"id": "a"}'):  # not results, and a repeated one
         path.write_bytes(WHOLE + line + b"\n")
         with pytest.raises(ConfigError, match=r"at out\.jsonl:4"):
             files.ids_in(path)
 
 
 @pytest.mark.parametrize("num_moved", [0, 1, 3])
-def test_a_move_that_was_killed_is_done_again(num_moved, tmp_path):
+def test_killed_move_is_repeated(num_moved, tmp_path):
     part, whole = tmp_path / "part.jsonl", tmp_path / "whole.jsonl"
     part.write_bytes(WHOLE + b'{"id": "to')
     if num_moved:

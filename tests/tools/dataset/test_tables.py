@@ -1,4 +1,4 @@
-"""Prompts come from a column of a data set: a parquet file, one of the Hub, or JSON lines."""
+"""Test prompts from a column of a data set: a parquet file, one of the Hub, or JSON lines."""
 
 import datetime
 import json
@@ -29,7 +29,7 @@ RECORDS = [
 
 
 class Loaded(list):
-    """Records as `datasets.load_dataset` returns them."""
+    """Records as returned by `datasets.load_dataset`."""
 
     @property
     def column_names(self):
@@ -38,7 +38,7 @@ class Loaded(list):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands for datasets; one data set is on the Hub."""
+    """Replace datasets; one data set is on the Hub."""
     calls = []
 
     def load_dataset(name, subset=None, *, split, data_files=None):
@@ -61,7 +61,7 @@ def read(path, **options):
     return read_prompts(path, text_as=None, table=Table(**options))
 
 
-def test_a_column_of_a_data_set_is_the_prompt(hub, tmp_path):
+def test_dataset_column_is_the_prompt(hub, tmp_path):
     path = tmp_path / "questions.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
     name = type(path)("org/questions")
@@ -92,7 +92,7 @@ def test_a_column_of_a_data_set_is_the_prompt(hub, tmp_path):
         read(type(path)("org/none"))
 
 
-def test_the_usual_names_need_no_column(hub, tmp_path):
+def test_usual_column_names_need_no_option(hub, tmp_path):
     path = tmp_path / "p.parquet"
     for records, content in (
         ([{"messages": CHAT}], CHAT),
@@ -112,7 +112,7 @@ def test_the_usual_names_need_no_column(hub, tmp_path):
             read(path)
 
 
-def test_a_field_of_json_lines_is_the_prompt(tmp_path):
+def test_field_of_json_lines_is_the_prompt(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(
         "\n".join(
@@ -173,7 +173,7 @@ def test_batch_and_bench_read_a_parquet_file(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["settings"]["num_prompts"] == 3
 
 
-def test_without_datasets_the_extra_is_named(monkeypatch, capsys):
+def test_missing_datasets_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert main(["batch", "nosuch", "org/questions", "-o", "out.jsonl"]) == 2
     assert (

@@ -1,4 +1,7 @@
-"""Decoders that actors of Ray make, some of which end their actor; imports little, as every actor does so anew."""
+"""Make decoders for actors of Ray; some end their actor.
+
+The module imports little, because every actor imports it again.
+"""
 
 import os
 import signal
@@ -11,7 +14,7 @@ from hf_speculate.tools.dataset.row_decoder import RowDecoder
 
 
 def fatal_decoder(folder: Path, num_new: int, notes: Path, num_deaths: int) -> RowDecoder:
-    """A decoder that kills its process, and leaves a note, until there are as many as told."""
+    """Make a decoder that kills its process and leaves a note, up to `num_deaths` times."""
     models = Models(
         target=str(folder / "target"), draft=str(folder / "draft"), dtype="float64", device="cpu"
     )

@@ -1,4 +1,4 @@
-"""`hf-speculate doctor` on simulated devices: what it says is wrong, and what to set."""
+"""Test `hf-speculate doctor` on simulated devices: the named fault and the setting to change."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from hf_speculate.tools.doctor.report import Device, examine
 from tests.support import simulated_doctor
 from tests.support.fake_cuda import FakeCuda
 
-# The interpreter of Triton 3.6 lacks the bfloat16 constants that rows which start anywhere need.
+# The interpreter of Triton 3.6 lacks the bfloat16 constants for rows at any address.
 SMALL = Sizes(97, 2, torch.float16, 32, 4, (2,))
 # A busy machine with two cores runs kernels in Python.
 examined = functools.partial(examine, sizes=SMALL, limit_s=200.0)
@@ -31,7 +31,7 @@ def fake(*checks: str) -> list[Device]:
         pytest.param("kernels", "17 rounds agree with their references", marks=pytest.mark.slow),
     ],
 )
-def test_on_a_device_that_is_right_nothing_is_advised(check: str, detail: str) -> None:
+def test_report_on_a_working_device_has_no_advice(check: str, detail: str) -> None:
     report = examined(fake(check), enter=FakeCuda)
     ((seen,),) = (device.seen for device in report.devices)
     assert (seen.result, report.ok, report.advice) == ("right", True, "")
@@ -62,7 +62,7 @@ def test_on_a_device_that_is_right_nothing_is_advised(check: str, detail: str) -
         ),
     ],
 )
-def test_what_fails_is_named_with_what_to_set(
+def test_failing_check_is_named_with_its_setting(
     enter: Any, check: str, detail: str, setting: str
 ) -> None:
     report = examined(fake(check), enter=enter)
@@ -72,7 +72,9 @@ def test_what_fails_is_named_with_what_to_set(
     assert (report.ok, report.advice) == (False, f"cuda:0: set {setting}")
 
 
-def test_the_command_ends_with_what_to_set(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_command_ends_with_the_settings_to_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     never_ends = functools.partial(
         examined, fake("texts"), limit_s=3.0, enter=simulated_doctor.hanging
     )
@@ -83,7 +85,7 @@ def test_the_command_ends_with_what_to_set(monkeypatch: pytest.MonkeyPatch, caps
     assert advice == "cuda:0: set no assistant_model, and report it"
 
 
-def test_on_a_cpu_the_command_checks_texts(capsys: Any) -> None:
+def test_command_on_a_cpu_checks_texts(capsys: Any) -> None:
     assert main(["doctor", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     cpu = content["devices"][-1]

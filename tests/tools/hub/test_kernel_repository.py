@@ -1,4 +1,4 @@
-"""`make kernel-repo` writes what the Hugging Face `kernels` library loads, and it works without this library."""
+"""Test `make kernel-repo`: the `kernels` library loads it, and it works without this library."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ PACKAGE = "hf_speculate_kernels"
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository's `build` folder, in which an older variant and what setuptools builds lay before."""
+    """Write a repository's `build` folder over an older variant and a build of setuptools."""
     folder = tmp_path_factory.mktemp("repository") / "build"
     for name in ("torch-universal/old.py", "lib/kept.py"):
         (folder / name).parent.mkdir(parents=True)
@@ -36,13 +36,13 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_variant_holds_the_sources_alone(build: Path) -> None:
+def test_variant_holds_the_sources_only(build: Path) -> None:
     written = files_in(build / "torch-universal")
     sources = files_in(ROOT / "hf_speculate" / "kernels")
     metadata = json.loads(written.pop("metadata.json"))
     assert written == {f"{PACKAGE}/{name}": content for name, content in sources.items()}
     assert (build / "lib" / "kept.py").exists()
-    # all are required
+    # All of them are required.
     assert set(metadata) == {"id", "name", "version", "license", "python-depends", "backend"}
     # The library keys loaded modules by the id.
     assert metadata["id"] == f"{PACKAGE}_{tool.digest(build / 'torch-universal')}"
@@ -51,7 +51,7 @@ def test_the_variant_holds_the_sources_alone(build: Path) -> None:
 
 
 def load_by_hand(build: Path) -> ModuleType:
-    """As the library imports a variant: one file, under the name that the metadata give."""
+    """Import a variant as the library does: one file, under the name in the metadata."""
     variant = build / "torch-universal"
     name = json.loads((variant / "metadata.json").read_text())["id"]
     spec = importlib.util.spec_from_file_location(name, variant / PACKAGE / "__init__.py")
@@ -68,9 +68,7 @@ def load_with_the_library(build: Path) -> ModuleType:
     "load", [load_by_hand, pytest.param(load_with_the_library, marks=pytest.mark.hub_kernels)]
 )
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_what_is_loaded_decides_as_the_library_does(
-    load, backend: str, build: Path, monkeypatch
-) -> None:
+def test_loaded_kernels_decide_as_the_library(load, backend: str, build: Path, monkeypatch) -> None:
     target, ids, draft = make_round(3, 3, 40, seed=5)
     keys = make_keys(3, rounds=2, positions=7)
     expected = verify_rejection(target, ids, draft, keys=keys, backend="torch")

@@ -1,4 +1,4 @@
-"""Repositories for the Hub: what stands in them and is uploaded, and what a downloaded config can and cannot do."""
+"""Test repositories for the Hub: their files, the upload, and the limits of a downloaded config."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def files_in(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_the_examples_are_what_is_written(name, tmp_path):
+def test_examples_equal_the_written_files(name, tmp_path):
     save_config(None, tmp_path / name, repo_id=f"examples/hub/{name}", **FIELDS[name])
     ours, shown = files_in(tmp_path / name), files_in(EXAMPLES / name)
     assert set(ours) == set(shown) == FILES
@@ -62,17 +62,20 @@ def test_the_examples_are_what_is_written(name, tmp_path):
     assert ours == shown, "write the folders of examples/hub again with save_config"
 
 
-def test_a_card_explains_every_field_and_its_file_says_how_to_install():
+def test_card_explains_every_field():
     card = model_card(dict.fromkeys(PLAIN_NAMES, 1) | {"verifier": "typical"}, "x")
     meanings = dict(re.findall(r"^\| `(\w+)` \| `.*` \| (.*) \|$", card, re.M))
     assert [name for name in PLAIN_NAMES if len(meanings[name]) < 10] == []
+
+
+def test_generate_file_without_the_library_says_how_to_install():
     code = function_source({}).replace("import hf_speculate\n", "import hf_speculate_missing\n")
     with pytest.raises(ImportError, match="hf_speculate is not installed; run pip install"):
         exec(compile(code, "generate.py", "exec"), {})
 
 
-def test_requirements_are_those_of_the_package():
-    """The folder of top_k has code of its own."""
+def test_requirements_equal_those_of_the_package():
+    """Compare with the folder of top_k, which has code of its own."""
     package = ConfigParser()
     package.read(ROOT / "setup.cfg")
     needed = {line.partition(",")[0] for line in package["options"]["install_requires"].split()}
@@ -83,7 +86,7 @@ def test_requirements_are_those_of_the_package():
     assert text == REQUIREMENTS
 
 
-def test_settings_of_a_model_go_along_and_stay_as_they_are(tmp_path):
+def test_settings_of_a_model_are_saved_and_unchanged(tmp_path):
     settings = GenerationConfig(eos_token_id=5, num_assistant_tokens=4)
     before = settings.to_dict()
     save_config(
@@ -102,7 +105,7 @@ def test_settings_of_a_model_go_along_and_stay_as_they_are(tmp_path):
     }
 
 
-def test_only_what_was_written_is_uploaded_and_a_second_save_replaces_it(tmp_path):
+def test_upload_holds_written_files_of_the_last_save_only(tmp_path):
     api, saved = (
         create_autospec(HfApi),
         {"push_to_hub": True, "repo_id": "someone/rule", "private": True},
@@ -119,7 +122,7 @@ def test_only_what_was_written_is_uploaded_and_a_second_save_replaces_it(tmp_pat
     assert 'custom_generate="someone/rule"' in (tmp_path / "README.md").read_text()
 
 
-def test_a_users_card_is_neither_changed_nor_uploaded(tmp_path):
+def test_card_of_the_user_is_neither_changed_nor_uploaded(tmp_path):
     ours = model_card({"verifier": "coupled"}, "twice").replace(CARD_MARK, "").encode()
     for card in (b"\xff\xfe no text\r\n", ours):
         api = create_autospec(HfApi)
@@ -131,7 +134,7 @@ def test_a_users_card_is_neither_changed_nor_uploaded(tmp_path):
         assert set(api.upload_folder.call_args.kwargs["allow_patterns"]) == FILES - {"README.md"}
 
 
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+def test_unsavable_fields_are_refused_before_writing(tmp_path):
     for fields, message in (
         (
             {"verifier": "own_rule"},
@@ -148,7 +151,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-TRAP = "hf_speculate_trap"  # a module that can be imported while a test runs, and must not be
+TRAP = "hf_speculate_trap"  # a module that could be imported and must not be
 HUGE = 10**400  # past every float
 OTHERS = [
     {"_target_": f"{TRAP}.make"},
@@ -170,13 +173,13 @@ HOSTILE = [
     "",
     *OTHERS,
 ]
-# hostile as they look, values of their fields
+# These look hostile and are valid values of their fields.
 ALLOWED = {"seed": [HUGE, -1], "max_matching_ngram_size": [HUGE]}
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """A pair beside a module that must not be imported."""
+    """Return a pair beside a module that must not be imported."""
     (tmp_path / f"{TRAP}.py").write_text(
         "def make(*args, **kwargs):\n    raise SystemExit('ran')\n"
     )
@@ -190,7 +193,7 @@ SOURCES = ("target", "draft", "fields_from")
 
 
 def call(models, source, folder, content):
-    """One call with a file that was downloaded with a model, or alone."""
+    """Run one call with a file downloaded with a model, or alone."""
     path, options = (
         folder / "generation_config.json",
         {"assistant_model": models["draft"], "max_new_tokens": 4},
@@ -206,7 +209,7 @@ def call(models, source, folder, content):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_wrong_value_of_a_field_is_refused_before_a_model_runs(models, tmp_path, source):
+def test_invalid_field_value_is_refused_before_a_model_runs(models, tmp_path, source):
     for model in models.values():
         model.register_forward_pre_hook(lambda *args: pytest.fail("a model ran before the refusal"))
     for name in FIELD_NAMES:
@@ -216,7 +219,7 @@ def test_a_wrong_value_of_a_field_is_refused_before_a_model_runs(models, tmp_pat
                     call(models, source, tmp_path, json.dumps({"pad_token_id": 0, name: value}))
 
 
-def test_a_file_without_an_object_is_refused(models, tmp_path):
+def test_file_without_an_object_is_refused(models, tmp_path):
     for content in ("[1, 2]", "{", "\x00", "[" * 100_000):
         with pytest.raises(ConfigError, match=r"^fields_from must be a JSON object"):
             call(models, "fields_from", tmp_path, content)
@@ -225,8 +228,8 @@ def test_a_file_without_an_object_is_refused(models, tmp_path):
 @pytest.mark.parametrize(
     "name", ["assistant_model", "custom_generate", "logits_processor", "tokenizer"]
 )
-def test_a_config_brings_no_model_and_no_code(models, tmp_path, name):
-    """These are arguments, and none is read from a config; some transformers refuses there."""
+def test_config_loads_no_model_and_no_code(models, tmp_path, name):
+    """Put arguments into a config: none is read from there, and transformers refuses some."""
     plain = models["target"].generate(**ragged_prompts(1, seed=1), max_new_tokens=4)
     content = json.dumps({"pad_token_id": 0, name: f"{TRAP}:make", "num_assistant_tokens": 2})
     for source in SOURCES:

@@ -1,4 +1,4 @@
-"""A server behind a real socket on the loopback device."""
+"""Start a server behind a real socket on the loopback device."""
 
 import importlib
 import socket
@@ -31,7 +31,7 @@ def engine():
         "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
     )
     target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
-    # the adaptive schedule never calls a draft of the target's size
+    # The adaptive schedule never calls a draft of the target's size.
     target.generation_config.num_assistant_tokens = 3
     engine = Engine(
         target,

@@ -1,13 +1,13 @@
-"""Requests to a server, and counts of its forwards."""
+"""Send requests to a server, and count its forwards."""
 
 import time
 
 NUM_NEW = 24
 PATH = "/v1/chat/completions"
-WAIT_S = 30  # for what takes a moment, on a busy machine too
+WAIT_S = 30  # for short operations, on a busy machine too
 NUM_ROWS = 4
-SLOW_S = 0.02  # of a forward, for answers that somebody can interrupt
-MANY = 400  # tokens, which take several seconds so
+SLOW_S = 0.02  # of a forward, for answers that can be interrupted
+MANY = 400  # tokens; at this speed they take several seconds
 
 
 def body(**options):
@@ -16,7 +16,7 @@ def body(**options):
 
 
 class Forwards:
-    """Counts the target's forwards, and slows them down."""
+    """Context that counts the target's forwards and slows them down."""
 
     def __init__(self):
         self.num, self.num_at_once, self.most_at_once, self.seconds = 0, 0, 0, 0.0

@@ -1,4 +1,4 @@
-"""Metrics of a server, as a scrape of Prometheus reads them."""
+"""Test metrics of a server in a scrape of Prometheus."""
 
 import asyncio
 import importlib
@@ -24,7 +24,7 @@ NAME = "hf_speculate_"
 
 
 def scraped(client):
-    """Values by name and labels."""
+    """Return values by name and labels."""
     parser = pytest.importorskip(
         "prometheus_client.parser", reason="prometheus-client is not installed"
     )
@@ -133,7 +133,7 @@ def test_server_without_prometheus_client_names_the_extra(engine, monkeypatch):
     ],
 )
 def test_request_ends_once_with_its_outcome(error, num_taken, outcome):
-    told, seconds = [], iter(range(9))
+    ended_calls, seconds = [], iter(range(9))
 
     async def pieces():
         yield 0, Piece("a", [])
@@ -142,7 +142,7 @@ def test_request_ends_once_with_its_outcome(error, num_taken, outcome):
         yield 0, DecodeResult("stop", None)
 
     async def run():
-        with RequestTimer(lambda *ended: told.append(ended), lambda: next(seconds)) as timer:
+        with RequestTimer(lambda *ended: ended_calls.append(ended), lambda: next(seconds)) as timer:
             followed = timer.follow(pieces(), 1)
             for _ in range(num_taken):
                 if await anext(followed, None) is None:
@@ -154,4 +154,4 @@ def test_request_ends_once_with_its_outcome(error, num_taken, outcome):
     else:
         with pytest.raises(type(error)):
             asyncio.run(run())
-    assert told == [(outcome, 2, 1)]
+    assert ended_calls == [(outcome, 2, 1)]

@@ -1,4 +1,4 @@
-"""The chat page: its headers, and what a browser shows of an answer."""
+"""Test the chat page: its headers, and an answer in a browser."""
 
 import base64
 import hashlib
@@ -14,10 +14,10 @@ from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body, wait_u
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 PHONE, DESKTOP = 390, 1200  # widths in CSS pixels
-ENOUGH_CONTRAST = 4.5  # of text, as WCAG 2.2 asks for
+ENOUGH_CONTRAST = 4.5  # of text, required by WCAG 2.2
 HOSTILE = '<img src=x onerror="document.title=1"></p><script>document.title = 2</script> & "\u202e"'
 
-# What is wrong with the page: text of low contrast, and parts wider than the window.
+# Return faults of the page: text of low contrast, and parts wider than the window.
 LOOK = """() => {
   const problems = [], root = document.documentElement;
   if (root.scrollWidth > innerWidth) problems.push('wider than the window: ' + root.scrollWidth);
@@ -35,16 +35,18 @@ LOOK = """() => {
   for (const element of document.body.querySelectorAll('*')) {
     const hasText = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
     if (!hasText || element.matches('script, :disabled')) continue;
-    const [high, low] = [light(getComputedStyle(element).color), light(ground(element))].sort((a, b) => b - a);
+    const lights = [light(getComputedStyle(element).color), light(ground(element))];
+    const [high, low] = lights.sort((a, b) => b - a);
     const contrast = (high + 0.05) / (low + 0.05);
-    if (contrast < CONTRAST) problems.push(`contrast ${contrast.toFixed(2)}: ${element.textContent.slice(0, 40)}`);
+    const shown = element.textContent.slice(0, 40);
+    if (contrast < CONTRAST) problems.push(`contrast ${contrast.toFixed(2)}: ${shown}`);
   }
   return problems;
 }""".replace("CONTRAST", str(ENOUGH_CONTRAST))
 
 
 class Inline(HTMLParser):
-    """Collects the text of inline elements by tag."""
+    """Parser that collects the text of inline elements by tag."""
 
     def __init__(self, page):
         super().__init__()
@@ -62,7 +64,7 @@ class Inline(HTMLParser):
         self.tag = ""
 
 
-def test_a_browser_may_run_the_script_of_the_page_alone(client):
+def test_browser_may_run_the_script_of_the_page_only(client):
     response = client.get("/")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert (response.headers["x-content-type-options"], response.headers["referrer-policy"]) == (
@@ -71,7 +73,8 @@ def test_a_browser_may_run_the_script_of_the_page_alone(client):
     )
     assert "set-cookie" not in response.headers
     policy = dict(
-        part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
+        directive.split(" ", 1)
+        for directive in response.headers["content-security-policy"].split("; ")
     )
     inline = Inline(response.text)
     for tag in ("script", "style"):
@@ -87,13 +90,13 @@ def test_a_browser_may_run_the_script_of_the_page_alone(client):
     assert inline.texts["h1"] == "org/tiny"
 
 
-def test_the_name_of_a_model_is_text():
+def test_model_name_is_escaped():
     page = importlib.import_module("hf_speculate.tools.server.page").chat_page(HOSTILE)
     assert Inline(page).texts["h1"] == HOSTILE
     assert "<img" not in page
 
 
-def test_the_page_can_be_left_out(engine):
+def test_page_can_be_left_out(engine):
     app = importlib.import_module("hf_speculate.tools.server.app")
     server = app.GracefulServer(engine, 0.1, has_page=False)
     client = importlib.import_module("starlette.testclient").TestClient(
@@ -117,7 +120,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, client):
-    """Opens the page of the server; what it asks of others, and logs, is a problem."""
+    """Open the page of the server; its requests to others and its logs are problems."""
     contexts, problems = [], []
 
     def open_page(width=DESKTOP, scheme="light"):
@@ -140,7 +143,7 @@ def open_page(browser, client):
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("scheme", "width"), [("light", PHONE), ("dark", DESKTOP)])
-def test_an_answer_shows_what_was_drafted(open_page, client, scheme, width):
+def test_answer_marks_the_drafted_tokens(open_page, client, scheme, width):
     page = open_page(width, scheme)
     page.get_by_label("Max tokens").fill(str(NUM_NEW))
     message = page.get_by_label("Message", exact=True)
@@ -173,7 +176,7 @@ def test_an_answer_shows_what_was_drafted(open_page, client, scheme, width):
 
 
 @pytest.mark.browser
-def test_escape_stops_an_answer_and_clear_forgets_the_chat(open_page, engine, slow):
+def test_escape_stops_an_answer_and_clear_resets_the_chat(open_page, engine, slow):
     page = open_page()
     page.get_by_label("Max tokens").fill(str(MANY))
     page.get_by_label("Message", exact=True).fill("a word")
@@ -197,9 +200,9 @@ def test_escape_stops_an_answer_and_clear_forgets_the_chat(open_page, engine, sl
 
 
 @pytest.mark.browser
-def test_a_text_of_html_stays_text(open_page):
+def test_html_in_an_answer_stays_text(open_page):
     page = open_page()
-    tokens = [{"text": part, "origin": HOSTILE} for part in (HOSTILE[:9], HOSTILE[9:])]
+    tokens = [{"text": text, "origin": HOSTILE} for text in (HOSTILE[:9], HOSTILE[9:])]
     event = {
         "choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop"}],
         "speculation": {"tokens": tokens},
@@ -218,10 +221,10 @@ def test_a_text_of_html_stays_text(open_page):
 
 
 @pytest.mark.browser
-def test_reasoning_stands_apart_and_keeps_its_question(open_page):
+def test_reasoning_is_shown_apart_with_its_question(open_page):
     page, bodies = open_page(), []
     first = [
-        ({}, [("<think>", "target"), ("Is", "draft")]),  # its text is held
+        ({}, [("<think>", "target"), ("Is", "draft")]),  # its text is held back
         ({"reasoning_content": "Is it"}, [(" it", "draft")]),
     ]
     second = [

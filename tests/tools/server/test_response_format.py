@@ -1,4 +1,4 @@
-"""JSON of a schema: each text is that of xgrammar's own processor in plain decoding, with drafts and neighbours too."""
+"""Compare JSON of a schema with xgrammar's processor in plain decoding, beside drafts and rows."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def request_of(**fields):
 
 
 def plain_ids(engine, prompt, wanted):
-    """The new tokens of plain greedy decoding with xgrammar's own processor."""
+    """Return the new tokens of plain greedy decoding with xgrammar's processor."""
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(engine.tokenizer))
     grammar = compiler.compile_builtin_json_grammar()
     if "json_schema" in wanted:
@@ -68,7 +68,7 @@ def plain_ids(engine, prompt, wanted):
     ].tolist()
 
 
-def test_rows_of_different_formats_get_the_texts_of_plain_decoding(engine):
+def test_rows_of_different_formats_equal_plain_decoding(engine):
     requests = [
         request_of(prompt=2 * [f"x{index} ="], n=2, response_format=one)
         for index, one in enumerate(FORMATS)
@@ -88,14 +88,14 @@ def test_rows_of_different_formats_get_the_texts_of_plain_decoding(engine):
 
 @register_row_wise
 class FailsInside(GrammarProcessor):
-    """Has a fault of its own."""
+    """Processor that fails by itself."""
 
     def forced_text(self, row, input_ids):
         raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_forced_text_is_drafted_without_a_draft_model_and_fails_alone(engine, num_rows):
+def test_forced_text_is_drafted_without_a_draft_model(engine, num_rows):
     options = {"num_assistant_tokens": 6}
     alone = Engine(engine.target, engine.tokenizer, "tiny", options, num_rows=num_rows)
     forced, free, other, wrong = [
@@ -116,7 +116,7 @@ def test_forced_text_is_drafted_without_a_draft_model_and_fails_alone(engine, nu
         assert (rows[index].num_accepted > 5) == (kind == 0)
 
 
-def test_characters_that_begin_alike_are_forced_as_far_as_they_are_whole(engine):
+def test_characters_with_a_common_prefix_are_forced_whole_only(engine):
     wanted = {
         "type": "json_schema",
         "json_schema": {
@@ -150,7 +150,7 @@ def schema_request(schema):
     return request_of(prompt="x", response_format=wanted)
 
 
-def test_compiling_a_schema_ends_at_its_limits(engine):
+def test_schema_compilation_stops_at_its_limits(engine):
     many = {
         "type": "object",
         "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)},
@@ -174,16 +174,16 @@ NO_VALUE = {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.00000
 @pytest.mark.parametrize(
     "schema", [{"$ref": "#"}, {"anyOf": []}, NO_VALUE], ids=["ref", "any", "range"]
 )
-def test_a_schema_that_no_value_fits_is_refused(engine, schema):
+def test_unsatisfiable_schema_is_refused(engine, schema):
     for wrong in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
         if wrong.get("properties") and "$ref" in schema:
-            continue  # the root, which has an infinite text
+            continue  # the root has an infinite text
         with pytest.raises(RequestError, match="that no value fits") as caught:
             text_requests(schema_request(wrong), engine)
         assert caught.value.status == 400
 
 
-def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
+def test_grammar_without_a_next_token_fails_its_row_only(engine):
     endless = {"$ref": "#/$defs/x"}
     schema = {
         "type": "object",
@@ -203,7 +203,7 @@ def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
     assert caught.value.status == 400
 
 
-def test_formats_that_cannot_be_served_are_refused(engine, monkeypatch):
+def test_unsupported_formats_are_refused(engine, monkeypatch):
     for fields, words in (
         ({"response_format": {"type": "json_schema"}}, "must have json_schema if its type"),
         (

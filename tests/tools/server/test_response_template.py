@@ -1,4 +1,4 @@
-"""Answers of a tokenizer with a `response_template`: reasoning, content and calls apart."""
+"""Test answers of a tokenizer with a `response_template`: reasoning, content and calls apart."""
 
 import asyncio
 import importlib
@@ -41,12 +41,12 @@ def tokenizer():
 
 
 def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE, stops=()):
-    """The choice of a whole answer, and those of the events of a streamed one."""
+    """Return the choice of a whole answer, and those of the events of a streamed one."""
     answers = importlib.import_module("hf_speculate.tools.server.answers")
     records = importlib.import_module("hf_speculate.tools.server.text_request")
     tokenizer.response_template = template
     texts = [text] if isinstance(text, str) else text  # tokenised one by one
-    ids = [token_id for part in texts for token_id in tokenizer(part)["input_ids"]]
+    ids = [token_id for text_part in texts for token_id in tokenizer(text_part)["input_ids"]]
     row = records.RowResult(records.RowPrompt([1]), ids, 1, 0, 0)
 
     def asked(is_streamed):
@@ -90,14 +90,14 @@ def parts(message):
         (f"{CALL} Done.{END}", {}, ("", "Done.", [CALLED])),
         (f"a {CALL}{END}", {"tools": None}, ("", f"a {CALL}", [])),
         ("<think>cut sho", {}, ("cut sho", "", [])),
-        # a stop string that begins in a special token leaves nothing of it
+        # A stop string that begins in a special token leaves nothing of it.
         (f"<think>why</think>Hello{END}", {"stops": [">"]}, ("", "", [])),
         (f"<think>why</think>Hello{END}", {"stops": ["|"]}, ("why", "Hello", [])),
         (f"hello{END}", {"stops": ["_end"]}, ("", "hello", [])),
         ("hello<|im_start|>x", {"stops": ["|>y"]}, ("", "hellox", [])),
-        # text that looks like a special token is text
+        # Text that looks like a special token is text.
         (["so <|im_st", "art|>", " it is", END], {}, ("", "so <|im_start|> it is", [])),
-        # what the template cannot read is content
+        # Calls that the template cannot read are content.
         (
             f"<think>a</think><tool_call>{{no}}</tool_call>{CALL}",
             {},
@@ -139,7 +139,7 @@ def parts(message):
         ),
     ],
 )
-def test_reasoning_content_and_calls_come_apart(text, options, expected, tokenizer):
+def test_reasoning_content_and_calls_are_separated(text, options, expected, tokenizer):
     whole, streamed = read(tokenizer, text, **options)
     assert parts(whole["message"]) == expected
     deltas = [choice["delta"] for choice in streamed]
@@ -159,7 +159,7 @@ def test_reasoning_is_streamed_before_it_ends(tokenizer):
     assert [reader.read(piece) for piece in pieces] == [("", ""), ("", "I"), ("", " see")]
 
 
-def test_template_that_cannot_be_read_is_left_out(tokenizer, caplog):
+def test_unreadable_template_is_left_out(tokenizer, caplog):
     for template in ({"fields": FIELDS}, {"start_anchor": "x"}, [1]):
         tokenizer.response_template = template
         assert ResponseTemplate.of(tokenizer) is None
@@ -167,7 +167,7 @@ def test_template_that_cannot_be_read_is_left_out(tokenizer, caplog):
 
 
 def test_server_reads_answers_with_the_prompt_before_them(client, engine, monkeypatch):
-    """A prompt that ends in <think> makes all that follows reasoning."""
+    """End the prompt with <think>, so the whole answer is reasoning."""
     monkeypatch.setattr(engine.tokenizer, "chat_template", "#{{ opened }}")
     template = {
         "start_anchor": "#",

@@ -1,4 +1,4 @@
-"""Several requests at once: each gets the text that it gets alone, and leaves the others alone."""
+"""Compare several requests at once with each request alone."""
 
 import asyncio
 import functools
@@ -27,8 +27,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
-# Fields of requests beside prompt, length and sampling, and the arguments of generate() that they
-# are.
+# Fields of requests beside prompt, length and sampling, with their arguments of generate().
 FIELDS = (
     ({}, {}),
     ({"logit_bias": {"7": -100, "9": 3.5}}, {"sequence_bias": {(7,): -100.0, (9,): 3.5}}),
@@ -47,7 +46,7 @@ FIELDS = (
 
 
 class Penalties(LogitsProcessor):
-    """The formula of OpenAI, token by token."""
+    """Penalties by OpenAI's formula, token by token."""
 
     def __init__(self, prompt_len, frequency, presence):
         self.prompt_len, self.frequency, self.presence = prompt_len, frequency, presence
@@ -61,7 +60,10 @@ class Penalties(LogitsProcessor):
 
 
 def requests_of(engine, num):
-    """Requests of different lengths and fields, as text or ids, every second one sampled with a seed."""
+    """Make requests of different lengths and fields, every second one sampled with a seed.
+
+    The prompts are text or ids.
+    """
     random, size = torch.Generator().manual_seed(5), engine.target.config.vocab_size
     for index in range(num):
         ids = torch.randint(1, size, (1 + 7 * index % 40,), generator=random).tolist()
@@ -77,7 +79,7 @@ def requests_of(engine, num):
 
 
 def alone(engine, request):
-    """The text of a request in a call of its own, plain if it is greedy."""
+    """Return the text of a request in a separate call, plain if it is greedy."""
     given = next(
         arguments for fields, arguments in reversed(FIELDS) if fields.items() <= request.items()
     )
@@ -99,7 +101,7 @@ def alone(engine, request):
 
 @pytest.fixture
 def create(client):
-    """Asks for a completion with OpenAI's client."""
+    """Request a completion with OpenAI's client."""
     options = {
         "api_key": "none",
         "base_url": str(client.base_url.join("/v1")),
@@ -112,7 +114,7 @@ def create(client):
 
 
 @pytest.mark.fallback("lock step, because of Penalties")
-def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engine):
+def test_concurrent_requests_get_the_texts_of_requests_alone(client, create, engine):
     requests = list(requests_of(engine, 32))
 
     def ask(index):
@@ -122,7 +124,7 @@ def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engi
         if index % 4 < 3:
             return "".join(chunk.choices[0].text for chunk in answer)
         next(answer)
-        return answer.close()  # leaves
+        return answer.close()  # the client leaves
 
     with ThreadPoolExecutor(len(requests)) as pool:
         texts = list(pool.map(ask, range(len(requests))))
@@ -134,7 +136,7 @@ def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engi
 
 
 @pytest.mark.parametrize("is_streamed", (False, True))
-def test_choices_of_several_prompts_are_those_of_requests_alone(create, engine, is_streamed):
+def test_choices_of_several_prompts_equal_requests_alone(create, engine, is_streamed):
     prompts, sampling = ["a word", "# b"], {"temperature": 0.9, "max_tokens": 7}
     expected = [
         prompt + create(prompt=prompt, seed=seed, **sampling).choices[0].text
@@ -159,7 +161,7 @@ def test_choices_of_several_prompts_are_those_of_requests_alone(create, engine, 
 
 
 def logprobs_of(target, token_ids):
-    """[T - 1, V] the log probabilities of what follows each token, from one forward."""
+    """Return the log probabilities [T - 1, V] of the token after each token, from one forward."""
     with torch.no_grad():
         return (
             target(torch.tensor([token_ids]), use_cache=False)
@@ -169,7 +171,7 @@ def logprobs_of(target, token_ids):
         )
 
 
-def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
+def test_logprobs_equal_a_forward_over_the_whole_text(create, engine):
     def ask(index):
         sampling = (
             {"temperature": 0.9, "seed": index, "presence_penalty": 1}
@@ -188,7 +190,7 @@ def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
         choices = [choice for chunk in chunks for choice in chunk.choices]
         parts = [choice.logprobs for choice in choices if choice.logprobs]
         joined = [
-            [value for part in parts for value in getattr(part, name)]
+            [value for piece in parts for value in getattr(piece, name)]
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         ]
         return prompt, fields, "".join(choice.text for choice in choices), joined
@@ -217,7 +219,7 @@ def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
             )
 
 
-def test_logprobs_of_a_chat_have_the_same_numbers(client, create, engine):
+def test_logprobs_of_a_chat_equal_those_of_a_completion(client, create, engine):
     chat = openai.OpenAI(
         api_key="none", base_url=str(client.base_url.join("/v1")), http_client=client
     ).chat
@@ -249,7 +251,7 @@ def test_logprobs_of_a_chat_have_the_same_numbers(client, create, engine):
     assert not any(one.top_logprobs for one in streamed)
 
 
-def test_ends_that_a_request_names_join_the_models_own_or_replace_them(create, engine, monkeypatch):
+def test_stop_ids_of_a_request_join_or_replace_the_eos(create, engine, monkeypatch):
     def ask(**fields):
         (choice,) = create(prompt="a word", temperature=0, max_tokens=12, extra_body=fields).choices
         return choice.text, choice.finish_reason
@@ -265,7 +267,7 @@ def test_ends_that_a_request_names_join_the_models_own_or_replace_them(create, e
     assert ask(ignore_eos=True, stop_token_ids=[second_id]) == (whole[:5], "stop")
 
 
-def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monkeypatch):
+def test_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monkeypatch):
     monkeypatch.setattr(engine, "max_queued", 1)
     request = {"prompt": [3, 4], "temperature": 0}
     streams = [create(**request, max_tokens=MANY, stream=True) for _ in range(NUM_ROWS)]
@@ -276,7 +278,7 @@ def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, mo
             create(**request, max_tokens=2)
         assert (engine.num_running, engine.num_waiting) == (NUM_ROWS, 1)
         streams[0].close()
-        # in the row of the client that has left, long before the others end
+        # The row of the client that left is free long before the others end.
         answer = waiting.result()
     assert engine.num_running == NUM_ROWS - 1
     for stream in streams[1:]:
@@ -286,7 +288,7 @@ def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, mo
 
 
 def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
-    """What an engine's stream yields to a client that leaves after `most` pieces."""
+    """Return the items of an engine's stream for a client that leaves after `most` pieces."""
     found, request = [], TextRequest(request) if isinstance(request, RowPrompt) else request
 
     async def run():
@@ -302,7 +304,7 @@ def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
 
 
 def collect_all(engine, requests):
-    """The result of each of an engine's texts, which are asked for at once."""
+    """Return the result of each text; all are requested at once."""
     results = {}
 
     async def run():
@@ -317,7 +319,7 @@ def collect_all(engine, requests):
     return [results[index] for index in range(len(requests))]
 
 
-def test_a_short_request_overtakes_a_prompt_that_is_echoed(engine, monkeypatch):
+def test_short_request_overtakes_an_echoed_prompt(engine, monkeypatch):
     monkeypatch.setattr(engine.target.generation_config, "prefill_chunk_size", 32)
     random = torch.Generator().manual_seed(1)
     ids, events = torch.randint(1, 60, (320,), generator=random).tolist(), []
@@ -360,7 +362,7 @@ def test_a_short_request_overtakes_a_prompt_that_is_echoed(engine, monkeypatch):
     assert [one.logprob for one in pieces[0].logprobs[1:]] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_completion_keeps_the_space_before_its_first_word(engine):
+def test_completion_keeps_the_space_before_its_first_word(engine):
     tokenizer = metaspace_tokenizer([" the", " of"], "theof", eos_token="</s>")
     parts = (
         decoders.Replace(WORD_MARK, " "),
@@ -379,7 +381,7 @@ def test_a_completion_keeps_the_space_before_its_first_word(engine):
     engine.close()
 
 
-def test_only_the_newest_text_is_kept_for_a_client_that_does_not_read(engine):
+def test_slow_client_gets_the_newest_text_only(engine):
     request, pieces = RowPrompt([3], None, {"max_new_tokens": 40, "do_sample": False}), []
     *pieces, result = collect(
         engine, request, on_piece=lambda: wait_until(lambda: not engine._is_decoding)
@@ -408,8 +410,9 @@ def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
     assert [prompt.key.request.prompt.key for prompt in begun] == list(range(len(lens)))
     assert (
         {50, 70, 40} <= set(counts) <= {10, 20, 30, 40, 50, 70}
-    )  # the third has to wait, the last four begin together
-    assert engine.max_length == 80  # what is longer can never fit
+        # The third has to wait. The last four begin together.
+    )
+    assert engine.max_length == 80  # longer texts can never fit
     with pytest.raises(RequestError, match="at most 80 tokens, got 4 \\+ 77"):
         text_requests(
             parse(CompletionRequest, b'{"prompt": [3, 3, 3, 3], "max_tokens": 77}'), engine
@@ -417,21 +420,24 @@ def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
     engine.close()
 
 
-def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_request(engine):
-    engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
+def test_request_refused_by_generate_gets_its_error(engine):
     request = RowPrompt(
         [3], None, {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}
     )
     with pytest.raises(RequestError, match="speculation_cache must be"):
         collect(engine, request)
+
+
+def test_closing_the_engine_ends_its_requests(engine):
+    engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
     request = RowPrompt([3], None, {"max_new_tokens": MANY, "do_sample": False})
-    for _ in range(2):  # also a request that comes later
+    for _ in range(2):  # also a later request
         with pytest.raises(RequestError, match="shutting down") as caught:
             collect(engine, request, on_piece=engine.close)
         assert caught.value.status == 503
 
 
-def test_what_cannot_be_refilled_is_decoded_one_by_one():
+def test_models_without_refill_decode_one_by_one():
     target = hf_speculate.enable(make_model("mistral_window"))
     tokenizer = letters_tokenizer([chr(ord("0") + index) for index in range(60)])
     options = {"num_assistant_tokens": 3, "speculation_cache": "dynamic"}

@@ -1,4 +1,4 @@
-"""The server behind a real socket on the loopback device, asked by a real client."""
+"""Test the server behind a real socket on the loopback device with a real client."""
 
 import asyncio
 import importlib
@@ -44,14 +44,14 @@ NESTED = '<tool_call>{"name": "f", "arguments": ' + 3_000 * "[" + "</tool_call>"
 
 
 def called(arguments):
-    """A message of an assistant that called a tool."""
+    """Return a message of an assistant with a tool call."""
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.fixture(scope="module")
 def text(engine):
-    """The greedy answer to the question, by plain decoding."""
+    """Return the greedy answer to the question, by plain decoding."""
     inputs = engine.tokenizer("# a word\n", return_tensors="pt")
     options = {"max_new_tokens": NUM_NEW, "do_sample": False}
     ids = engine.target.generate(
@@ -61,7 +61,7 @@ def text(engine):
 
 
 def streamed(client, **options):
-    """The text of a streamed answer, and its events, without the last one, which says that it is done."""
+    """Return the text of a streamed answer, and its events without the final "done"."""
     with client.stream("POST", PATH, json=body(stream=True, **options)) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -73,13 +73,13 @@ def streamed(client, **options):
 
 
 def answered(client, **options):
-    """Text and reason of the end of a whole answer, and its usage."""
+    """Return text and end reason of a whole answer, and its usage."""
     answer = client.post(PATH, json=body(**options)).json()
     (choice,) = answer["choices"]
     return choice["message"]["content"], choice["finish_reason"], answer["usage"]
 
 
-def test_a_whole_answer_is_that_of_generate(client, text):
+def test_whole_answer_equals_generate(client, text):
     answer = client.post(PATH, json=body()).json()
     assert (answer["object"], answer["model"]) == ("chat.completion", "org/tiny")
     (choice,) = answer["choices"]
@@ -94,7 +94,7 @@ def test_a_whole_answer_is_that_of_generate(client, text):
     assert 0 < speculation["acceptance_rate"] <= 1 < speculation["mean_acceptance_length"]
 
 
-def test_streamed_pieces_join_to_the_same_answer_and_are_counted_when_asked(client, text):
+def test_streamed_pieces_join_to_the_whole_answer(client, text):
     joined, *events, last, usage = streamed(client, stream_options={"include_usage": True})
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert joined == text
@@ -107,7 +107,7 @@ def test_streamed_pieces_join_to_the_same_answer_and_are_counted_when_asked(clie
     assert "usage" not in streamed(client)[-1]
 
 
-def test_the_text_ends_before_a_stop_string_and_with_its_eos(client, engine, text, monkeypatch):
+def test_text_ends_before_a_stop_string_and_with_its_eos(client, engine, text, monkeypatch):
     stop = text[9:12]
     cut = text[: text.index(stop)]
     *answer, usage = answered(client, stop=[stop, "never in the text"])
@@ -120,7 +120,7 @@ def test_the_text_ends_before_a_stop_string_and_with_its_eos(client, engine, tex
     assert answered(client)[:2] == (text[: text.index(text[5]) + 1], "stop")
 
 
-def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkeypatch):
+def test_unsupported_requests_get_errors_in_the_openai_format(client, engine, monkeypatch):
     for options, status, param, words in (
         (
             {"best_of": 2},
@@ -303,11 +303,11 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
     assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     assert "must have a chat template" in client.post(PATH, json=body()).json()["error"]["message"]
-    # draws a seed
+    # The server draws a seed.
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_bodies_and_headers_that_cannot_be_read_are_refused(client):
+def test_unreadable_bodies_and_headers_are_refused(client):
     for content, headers, status, words in (
         (b'{"messages": ', {}, 400, "the body must be JSON in UTF-8, got EOF"),
         (
@@ -346,14 +346,14 @@ def test_bodies_and_headers_that_cannot_be_read_are_refused(client):
         assert client.get("/health", headers={"Host": host}).status_code == 200
 
 
-def test_named_hosts_keep_the_check_of_an_open_server():
+def test_named_hosts_are_checked_on_an_open_server():
     assert HostCheck(None, ("0.0.0.0",))._is_allowed("evil.example")
     named = HostCheck(None, ("0.0.0.0", "localhost"))
     assert not named._is_allowed("evil.example")
     assert named._is_allowed("10.0.0.2:8000")
 
 
-def test_a_text_far_beyond_the_context_is_refused_unread(client, engine, monkeypatch):
+def test_text_far_beyond_the_context_is_refused_unread(client, engine, monkeypatch):
     monkeypatch.setattr(engine, "tokenizer", None)
     most_bytes = 2 * engine.max_chars + 2**16
     chunks = (bytes(65_536) for _ in range(64))
@@ -390,13 +390,11 @@ def test_a_text_far_beyond_the_context_is_refused_unread(client, engine, monkeyp
         ]
 
 
-def test_a_long_text_is_tokenised_while_neighbours_stream_and_new_requests_come(
-    client, engine, text, monkeypatch
-):
+def test_streams_continue_while_a_long_text_is_tokenised(client, engine, text, monkeypatch):
     tokenizer, may_end, is_long = engine.tokenizer, threading.Event(), "a" * (engine.max_chars - 8)
 
     class Slow:
-        """Tokenises a long text until it is told to end."""
+        """Tokenizer that blocks on a long text until it may end."""
 
         def __getattr__(self, name):
             return getattr(tokenizer, name)
@@ -423,7 +421,7 @@ def test_a_long_text_is_tokenised_while_neighbours_stream_and_new_requests_come(
     assert answers[0]["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_schema_is_compiled_while_short_requests_are_answered(client, engine, text, monkeypatch):
+def test_schema_is_compiled_while_requests_are_answered(client, engine, text, monkeypatch):
     is_compiling, may_end, answers = threading.Event(), threading.Event(), []
 
     def compile_slowly(schema):
@@ -459,7 +457,7 @@ def test_prompts_are_counted_before_they_are_tokenised(client, engine, monkeypat
     assert error["message"].startswith("n times the number of prompts must be at most 36, got 9999")
 
 
-def test_bodies_of_all_requests_together_are_bounded():
+def test_total_bytes_of_request_bodies_are_bounded():
     engine = SimpleNamespace(num_rows=2, max_queued=1, max_chars=2**16, check_room=lambda: None)
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     intake = importlib.import_module("hf_speculate.tools.server.intake").Intake(engine)
@@ -528,13 +526,13 @@ def test_values_are_counted_before_they_are_checked():
     assert len(many_ids.prompt) == 20_000
 
 
-def test_requests_are_described_and_no_page_loads_scripts(client):
+def test_api_is_described_without_pages_that_load_scripts(client):
     described = client.get("/openapi.json").json()["components"]["schemas"]
     assert "max_tokens" in described["ChatRequest"]["properties"] and "Message" in described
     assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
 
 
-def test_neutral_values_of_fields_that_are_not_supported_pass(client, text):
+def test_neutral_values_of_unsupported_fields_pass(client, text):
     neutral = {name: values[0] for name, values in schemas.NEUTRAL.items()} | {
         "user": "me",
         "metadata": {"a": "b"},
@@ -548,7 +546,7 @@ def test_neutral_values_of_fields_that_are_not_supported_pass(client, text):
         assert answered(client, **options)[0] == text
 
 
-def test_a_chat_template_reads_tools_and_its_own_options(client, engine, monkeypatch):
+def test_chat_template_reads_tools_and_its_own_options(client, engine, monkeypatch):
     template = (
         "{% if tools %}T{{ tools[0].function.name }}{% endif %}{{ depth }}{{ reasoning_effort }}{% "
         "for message in "
@@ -618,7 +616,7 @@ def test_a_chat_template_reads_tools_and_its_own_options(client, engine, monkeyp
         (" \n", " \n", []),
     ),
 )
-def test_tool_calls_are_taken_out_of_the_text(text, content, calls):
+def test_tool_calls_are_removed_from_the_text(text, content, calls):
     answers = importlib.import_module("hf_speculate.tools.server.answers")
     records = importlib.import_module("hf_speculate.tools.server.text_request")
     prompt = records.RowPrompt([1])
@@ -655,7 +653,7 @@ def test_tool_calls_are_taken_out_of_the_text(text, content, calls):
     ]
 
 
-def test_the_model_is_listed_and_found_by_its_full_and_its_short_name(client):
+def test_model_is_found_by_its_full_and_short_name(client):
     (model,) = client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"]) == ("org/tiny", "model")
     for name in ("org/tiny", "tiny"):
@@ -663,7 +661,7 @@ def test_the_model_is_listed_and_found_by_its_full_and_its_short_name(client):
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_a_client_that_leaves_ends_its_generation(client, slow, text):
+def test_generation_ends_when_its_client_leaves(client, slow, text):
     before, now = slow.num, -1
     with pytest.raises(httpx.ReadTimeout):
         client.post(PATH, json=body(max_tokens=MANY), timeout=0.3)
@@ -675,7 +673,7 @@ def test_a_client_that_leaves_ends_its_generation(client, slow, text):
     assert answered(client)[0] == text
 
 
-def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
+def test_pieces_hold_whole_characters_and_no_stop_prefix():
     tokenizer = byte_level_tokenizer(["st"])
     text, stream, whole = (
         "",
@@ -690,12 +688,12 @@ def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
     assert text + stream.read(ids, is_end=True) == "naïve s sto 日本 stip "
     assert stream.is_cut
     stream, ids = TextStream(tokenizer, ["stop"]), tokenizer("a sto")["input_ids"]
-    # the end gives what was held
+    # The end gives the held text.
     assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")
     assert not stream.is_cut
 
 
-def test_special_tokens_are_searched_for_stops_and_not_sent():
+def test_special_tokens_match_stops_and_are_not_sent():
     tokenizer = byte_level_tokenizer(["st", "end"], eos_token="<|end|>", pad_token="<tool_call>")
     ids = tokenizer("a <tool_call> <|end|> end<|end|>\nmore")["input_ids"]
     for stop, text in (
@@ -710,14 +708,14 @@ def test_special_tokens_are_searched_for_stops_and_not_sent():
         )
         for num_ids in range(1, len(ids) + 1):
             read += stream.read(ids[:num_ids])
-            # both at the same token
+            # Both stop at the same token.
             assert stream.is_cut or not criterion(torch.tensor([ids[:num_ids]]), None)
         assert (read, stream.is_cut) == (text, True)
     stream = TextStream(tokenizer, ["<|end|>!"])
     assert stream.read(ids[:-6]) + stream.read(ids, is_end=True) == "a <tool_call>  end\nmore"
 
 
-def test_bytes_of_no_character_are_given_at_linear_cost():
+def test_invalid_utf8_bytes_are_sent_at_linear_cost():
     tokenizer = byte_level_tokenizer([])
     (byte,) = {tokenizer("日")["input_ids"][1]}
     num_decoded = []
@@ -733,7 +731,7 @@ def test_bytes_of_no_character_are_given_at_linear_cost():
     assert sum(num_decoded) < 50 * 200
 
 
-def test_any_error_in_a_stream_is_an_event_before_the_last_one():
+def test_error_in_a_stream_is_an_event_before_the_last_one():
     answers = importlib.import_module("hf_speculate.tools.server.answers")
     records = importlib.import_module("hf_speculate.tools.server.text_request")
     asked = answers.Asked(
@@ -755,15 +753,16 @@ def test_any_error_in_a_stream_is_an_event_before_the_last_one():
     assert done == "data: [DONE]\n\n"
 
 
-def test_a_message_without_content_and_without_calls_is_empty(client):
+def test_message_without_content_and_calls_is_empty(client):
     empty, null = (
         {"role": "assistant", "content": content, "tool_calls": []} for content in ("", None)
     )
     assert answered(client, messages=[null])[0] == answered(client, messages=[empty])[0]
 
 
-def test_arguments_of_any_depth_are_served_or_refused(client, engine, monkeypatch):
-    template = "{% for message in messages %}{{ message.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+def test_nested_arguments_of_any_depth_are_served_or_refused(client, engine, monkeypatch):
+    template = "{% for message in messages %}"
+    template += "{{ message.tool_calls[0].function.arguments | tojson }}{% endfor %}"
     for chat_template in (engine.tokenizer.chat_template, template):
         monkeypatch.setattr(engine.tokenizer, "chat_template", chat_template)
         for depth in (20, 300, *range(500, 1_000, 100), 3_000):
@@ -786,20 +785,20 @@ def test_extreme_numbers_are_served_or_refused(client):
         assert client.post(PATH, json=body(**options)).status_code in (200, 400), options
 
 
-def test_an_error_is_not_replaced_by_tokens_that_come_later():
+def test_error_is_not_replaced_by_later_tokens():
     records = importlib.import_module("hf_speculate.tools.server.text_request")
 
     async def run():
         answer = records.Answer(records.TextRequest(records.RowPrompt([1])))
         answer.put(RequestError("shutting down"))
-        answer.put([3])  # its thread had asked before whether the text is wanted
+        answer.put([3])  # its thread had checked before if the text is wanted
         await asyncio.sleep(0)
         return await answer.get()
 
     assert isinstance(asyncio.run(run()), RequestError)
 
 
-def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
+def test_body_in_tiny_chunks_does_not_block_the_server():
     uvicorn, reading = (
         importlib.import_module(name)
         for name in ("uvicorn", "hf_speculate.tools.server.fair_reading")
@@ -829,7 +828,7 @@ def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
     assert sum(num_read) == 30_000 and max(num_read) < 2_000
 
 
-def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
+def test_stop_string_may_begin_with_a_dropped_space():
     tokenizer = metaspace_tokenizer([" a"], "abcdef")
     tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
     ids = tokenizer.convert_tokens_to_ids(["\N{LOWER ONE EIGHTH BLOCK}a", "b"])
@@ -842,7 +841,7 @@ def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
         assert stream.is_cut == (text != "ab")
 
 
-def test_a_target_in_a_peft_wrapper_is_served_with_its_adapter(engine):
+def test_peft_target_is_served_with_its_adapter(engine):
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     wrapped = hf_speculate.enable(
         get_peft_model(make_model("llama", vocab_size=engine.vocab_size), lora).eval()

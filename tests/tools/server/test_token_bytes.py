@@ -1,4 +1,4 @@
-"""Bytes of tokens: they spell the text of an answer, and stops are found in them as transformers finds them."""
+"""Test bytes of tokens: they spell the text of an answer, and stops match as in transformers."""
 
 import random
 
@@ -27,7 +27,7 @@ END = "</s>"
 
 
 def sentencepiece_tokenizer(strips):
-    """As Llama 2 decodes if it `strips`: the text's first space is lost."""
+    """Make a tokenizer like Llama 2's; if it `strips`, the text's first space is lost."""
     tokenizer = metaspace_tokenizer(WORDS, "abcdefghijklmnopqrstuvwxyz,", eos_token=END)
     if strips:
         parts = (
@@ -48,7 +48,10 @@ TOKENIZERS = {
 
 
 def logprobs_of(tokenizer, text):
-    """Tokens of a text and of its end, each with alternatives: itself, the token before and that of one byte."""
+    """Return tokens of a text and of its end with alternatives.
+
+    These are the token, the one before and that of one byte.
+    """
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     byte = tokenizer.convert_tokens_to_ids("<0x61>") if "<0x61>" in tokenizer.get_vocab() else 3
     return [
@@ -83,9 +86,9 @@ def test_alternatives_of_equal_text_stay_apart(kind):
         assert sorted(top.values()) == sorted(logprob for _, logprob in token.top)
         assert top[name] == dict(token.top)[token.token_id]
     letter = tokenizer("b")["input_ids"][-1]
-    twin = tokenizer.get_vocab().get("<0x62>")
-    if twin is not None:
-        (top,) = completion_format([TokenLogprob(twin, -3.0, [(letter, -1.0)])], token_bytes)[
+    byte_id = tokenizer.get_vocab().get("<0x62>")
+    if byte_id is not None:
+        (top,) = completion_format([TokenLogprob(byte_id, -3.0, [(letter, -1.0)])], token_bytes)[
             "top_logprobs"
         ]
         assert sorted(top.values()) == [-3.0, -1.0] and top["b"] == -3.0
@@ -106,7 +109,7 @@ def test_offsets_count_the_characters_of_the_text(kind):
 
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "letters"])
-def test_stops_are_found_where_transformers_finds_them(kind):
+def test_stops_are_found_as_in_transformers(kind):
     tokenizer = (
         letters_tokenizer([*"abcdefstop ,", END], eos_token=END)
         if kind == "letters"
@@ -126,14 +129,14 @@ def test_stops_are_found_where_transformers_finds_them(kind):
     assert 20 < sum(found) < 380
 
 
-def test_a_stop_does_not_begin_in_the_prompt():
+def test_stop_does_not_begin_in_the_prompt():
     tokenizer = byte_level_tokenizer(WORDS)
     ids = torch.tensor([tokenizer("st")["input_ids"] + tokenizer("op")["input_ids"]])
     token_bytes = TokenBytes(tokenizer)
     assert [StopTexts(token_bytes, ("stop",), num)(ids).item() for num in (0, 1)] == [True, False]
 
 
-def test_only_stops_that_tokens_can_spell_are_taken():
+def test_stops_must_be_spellable_by_tokens():
     cases = {
         "letters": ("ab", "a~"),
         "byte-level": ("\u65e5", None),

@@ -1,4 +1,4 @@
-"""Streams that name the origin of each token: the target, or the draft source that proposed it."""
+"""Test streams that name each token's origin: the target, or the draft source."""
 
 import asyncio
 import importlib
@@ -29,7 +29,7 @@ DRAFT = "model LlamaForCausalLM"
 
 
 def streamed(client, word="a word", **options):
-    """Text, tokens and totals of a streamed answer, whose chunks each hold the text of their tokens."""
+    """Return text, tokens and totals of a streamed answer; each chunk holds its tokens' text."""
     messages = [{"role": "user", "content": word}]
     fields = body(stream=True, speculation=True, messages=messages, **options)
     text, tokens, totals = "", [], None
@@ -45,7 +45,7 @@ def streamed(client, word="a word", **options):
 
 
 def rounds_of(engine):
-    """Origins of the tokens of the greedy answer, from the rounds of a call of `generate()`."""
+    """Return origins of the tokens of the greedy answer, from the rounds of a `generate()` call."""
     reports, options = [], {"max_new_tokens": NUM_NEW, "do_sample": False, **engine.options}
     inputs = engine.tokenizer("# a word\n", return_tensors="pt")
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -83,10 +83,10 @@ def test_tokens_have_the_origins_of_their_rounds(client, engine):
 def test_held_and_cut_text_stays_with_its_tokens(client):
     whole, tokens, _ = streamed(client)
     stop = whole[9:12]
-    # a beginning of the second is held
+    # A beginning of the second stop is held.
     text, cut, totals = streamed(client, stop=[stop, 2 * whole[2:4]])
     assert text == whole[: whole.index(stop)]
-    # a token is a character here
+    # A token is a character here.
     assert [token["text"] for token in cut] == [*text, *[""] * len(stop)]
     assert [token["origin"] for token in cut] == [token["origin"] for token in tokens[: len(cut)]]
     assert totals["accepted"] == sum(token["origin"] != TARGET for token in cut)
@@ -98,7 +98,7 @@ def test_plain_decoding_has_no_drafted_tokens(client):
     assert (totals["drafted"], totals["accepted"], len(tokens)) == (0, 0, NUM_NEW)
 
 
-def test_streams_beside_one_another_keep_their_tokens(client, slow):
+def test_concurrent_streams_keep_their_tokens(client, slow):
     words = ["a word", "two words", "Another", "z"]
     slow.most_at_once, alone = 0, [streamed(client, word) for word in words]
     with ThreadPoolExecutor(len(words)) as pool:
@@ -109,7 +109,7 @@ def test_streams_beside_one_another_keep_their_tokens(client, slow):
     assert len({text for text, _, _ in alone}) == len(words)
 
 
-def test_speculation_needs_a_stream_of_a_chat(client):
+def test_speculation_field_needs_a_streamed_chat(client):
     for path, fields, words in (
         (PATH, body(speculation=True), "stream must be true with speculation, got false"),
         ("/v1/completions", {"prompt": "a", "speculation": True}, "speculation must be left out"),
@@ -118,7 +118,7 @@ def test_speculation_needs_a_stream_of_a_chat(client):
         assert response.status_code == 400 and words in response.json()["error"]["message"]
 
 
-def test_requests_that_are_decoded_one_by_one_have_origins():
+def test_requests_decoded_one_by_one_have_origins():
     tokenizer = letters_tokenizer([chr(ord("0") + index) for index in range(60)])
     target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
     options = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3}
@@ -198,7 +198,7 @@ WHOLE = "naïve s sto 日本 stip <|end|> stop, and more"
 
 
 @pytest.mark.parametrize("stop", ["stop", "e <|end|>", "\N{SNOWMAN}"])
-def test_texts_of_tokens_join_to_the_text_however_they_come(stop):
+def test_token_texts_join_to_the_text_in_any_chunks(stop):
     tokenizer = byte_level_tokenizer(["st", "and"], eos_token="<|end|>")
     ids, draw = tokenizer(WHOLE)["input_ids"], random.Random(0)
     ids += tokenizer("日")["input_ids"][:1]  # a part of a character

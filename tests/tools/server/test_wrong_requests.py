@@ -1,4 +1,4 @@
-"""Random wrong requests are answered in OpenAI's form, and change nothing for the requests beside them."""
+"""Test random invalid requests: errors in OpenAI's form, and unchanged neighbours."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from tests.tools.server.serving import body
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 NUM_REQUESTS = 300
-NUM_BETWEEN = 50  # wrong requests between two right ones
+NUM_BETWEEN = 50  # invalid requests between two valid ones
 NUMBERS = (0, -1, 1, 2, 3.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**40)
 TEXTS = ("", "a", "\ud800", "\x00", "a" * 300, "日本")
 LISTS = ([], [[]], [None], [0], [-1], ["a"], [[3]], [{}], [{"role": "tool", "content": "x"}])
@@ -32,7 +32,7 @@ RIGHT = {"prompt": "a", "max_tokens": 5, "temperature": 0}
 
 
 def wrong_request(draw):
-    """The path and the body of a request with one to three fields of random values."""
+    """Return the path and the body of a request with one to three fields of random values."""
     is_chat = draw.random() < 0.5
     schemas = importlib.import_module("hf_speculate.tools.server.schemas")
     schema = schemas.ChatRequest if is_chat else schemas.CompletionRequest
@@ -42,7 +42,7 @@ def wrong_request(draw):
     return f"/v1/{'chat/' if is_chat else ''}completions", json.dumps({**start, **fields})
 
 
-def test_wrong_requests_end_none_but_themselves(client):
+def test_invalid_requests_end_only_themselves(client):
     draw, statuses = random.Random(7), Counter()
     expected = client.post("/v1/completions", json=RIGHT).json()["choices"]
     for number in range(NUM_REQUESTS):

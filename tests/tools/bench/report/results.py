@@ -1,4 +1,4 @@
-"""A result as `hf-speculate bench` gives it, with made-up figures."""
+"""Make a result as `hf-speculate bench` does, with made-up numbers."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def spread(middle: float, width: float = 0.2) -> dict[str, float]:
 
 
 def method(name: str, speedup: float, **more: Any) -> dict[str, Any]:
-    """A method's entry; `more` replaces what stands here."""
+    """Return a method's entry; `more` replaces fields of it."""
     entry = {
         "name": name,
         "engine": "ours",

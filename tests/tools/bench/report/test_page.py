@@ -1,4 +1,4 @@
-"""The page says what the result says, loads nothing, reads no name as HTML, and is drawn by browsers as it should."""
+"""Test the report page: its content, escaped names, no loaded resources, and its drawing."""
 
 import html
 import re
@@ -23,12 +23,15 @@ pytest.importorskip("hypothesis", reason="needs hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
-HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"><svg onload=alert(3)>{{ 7 * 7 }}&amp;"
+HOSTILE = (
+    "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\">"
+    "<svg onload=alert(3)>{{ 7 * 7 }}&amp;"
+)
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href"}
 
 
 class Page(HTMLParser):
-    """Elements, attributes and texts of a page, as a browser would read them."""
+    """Parser of a page's elements, attributes and texts, as a browser would read them."""
 
     def __init__(self, folder, result):
         super().__init__()
@@ -44,7 +47,7 @@ class Page(HTMLParser):
         self.text += data
 
     def row(self, name):
-        """The first line of a table that begins so."""
+        """Return the first line of a table with this beginning."""
         lines = [
             re.findall(r"<td[^>]*>(.*?)</td>", line, re.S) for line in self.source.split("<tr")
         ]
@@ -61,7 +64,7 @@ def test_tables_show_the_figures(tmp_path):
     assert page.row("typical") == ["0.01", "171", "2.89", "-1.602", "62.4 %"]
 
 
-def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_otherwise(tmp_path):
+def test_headline_is_the_fastest_exact_method_with_its_doubts(tmp_path):
     result = make_result()
     page = Page(tmp_path, result)
     said = re.sub(r"\s+", " ", page.text)
@@ -88,7 +91,7 @@ def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_oth
     )
 
 
-def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
+def test_missing_values_are_left_out_with_their_plots(tmp_path):
     with pytest.raises(ConfigError, match="'methods'"):
         write_html({"methods": []}, tmp_path / "report.html")
     fields = (
@@ -115,7 +118,7 @@ def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
 
 
 def hostile(value, name=""):
-    """A result in which every text begins with what a browser must not run."""
+    """Make a result with code for browsers at the beginning of every text."""
     if isinstance(value, dict):
         return {key: hostile(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -123,12 +126,12 @@ def hostile(value, name=""):
     return f"{HOSTILE}{value}" if isinstance(value, str) and name != "engine" else value
 
 
-def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
+def test_page_loads_nothing_and_escapes_names(tmp_path):
     result = make_result()
     attack = hostile(result)
     attack["settings"] |= {HOSTILE: HOSTILE}
     result["settings"] |= {"name": "value"}
-    attack["methods"][0]["name"] = result["methods"][0]["name"]  # what the others are compared with
+    attack["methods"][0]["name"] = result["methods"][0]["name"]  # the others are compared with it
     page, attacked = Page(tmp_path, result), Page(tmp_path, attack)
     assert (attacked.tags, attacked.attributes) == (page.tags, page.attributes)
     assert attacked.text.count(HOSTILE) > len(result["methods"])
@@ -141,14 +144,14 @@ def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6))
-def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
+def test_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
     axis = rounded_axis(values, 0.0, 100.0)
     xs, ticks = [axis.position(value) for value in sorted(values)], axis.ticks()
     assert [0.0, *xs, 100.0] == sorted([ticks[0][0], *xs, ticks[-1][0]])
     assert 2 <= len({label for _, label in ticks}) == len(ticks) <= 7
 
 
-def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> None:
+def test_axis_has_round_labels_and_is_logarithmic_if_wide() -> None:
     assert [label for _, label in rounded_axis([3.0], 0.0, 100.0).ticks()] == [
         "2.6",
         "2.8",
@@ -167,7 +170,7 @@ def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> No
         assert (ticks[1], len(ticks)) == ((50.0, "0.05"), 3)
 
 
-def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
+def test_bars_begin_at_zero_and_leave_room_for_plain() -> None:
     plot = plot_bars(
         [Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)]
     )
@@ -187,11 +190,12 @@ PHONE, DESKTOP = 360, 1280
 MIN_LETTER_PX = 12
 # Three bars a method, positions, rounds, a stack a method, a line a category, drift.
 NUM_PLOTS = 3 * 5 + 1 + 1 + 4 + 4 + 3
-# What a reader would notice, in one call.
+# Collect visible faults in one call.
 LOOK = """() => {
   const box = one => one.getBoundingClientRect();
   const inside = (one, frame) =>
-    Math.min(one.left - frame.left, frame.right - one.right, one.top - frame.top, frame.bottom - one.bottom) >= -1;
+    Math.min(one.left - frame.left, frame.right - one.right,
+      one.top - frame.top, frame.bottom - one.bottom) >= -1;
   const problems = [];
   for (const frame of document.querySelectorAll('.scroll'))
     if (window.innerWidth > PHONE && frame.scrollWidth > frame.clientWidth)
@@ -201,12 +205,14 @@ LOOK = """() => {
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const parent = node.parentElement, scale = parent.getScreenCTM ? parent.getScreenCTM().a : 1;
     if (!node.data.trim() || parent.localName === 'title' || !box(parent).width) continue;
-    if (parseFloat(getComputedStyle(parent).fontSize) * scale < MIN_LETTER_PX) problems.push('small: ' + node.data);
+    if (parseFloat(getComputedStyle(parent).fontSize) * scale < MIN_LETTER_PX)
+      problems.push('small: ' + node.data);
   }
   for (const svg of document.querySelectorAll('svg')) {
     const marks = [...svg.querySelectorAll('.mark')], labels = [...svg.querySelectorAll('text')];
     const name = svg.getAttribute('aria-label');
-    if (svg.matches('.plot') && (!marks.length || box(svg).width < 100)) problems.push('not drawn: ' + name);
+    if (svg.matches('.plot') && (!marks.length || box(svg).width < 100))
+      problems.push('not drawn: ' + name);
     for (const mark of marks) {
       if (box(mark).width + box(mark).height === 0) problems.push('a mark without size: ' + name);
       if (!inside(box(mark), box(svg))) problems.push('a mark outside: ' + name);
@@ -237,7 +243,7 @@ def browser():
 
 
 def look_at(browser, path, width, scheme="light"):
-    """What is wrong with a page, and its number of plots."""
+    """Return the faults of a page, and its number of plots."""
     page, problems = (
         browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme),
         [],
@@ -259,9 +265,9 @@ def look_at(browser, path, width, scheme="light"):
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("scheme", "width"), [("light", PHONE), ("dark", DESKTOP)])
-def test_the_page_is_drawn_and_read(browser, tmp_path, width, scheme):
+def test_page_is_drawn_in_a_browser(browser, tmp_path, width, scheme):
     result = make_result()
-    result["methods"][3]["is_noise"] = True  # the longest text of a speed-up
+    result["methods"][3]["is_noise"] = True  # the longest text of a speedup
     assert look_at(browser, write_html(result, tmp_path / "report.html"), width, scheme) == (
         [],
         NUM_PLOTS,
