@@ -100,7 +100,7 @@ help:
 install: $(STAMP)
 
 # torch comes first and by its exact version: resolved as a range it may fetch gigabytes of another build.
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(STAMP): setup.cfg pyproject.toml constraints.txt hf_speculate/__init__.py
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python"; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	$(call install_torch,$(VENV))
