@@ -1,4 +1,4 @@
-"""The former name of `hf_speculate.kernels`, which programs may still import; it warns, and goes after 0.2.0."""
+"""The former name of `hf_speculate.kernels`; it warns, and goes after 0.2.0."""
 
 import warnings
 

@@ -89,7 +89,7 @@ def with_named_target(models: AnyModels) -> AnyModels:
         revision=None,
         draft=head,
         draft_revision=models.revision or models.draft_revision,
-        trust_remote_code=False,  # heads have no code that runs
+        trust_remote_code=False,  # heads contain no code
     )
 
 
