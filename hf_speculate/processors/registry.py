@@ -29,6 +29,7 @@ class RollbackProcessor(Protocol):
     draft model, whose drafts then obey it; rows need not move in lock step. Any class with these
     four methods is one. Under plain `generate()` only `__call__` is used, in lock step `fork` too.
     Each call shows every row one token more than its previous call:
+
     - the first call of all shows the prompts, as plain `generate()` does;
     - a round's first call shows each row's newest token, the next K calls its drafted ones, from
       left to right;
