@@ -222,13 +222,13 @@ def summary_page(folder: Path) -> str:
     parts = [
         "# Results",
         (
-            "Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`. "
-            "Every text is compared with plain decoding's before it is timed."
+            "Written by `python benchmarks/results_page.py` from the JSON in "
+            "`benchmarks/results/`. Every text is compared with plain decoding's before it is timed."
         ),
         "## Prompt lookup on a real model",
         (
-            "SmolLM2-135M-Instruct, greedy, one row, float32. Speed over plain `generate()`: medians "
-            "(and ranges) over tasks. [All tasks](../docs/results/ten_tasks.md)."
+            "SmolLM2-135M-Instruct, greedy, one row, float32. Speed over plain `generate()`: "
+            "medians (and ranges) over tasks. [All tasks](../docs/results/ten_tasks.md)."
         ),
         readme_tables.tasks_table(tasks),
         origin(tasks),
@@ -241,8 +241,8 @@ def summary_page(folder: Path) -> str:
         origin(pair),
         "## Drafts that gain nothing",
         (
-            "The default schedule with drafts of which nothing is accepted, or that cost as much as "
-            "the target. [All cells](../docs/results/never_slower.md)."
+            "The default schedule with drafts of which nothing is accepted, or that cost as much "
+            "as the target. [All cells](../docs/results/never_slower.md)."
         ),
         useless_table(folder),
         origin({**slower, "rows": []}),  # the page of the benchmark names cells measured earlier

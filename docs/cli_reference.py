@@ -1,4 +1,4 @@
-"""The reference of the command line as Markdown, read from the program itself when the pages are built."""
+"""Reference of the command line as Markdown, made from the program when pages are built."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ from hf_speculate.tools.cli.main import app
 
 
 def reference(program: Any = app, name: str = "hf-speculate") -> str:
-    """A section for each command: usage, description, arguments and options."""
+    """Write a section for each command: usage, description, arguments and options."""
     group = get_command(program)
     parts = [
         _section(f"{name} {command}", group.commands[command]) for command in sorted(group.commands)

@@ -1,4 +1,4 @@
-"""How Sphinx builds these pages: `make docs` writes them to build/docs, without asking the network for anything."""
+"""Settings of Sphinx: `make docs` writes these pages to build/docs, without the network."""
 
 import os
 import re
@@ -24,7 +24,7 @@ version = release = hf_speculate.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_static"]
 
-# Markdown: links to `page.md#heading` are checked, as deep as the pages' own headings go.
+# Markdown: links to `page.md#heading` are checked, down to the pages' deepest headings.
 myst_heading_anchors = 3
 
 # Docstrings write `code` in single backticks, and a paper as "Source:".
@@ -32,7 +32,7 @@ default_role = "literal"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False  # "Returns: Ids [B, K], ..." begins with words, not with a type
-# several names may share a line
+# Several names may share a line.
 napoleon_custom_sections = ["Source", ("Attributes", "params_style")]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -46,14 +46,15 @@ nitpick_ignore_regex = [
     # Other libraries, whose indexes a build without network cannot read.
     (
         r"py:.*",
-        r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum|logging)\..*",
+        r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum"
+        r"|logging)\..*",
     ),
     (r"py:class", r"(Tensor|PreTrainedModel|PreTrainedTokenizerBase|GenerateOutput|HfApi|Path)"),
-    # Names that only signatures use: aliases, and what takes part in a round without being made by
-    # callers.
+    # Names of signatures only: aliases, and internal objects of a round.
     (
         r"py:class",
-        r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState|StageSeconds|TokenRows)",
+        r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState"
+        r"|StageSeconds|TokenRows)",
     ),
 ]
 
@@ -68,15 +69,18 @@ html_show_copyright = False
 
 
 def repository_url() -> str | None:
-    """Web address of the repository: `REPOSITORY_URL`, or the clone's origin; None if that is no web address."""
-    asked = ["git", "remote", "get-url", "origin"]
-    found = os.environ.get("REPOSITORY_URL")
-    if not found:
-        found = subprocess.run(
-            asked, cwd=ROOT, capture_output=True, text=True, check=False
+    """Return the web address of the repository: `REPOSITORY_URL`, or the clone's origin.
+
+    None if it is no web address.
+    """
+    command = ["git", "remote", "get-url", "origin"]
+    address = os.environ.get("REPOSITORY_URL")
+    if not address:
+        address = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
-    found = re.sub(r"^(?:ssh://)?[\w.-]+@([\w.-]+)[:/]", r"https://\1/", found)  # ssh addresses
-    parts = urlsplit(found.removesuffix(".git"))
+    address = re.sub(r"^(?:ssh://)?[\w.-]+@([\w.-]+)[:/]", r"https://\1/", address)  # ssh
+    parts = urlsplit(address.removesuffix(".git"))
     return f"https://{parts.hostname}{parts.path}" if parts.scheme in ("http", "https") else None
 
 
@@ -91,7 +95,7 @@ if REPOSITORY is not None:
         ],
     }
 
-# Pages that lie elsewhere in the repository, by the name of the page here that shows each.
+# Pages from elsewhere in the repository, by the name of their page here.
 ELSEWHERE = {
     "project/examples": ROOT / "examples" / "README.md",
     "project/bundled-head": ROOT / "examples" / "heads" / "README.md",
@@ -107,9 +111,9 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 def take_from_elsewhere(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Show a page that lies elsewhere, and lead every link of a page to where its target is shown.
+    """Show a page from elsewhere, and point every link of a page to its target's page here.
 
-    On a code host the same links lead to the files, so pages are written for that.
+    The pages are written for code hosts, where the same links point to files.
     """
     here = DOCS / f"{docname}.md"
     if not here.is_file():
@@ -131,6 +135,6 @@ def take_from_elsewhere(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Connect to Sphinx, which calls this function."""
     app.connect("source-read", take_from_elsewhere)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

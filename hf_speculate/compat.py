@@ -28,7 +28,10 @@ TAKES_CACHE = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_ge
 
 OLD_CACHE_NAMES = ("past_key_values", "cache_params")
 CACHE_NAMES = ("cache", *OLD_CACHE_NAMES) if TAKES_CACHE else OLD_CACHE_NAMES
-"""Argument names for the cache in models and `generate`, the usual one first: `cache` since transformers 5.24."""
+"""Argument names for the cache in models and `generate`, the usual one first.
+
+It is `cache` since transformers 5.24.
+"""
 CACHE_NAME = CACHE_NAMES[0]
 
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")

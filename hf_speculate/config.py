@@ -1,4 +1,4 @@
-"""Settings of speculative decoding: fields, checks and what follows from them."""
+"""Settings of speculative decoding: fields, checks and derived values."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ from hf_speculate.types import RoundReport
 MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # default of all schedules but "adaptive"
 DEFAULT_MAX_ASSISTANT_TOKENS = 10  # default of "adaptive"
-# the same for one row of a target whose weights are loaded for every forward: more tokens take no
-# longer
+# Default for one row of an offloaded target. Its weights are loaded for every forward, and more
+# tokens take no longer.
 OFFLOADED_MAX_ASSISTANT_TOKENS = 32
 
-# odd and irregular: seeds of later runs differ from those of other rows
+# Odd and irregular: seeds of later runs differ from the seeds of other rows.
 _RUN_FACTOR = 0x3C6EF372FE94F82B
-# sampling verifiers that are greedy at temperature 0
+# Sampling verifiers; at temperature 0 they are greedy.
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")
 _LARGEST = sys.float_info.max
 
@@ -118,7 +118,9 @@ _CHECKS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Settings of speculative decoding for one `generate()` call. `None` means that a field is not set.
+    """Settings of speculative decoding for one `generate()` call.
+
+    `None` means that a field is not set.
 
     Args:
         verifier: name of a registered verifier.
@@ -132,9 +134,9 @@ class SpeculationConfig:
         draft_sampling: "sample" or "argmax", how the draft chooses tokens with `do_sample=True`.
         num_assistant_tokens: tokens to draft per round, 0..128; with "adaptive" the maximum. `None`
             is 10 with "adaptive" (32 for a draft model and one row of an offloaded target), else 5.
-            With 0 nothing is drafted, by prompt lookup neither. A list of one number per output
-            row, 0..128, limits the drafts of each row, those of prompt lookup too, in every round;
-            a row with 0 decodes plainly.
+            With 0 nothing is drafted, not even by prompt lookup. A list of one number per output
+            row, 0..128, limits the drafts of each row in every round, prompt lookup included; a row
+            with 0 decodes plainly.
         num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is
             "constant" if `num_assistant_tokens` is set, else "adaptive".
         assistant_confidence_threshold: a row stops drafting after a token of lower draft
@@ -142,36 +144,36 @@ class SpeculationConfig:
         prompt_lookup_num_tokens: largest number of tokens to copy per round from earlier text,
             1..128. With an assistant, each row uses the source with the higher throughput estimate.
             `None` disables prompt lookup.
-        grammar_draft: whether to draft first the text that a logits processor with `forced_text()`
-            leaves no choice about; needs `tokenizer`. `None` does so if a processor offers it and
-            the call has a draft source; `True` needs no other source.
+        grammar_draft: whether to draft first the text forced by a logits processor with
+            `forced_text()`; needs `tokenizer`. `None` does so if a processor offers it and the call
+            has a draft source; `True` needs no other source.
         max_matching_ngram_size: largest number of last tokens to search for in earlier text, >= 1;
             `None` and larger numbers mean 64.
-        suffix_store: a `SuffixStore` with texts of earlier calls, which prompt lookup searches too;
+        suffix_store: a `SuffixStore` with texts of earlier calls, searched by prompt lookup too;
             the outputs of this call are added to it.
         draft_state: a `DraftState` with the draft model's KV cache of earlier calls; this call
             replaces its content.
         seed: an int, or one int per output row.
         generator: draws the seed if none is given.
-        speculation_stats: filled in during the call; or a function that is called with the
-            statistics of each call when it has ended.
+        speculation_stats: filled in during the call; or a function, called with the statistics of
+            each call at its end.
         speculation_callback: called with a `RoundReport` after every round.
-        candidate_generator: a `CandidateGenerator` of transformers that drafts instead of a model,
-            or a function that makes one from keywords; it chooses the draft length, up to
+        candidate_generator: a `CandidateGenerator` of transformers, used instead of a draft model,
+            or a function to make one from keywords; it chooses the draft length, up to
             `num_assistant_tokens`.
         drafter: makes a `Drafter` from the call's `DrafterSetup`, once per call.
         entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
-        verifier_backend: advanced; "auto", "torch" or "triton", the kernels that verify and sample;
-            "auto" is Triton on a GPU where it agrees with torch.
+        verifier_backend: advanced; "auto", "torch" or "triton", the kernels for verification and
+            sampling; "auto" is Triton on a GPU where it agrees with torch.
         speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache;
             "auto" preallocates if the model supports it and no cache was passed.
         speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications
-            on a CUDA device run from CUDA graphs of the eager forwards; "auto" uses them where a
-            trial on the model shows that they are right and faster, but not for models with forward
-            hooks or KV buffers that may take more than an eighth of the device's memory.
-        speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, forwards
-            or modules that are not those of known packages; "check" compares verifications with
-            plain decoding once, and decodes plainly where they differ; "trusted" drafts without a
+            on a CUDA device run from CUDA graphs of the eager forwards; "auto" uses them if a trial
+            on the model finds them right and faster, but not for models with forward hooks or KV
+            buffers of more than an eighth of the device's memory.
+        speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, or with
+            forwards or modules of unknown packages; "check" compares verifications with plain
+            decoding once, and decodes plainly where they differ; "trusted" drafts without a
             comparison; "plain" decodes plainly.
 
     Raises:
@@ -236,7 +238,7 @@ class SpeculationConfig:
         """Name of the schedule; "generator" if a candidate generator chooses the draft length."""
         if self.candidate_generator is not None:
             return "generator"
-        # transformers' name; every call starts anew
+        # This is transformers' name; every call starts anew.
         if self.num_assistant_tokens_schedule == "heuristic_transient":
             return "heuristic"
         return self.num_assistant_tokens_schedule or (
@@ -250,25 +252,33 @@ class SpeculationConfig:
 
     @property
     def max_model_tokens(self) -> int:
-        """Largest number of tokens that a draft model drafts per round."""
+        """Largest number of tokens drafted by a model per round."""
         if self.schedule == "heuristic":
             return MAX_ASSISTANT_TOKENS
         default = {"adaptive": DEFAULT_MAX_ASSISTANT_TOKENS, "constant": DEFAULT_ASSISTANT_TOKENS}
-        return self._most_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)
+        return self._max_assistant_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)
 
     @property
     def first_tokens(self) -> int:
         """Draft length of the first round."""
-        return self._most_tokens or DEFAULT_ASSISTANT_TOKENS
+        return self._max_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
 
     @property
-    def _most_tokens(self) -> int | None:
-        """`num_assistant_tokens`, the largest of a list; at least 1, because `draft_limits` hold rows with 0."""
-        num = self.num_assistant_tokens
-        return num if num is None else max(1, *num) if isinstance(num, Sequence) else max(1, num)
+    def _max_assistant_tokens(self) -> int | None:
+        """`num_assistant_tokens`, the largest of a list.
+
+        It is at least 1, because `draft_limits` hold rows with 0.
+        """
+        limit = self.num_assistant_tokens
+        if limit is None:
+            return None
+        return max(1, *limit) if isinstance(limit, Sequence) else max(1, limit)
 
     def for_run(self, index: int) -> "SpeculationConfig":
-        """The settings of one run of a call that decodes in several; run 0 has the call's seeds, others their own."""
+        """Return the settings of one run of a call that decodes in several runs.
+
+        Run 0 has the call's seeds; every other run has different ones.
+        """
         if self.seed is None or index == 0:
             return self
         seeds = self.seed if isinstance(self.seed, Sequence) else [self.seed]
@@ -276,7 +286,10 @@ class SpeculationConfig:
         return replace(self, seed=later if isinstance(self.seed, Sequence) else later[0])
 
     def row_seeds(self, batch_size: int, do_sample: bool) -> Tensor:
-        """Seeds [B] int64 of the output rows; torch's generator is used only if noise is needed."""
+        """Return seeds [B] int64 of the output rows.
+
+        torch's generator is used only if noise is needed.
+        """
         seed = self.seed
         needs_noise = do_sample or not (
             self.verifier == "greedy" or self.typical_correction == "argmax"
@@ -294,15 +307,15 @@ class SpeculationConfig:
         return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def draft_limits(self, batch_size: int) -> list[int]:
-        """Largest draft lengths [B] of the output rows."""
-        num = self.num_assistant_tokens
-        if not isinstance(num, Sequence):
-            return [0 if num == 0 else MAX_ASSISTANT_TOKENS] * batch_size
-        _check_one_per_row("num_assistant_tokens", num, batch_size, "pass one int for all rows")
-        return [int(of_row) for of_row in num]
+        """Return the largest draft lengths [B] of the output rows."""
+        limits = self.num_assistant_tokens
+        if not isinstance(limits, Sequence):
+            return [0 if limits == 0 else MAX_ASSISTANT_TOKENS] * batch_size
+        _check_one_per_row("num_assistant_tokens", limits, batch_size, "pass one int for all rows")
+        return [int(limit) for limit in limits]
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
-        """The settings with defaults that depend on `do_sample` filled in."""
+        """Return the settings with the defaults for `do_sample` filled in."""
         if do_sample and self.verifier == "greedy":
             raise ConfigError(
                 "verifier must be a sampling one with do_sample=True, got 'greedy'; "
@@ -326,5 +339,5 @@ def _check_one_per_row(name: str, values: Sequence[int], batch_size: int, hint: 
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
 _OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_callback"}
 _OBJECTS |= {"speculation_stats", "suffix_store"}
-# fields that a file or a command line can set
+# Fields with plain values, for files and command lines.
 PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))

@@ -65,7 +65,7 @@ class SpeculationStats:
     #: tokens added to the longest row by rounds; plain decoding takes as many steps
     num_longest: int = 0
     num_host_syncs: int = 0  #: waits of our own code for the device
-    #: calls of processors, criteria or streamers that may wait for the device
+    #: calls of processors, criteria or streamers with a possible wait for the device
     num_user_host_syncs: int = 0
     status: int = 0  #: `Status` flags of all rounds, combined
     lock_step: bool = False  #: whether all rows advanced by the same number of tokens
@@ -86,8 +86,9 @@ class SpeculationStats:
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)
     #: of each round of the batch, in order; the first 16,384
     draft_lens: list[int] = field(default_factory=list)
-    #: seconds of rounds without drafts, by number of rows; the first 256 of each. A single one counts as no longer than
-    #: the fastest round with drafts, because it may have been the first forward of its size
+    #: seconds of rounds without drafts, by number of rows; the first 256 of each. A single one
+    #: counts as no longer than the fastest round with drafts, because it may have been the first
+    #: forward of its size
     plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
     #: the same for earlier calls of this type with this target; the newest 16 of each
     earlier_plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)

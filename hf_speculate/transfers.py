@@ -38,7 +38,7 @@ def download(rows: Tensor, *counts: Tensor) -> list[Any]:
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]
     num_rows, num_ids = rows.shape
-    width = 2 * num_ids  # the ids as int32, which one operator joins with the counts
+    width = 2 * num_ids  # ids as int32, to be joined with the counts by one operator
     ids = rows.to(torch.int64).reshape(-1).view(torch.int32).view(num_rows, width)
     # [B, 2 N + C]
     packed = torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)

@@ -1,4 +1,4 @@
-"""The former name of `hf_speculate.kernels`, which programs may still import; it warns, and goes in 0.3.0."""
+"""Former name of `hf_speculate.kernels`, with a warning until 0.3.0."""
 
 import warnings
 

@@ -63,7 +63,7 @@ class Kept(NamedTuple):
     """
 
     token_ids: Tensor  # [B, N] int64, padded with -1; N is at most K+1, and more after plain steps
-    num_emitted: Tensor  # [B] int32, on the host; 0 for a finished row that stays in the batch
+    num_emitted: Tensor  # [B] int32, on the host; 0 for a finished row still in the batch
     # [B, N, D], undefined past `num_emitted`; [B, 1, D] without `reads_prompt`; None without layers
     hidden_states: Tensor | None = None
 

@@ -52,10 +52,10 @@ _IN_CONFIGS = {*CONFIG_FIELDS, *FIELD_NAMES} - {"speculation_stats"}
 INTRODUCTION = """\
 # Compatibility
 
-Every argument and field of `generate()`, for an enabled model with a draft source (`assistant_model`,
-`assistant_early_exit`, `prompt_lookup_num_tokens`, `drafter` or `candidate_generator`). Without a draft source
-it decodes as transformers does, except with `verifier="coupled"` and `do_sample=True`.
-[What is supported](supported.md) is the short version.
+Every argument and field of `generate()`, for an enabled model with a draft source
+(`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens`, `drafter` or
+`candidate_generator`). Without a draft source it decodes as transformers does, except with
+`verifier="coupled"` and `do_sample=True`. [What is supported](supported.md) is the short version.
 
 - *supported*: the text equals plain decoding's, or, with sampling, has its distribution.
 - *not supported*: raises the error in the last column, before the first forward of the decoder.
@@ -64,24 +64,28 @@ it decodes as transformers does, except with `verifier="coupled"` and `do_sample
 MODELS = """\
 ## Model families
 
-Greedy text is plain decoding's in float64 (MPT's in float32), with left-padded rows too. Other models run if
-their cache and modules follow the same protocols; `check_pair` reads it from configs.
+Greedy text is plain decoding's in float64 (MPT's in float32), with left-padded rows too. Other
+models run if their cache and modules follow the same protocols; `check_pair` reads it from
+configs.
 
 - *preallocated, or dynamic*: keys and values; `speculation_cache` chooses.
-- *dynamic*: keys and values in transformers' own cache, for the reason in `SpeculationStats.fallbacks`.
-- *hybrid*: recurrent or convolution states, beside keys and values or alone. Verification projects all tokens
-  at once and reads them one by one, so the states after each token are those of plain decoding.
+- *dynamic*: keys and values in transformers' own cache, for the reason in
+  `SpeculationStats.fallbacks`.
+- *hybrid*: recurrent or convolution states, beside keys and values or alone. Verification projects
+  all tokens at once and reads them one by one, so the states after each token are those of plain
+  decoding.
 
-Models with recurrent layers are not supported if they are compiled, spread over devices or split by tensor
-parallelism. Neither are layers with an index of the attended tokens (`indexed_attention`, in Qwen4-Exp and
-GLM-5-Next). Inkling 2 is compared with plain decoding in float32, because its router stays in float32.
+Models with recurrent layers are not supported if they are compiled, spread over devices or split
+by tensor parallelism. Neither are layers with an index of the attended tokens
+(`indexed_attention`, in Qwen4-Exp and GLM-5-Next). Inkling 2 is compared with plain decoding in
+float32, because its router stays in float32.
 """
 
 TYPES = """\
 ## Model types
 
-By `model_type` of the target's config, read from the library. Other types are compared with plain decoding in their
-first speculative call, see [what is supported](supported.md#model-types).
+By `model_type` of the target's config, read from the library. Other types are compared with plain
+decoding in their first speculative call, see [what is supported](supported.md#model-types).
 """
 # Limits of model types in words.
 LIMITS = {

@@ -126,7 +126,10 @@ BEAMS = (
     "read by beam search only (not supported); greedy decoding and sampling ignore it, "
     "in transformers too"
 )
-ENDED = "behind a row's end 0 at the padding id and -inf elsewhere; plain decoding has its results for padding"
+ENDED = (
+    "behind a row's end 0 at the padding id and -inf elsewhere; plain decoding has its results "
+    "for padding"
+)
 WARPERS = {"temperature": 0.4, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "top_h": 0.2}
 WARPERS |= {"typical_p": 0.3, "epsilon_cutoff": 0.2, "eta_cutoff": 0.5}
 OBJECT = "an object, never in JSON"

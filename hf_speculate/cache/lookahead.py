@@ -1,4 +1,7 @@
-"""Look-ahead of preallocated buffers: masks, positions and slot mapping of the next tokens, for several forwards."""
+"""Look-ahead of preallocated buffers, for several forwards.
+
+It holds masks, positions and the slot mapping of the next tokens.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field

@@ -5,18 +5,18 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _SPAN_MASKS = WeakIdKeyDictionary()
-"""Additive masks with the entries 0 and -inf whose zeros follow each other in every row: those of our caches."""
+"""Additive masks of our caches: entries 0 and -inf, with adjacent zeros in every row."""
 
 
 def marked_as_spans(mask: Tensor) -> Tensor:
-    """Mark an additive mask: each query sees a span of columns, from a first to a last. Returns the mask."""
+    """Mark an additive mask of spans, and return it: each query sees a span of columns."""
     if mask.device.type == "cuda" and not torch.compiler.is_compiling():
         _SPAN_MASKS[mask] = True
     return mask
 
 
 def shows_spans(mask: Tensor) -> bool:
-    """Return whether this very tensor was marked; a mask that a model has made of it was not."""
+    """Return whether this very tensor was marked; a model's new mask from it was not."""
     return mask in _SPAN_MASKS
 
 

@@ -1,1 +1,1 @@
-"""Drafters: what proposes the tokens of a round."""
+"""Drafters: sources of a round's draft tokens."""

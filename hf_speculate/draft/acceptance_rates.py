@@ -10,15 +10,17 @@ _DECAY = 0.97  # factor of a row's counts per verified token: texts change
 _SHARED_DECAY = 0.998  # factor of the shared counts per verified token
 _WEIGHT = 6.0  # weight of the shared rate, in tokens
 _PRIOR_WEIGHT = 4.0  # weight of the prior in the shared counts, in tokens
-# by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more tokens
+# By doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more tokens.
 _SUFFIX_PRIORS = (0.3, 0.5, 0.7, 0.8, 0.9)
-# a token within a forced text, and its last one, which the target may join with what follows
+# A token within a forced text, and its last one; the target may merge the last one with later text.
 _FORCED_PRIORS = (0.95, 0.6)
 _MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
 
 
 class SharedRates:
-    """Rates from which a row starts; the rows of all calls with one target may share them.
+    """Shared rates, from which each row starts.
+
+    The rows of all calls with one target may share them.
 
     Args:
         priors: the rate of each kind of token before any was verified.
@@ -60,7 +62,10 @@ def model_rates() -> SharedRates:
 
 
 class RowRates:
-    """Acceptance rates of one row; until it has many counts of its own, those of all rows count."""
+    """Acceptance rates of one row.
+
+    Until it has many counts of its own, those of all rows count.
+    """
 
     def __init__(self, shared: SharedRates) -> None:
         self._shared = shared
@@ -75,7 +80,7 @@ class RowRates:
             self._shared.add(bucket, is_accepted)
 
     def probabilities(self, buckets: Sequence[int]) -> list[float]:
-        """Return the probability of each token of a draft that it is accepted with all before it."""
+        """Return the probability of each token of a draft to be accepted with all before it."""
         probability, probabilities = 1.0, []
         for bucket in buckets:
             accepted, verified = self._counts[bucket]
@@ -100,7 +105,10 @@ def suffix_buckets(match_len: int, num_tokens: int) -> list[int]:
 
 
 def forced_buckets(num_tokens: int, is_whole: bool) -> list[int]:
-    """Return [num_tokens] kinds of forced tokens; if `is_whole`, the last one ends the forced text."""
+    """Return [num_tokens] kinds of forced tokens.
+
+    If `is_whole`, the last one ends the forced text.
+    """
     return [int(is_whole and at == num_tokens - 1) for at in range(num_tokens)]
 
 

@@ -1,6 +1,7 @@
-"""Acceptance tallies: counts of drafted and accepted tokens of one target's drafts over all calls.
+"""Acceptance tallies: counts of drafted and accepted tokens of one target's drafts.
 
-Over all calls, because a schedule stops drafting early in one if next to nothing is accepted.
+They sum all calls, because the schedule of a single call stops drafting early if next to nothing is
+accepted.
 """
 
 import threading
@@ -20,14 +21,14 @@ class DraftCounts(NamedTuple):
 
 
 class AcceptanceBound(NamedTuple):
-    """The least acceptance rate of a draft that fits its target."""
+    """Lowest acceptance rate of a matching draft."""
 
     least_rate: float  # accepted over drafted tokens, in [0, 1]
-    num_drafted: int  # tokens after which the rate is compared
+    num_drafted: int  # drafted tokens before the rate is compared
 
 
 class AcceptanceTallies:
-    """Counts of one target's drafts, which are held weakly."""
+    """Counts of one target's drafts, held weakly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,11 +36,15 @@ class AcceptanceTallies:
 
     @classmethod
     def of(cls, model: nn.Module) -> "AcceptanceTallies":
-        """The counts of a target."""
+        """Return the counts of a target."""
         return model_state(model).get(cls, cls)
 
     def add(self, draft: object, counts: DraftCounts, bound: AcceptanceBound) -> bool:
-        """Count a call; whether the acceptance rate of all calls is below a bound, the first time that it is so."""
+        """Add the counts of a call.
+
+        Returns:
+            Whether the acceptance rate of all calls is below the bound, but only the first time.
+        """
         with self._lock:
             before, was_low = self._by_draft.get(draft, (DraftCounts(0, 0), False))
             num_drafted, num_accepted = (sum(pair) for pair in zip(before, counts, strict=True))

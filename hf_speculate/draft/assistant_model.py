@@ -1,4 +1,7 @@
-"""The source of draft models: makes a drafter from a smaller model, and maps its vocabulary to the target's."""
+"""The source of draft models.
+
+It makes a drafter from a smaller model, and maps its vocabulary to the target's.
+"""
 
 import copy
 import functools
@@ -34,7 +37,7 @@ from hf_speculate.transfers import upload
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
 
-# imported where two tokenizers are compared
+# Imported when two tokenizers are compared.
 _VOCABULARIES = "hf_speculate.draft.vocab_intersection"
 # With another tokenizer, one token in hundreds is accepted by coincidence, and one in ten of a poor
 # draft with the same tokenizer. The bound is wrong for 1 poor draft in 100.
@@ -42,13 +45,14 @@ VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
 
 
 class AssistantModel(DraftSource):
-    """The source of a call whose drafts are another model's."""
+    """Source of a call with a draft model."""
 
     argument = "assistant_model"
     hint = hint_of("assistant_model")
     model: PreTrainedModel
-    is_vocabulary_assumed = False  # to be the target's, because the tokenizers were not compared
-    reads_text = True  # whether the draft can read the prompt; one that cannot is poor in any case
+    # whether the draft is taken to have the target's vocabulary; the tokenizers were not compared
+    is_vocabulary_assumed = False
+    reads_text = True  # whether the draft can read the prompt; without it, any draft is poor
 
     def __init__(self, model: PreTrainedModel, name: str = ""):
         self.model = model
@@ -96,7 +100,7 @@ class AssistantModel(DraftSource):
             if context is None
             else min(setup.max_position, context.num_tokens - 1)
         )
-        # rows of other ranks, or later ones, may be longer
+        # Rows of other ranks, or later ones, may be longer.
         has_others = is_synced or setup.processors.can_join
         if context is not None and context.num_tokens >= setup.max_length and not has_others:
             context = None  # out of reach
@@ -133,7 +137,10 @@ class AssistantModel(DraftSource):
         )
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
-        """Warn once if next to none of its tokens were accepted; equal sizes of different vocabularies do this."""
+        """Warn once if next to none of its tokens were accepted.
+
+        Different vocabularies of equal size are the likely cause.
+        """
         if not (self.is_vocabulary_assumed and self.reads_text):
             return
         verified = DraftCounts(stats.num_verified, stats.num_accepted)
@@ -151,7 +158,10 @@ class AssistantModel(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """Return the source of `assistant_model`: a model, its name or wrapper, or an object that names another source."""
+    """Return the source of `assistant_model`.
+
+    It is a model, its name or wrapper, or an object naming another source.
+    """
     assistant, name = unwrapped(values["assistant_model"], "assistant_model"), ""
     if isinstance(assistant, str | Path):
         name = str(assistant)
@@ -166,7 +176,7 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
 
 
 def variant_of(assistant: Any) -> str | None:
-    """Return the entry of `VARIANTS` that an object names, or a model's type; None for other models."""
+    """Return the entry of `VARIANTS` for an object or a model's type; None for other models."""
     model_type = getattr(getattr(assistant, "config", None), "model_type", None)
     variant: str | None = getattr(
         assistant, "draft_source", model_type if model_type in VARIANTS else None
@@ -180,32 +190,33 @@ def map_vocabularies(
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> VocabMapping | None:
-    """Return the vocabulary mapping from the draft to the target; None if both share a vocabulary.
+    """Return the vocabulary mapping from the draft to the target; None if they share a vocabulary.
 
-    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ
-    and a tokenizer is not given, it is looked up in local files under its model's `name_or_path`.
+    Equal sizes count as equal vocabularies unless both tokenizers are given and differ. If sizes
+    differ and a tokenizer is not given, it is looked up in local files under its model's
+    `name_or_path`.
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     has_tokenizers = tokenizer is not None and assistant_tokenizer is not None
     num_read, num_scored = table_sizes(draft)
     if num_target == num_draft and not has_tokenizers:
-        # ids that the draft has no embedding for, or scores past its vocabulary, must not reach
-        # either model
+        # Ids without an embedding in the draft, or scored past its vocabulary, must not reach
+        # either model.
         fits = num_read >= num_draft and num_scored <= num_draft
         return None if fits else padding_mapping(num_target, min(num_read, num_draft))
-    ours = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
-    theirs = (
+    target_tokenizer = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
+    draft_tokenizer = (
         find_tokenizer(str(draft.name_or_path))
         if assistant_tokenizer is None
         else assistant_tokenizer
     )
-    if ours is not None and theirs is not None:
+    if target_tokenizer is not None and draft_tokenizer is not None:
         vocabularies = importlib.import_module(_VOCABULARIES)
-        if vocabularies.are_equal(ours, theirs):
+        if vocabularies.are_equal(target_tokenizer, draft_tokenizer):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
         if has_tokenizers:
             common: VocabMapping = vocabularies.intersect_vocabularies(
-                ours, theirs, num_target, num_draft
+                target_tokenizer, draft_tokenizer, num_target, num_draft
             )
             return common
         why = "their tokenizers differ"
@@ -227,7 +238,10 @@ def map_vocabularies(
 
 
 def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
+    """Return the number of ids with an embedding, and the number of scored ids.
+
+    They are those of the config if a table does not show its size.
+    """
     size = vocab_size_of(model)
     embeddings, head = input_table(model), model.get_output_embeddings()
     return int(getattr(embeddings, "num_embeddings", size)), int(
@@ -241,15 +255,15 @@ def _eos_ids(model: PreTrainedModel) -> set[int]:
 
 
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that lies beside a model in local files; None where there is none that loads."""
+    """Return the tokenizer beside a model in local files; None if none loads."""
     try:
         return _load_tokenizer(name) if name else None
-    # what transformers may raise
+    # These are the errors of transformers.
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None
 
 
-# loading takes up to seconds; what was not found is looked for again
+# Loading takes up to seconds. A missing tokenizer is looked for again.
 @functools.lru_cache(maxsize=8)
 def _load_tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)

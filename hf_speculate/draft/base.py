@@ -1,4 +1,4 @@
-"""The drafter protocol: what a drafter is told, what it is asked for, and what it can do."""
+"""The drafter protocol: settings, requests and capabilities of drafters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,27 +22,27 @@ class DraftCompilation(NamedTuple):
     """A request for compiled drafts."""
 
     settings: CompileConfig
-    lens: tuple[int, ...]  # the draft lengths K that are compiled, ascending; others are rounded up
+    lens: tuple[int, ...]  # draft lengths K to compile, ascending; others are rounded up
     units: CompiledUnits  # compiled before
     on_failure: Callable[[str], None]  # called with the reason, if something cannot be compiled
 
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """The setup of a drafter: arguments of a drafter factory, from the call.
+    """Arguments of a drafter factory, from the call.
 
     Args:
         target: the target model, to share its embeddings and head; it must not be changed.
         batch_size: B.
         num_pads: [B] padding columns before each prompt; rows that leave before the first call take
             theirs along.
-        max_length: columns of the output at most, the prompt's and its padding included.
-        max_draft_tokens: the most tokens that a round may ask for.
+        max_length: largest number of columns in the output, the prompt and its padding included.
+        max_draft_tokens: largest number of tokens requested in a round.
         vocab_size: the target's V.
         eos_token_ids: ids after which a row needs no further token.
-        device: where tokens and hidden states are handed over and drafts are expected.
-        processors: the call's row-wise logits processors; a drafter that applies them samples from
-            a distribution near the target's.
+        device: device of tokens, hidden states and drafts.
+        processors: the call's row-wise logits processors; a drafter with them samples from a
+            distribution near the target's.
         stream: the noise stream for RANDOM drafts.
         keeps_logits: whether the verifier reads `DraftOut.token_logits`; if not, return None for
             them.
@@ -53,17 +53,16 @@ class DrafterSetup:
         prompt_axes: [1 or 3, B, T] int64, the target's positions of the prompts in time, height and
             width, undefined at padding; later tokens go on from the last one on every axis. None if
             positions count tokens, or if the KV cache held a part of the prompt.
-        has_media: whether the target reads pictures or sounds with the prompts: what it makes of
-            them, and not the embeddings of tokens, then enters its first layer at their tokens.
+        has_media: whether the target reads pictures or sounds with the prompts; at their tokens,
+            its first layer then reads encoder outputs instead of token embeddings.
         config: the call's settings.
         prompt_len: tokens of the longest prompt.
-        num_query: tokens of a prompt that the target reads in one forward.
-        max_position: the position id of the last token that the target reads in a row without
-            padding.
-        inputs: what a draft model reads besides tokens.
+        num_query: prompt tokens per forward of the target.
+        max_position: the position id of the target's last token in a row without padding.
+        inputs: other inputs of a draft model besides tokens.
         is_distributed: whether several processes decode the call.
-        for_generators: what transformers hands to its candidate generators, for sources that read
-            it.
+        for_generators: arguments of transformers' candidate generators, for sources with
+            `reads_prepared`.
     """
 
     target: PreTrainedModel
@@ -95,11 +94,12 @@ class DraftRequest(NamedTuple):
     """The request for the draft of one round."""
 
     query_token_ids: Tensor
-    """[B, Q] int64, the tokens of each row that `kv_cache` does not hold, the newest last; in the first call the whole
-    sequence. A shorter row, which is finished and stays in the batch, repeats its first token in
-    front."""
+    """[B, Q] int64, the tokens of each row that `kv_cache` does not hold, the newest last; in the
+    first call the whole sequence. A shorter row, finished but still in the batch, repeats its first
+    token in front."""
     kv_cache: KVCache | None
-    """The draft model's states, advanced in place by Q + K - 1 tokens; None for drafters without a draft model."""
+    """The draft model's KV cache, advanced in place by Q + K - 1 tokens. None for drafters without
+    a draft model."""
     num_draft_tokens: int
     """K at most, >= 1."""
     sample_strategy: SampleStrategy = SampleStrategy.GREEDY
@@ -107,10 +107,11 @@ class DraftRequest(NamedTuple):
     keys: NoiseKeys | None = None
     """Keys of the round's noise; required for RANDOM."""
     kept: Kept | None = None
-    """Tokens emitted since the last call, in plain steps too; None in the first call unless the drafter has
-    `hidden_layers`."""
+    """Tokens emitted since the last call, in plain steps too. None in the first call unless the
+    drafter has `hidden_layers`."""
     target_cache: CacheView | None = None
-    """The target's states of all tokens but each row's newest one, to be read in this call alone; None in tests."""
+    """The target's KV states of all tokens but each row's newest one, valid in this call only. None
+    in tests."""
 
     def check(self) -> None:
         """Raise an error if the request is malformed.
@@ -135,93 +136,97 @@ class DraftRequest(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of every row.
+    """Protocol of drafters.
 
-    A drafter passed to `generate(drafter=...)` needs `draft` and `rows` only; all else is optional,
-    and a subclass inherits the defaults.
+    A drafter proposes the next tokens of every row. A drafter passed to `generate(drafter=...)`
+    needs only `draft` and `rows`; all else is optional, and a subclass inherits the defaults.
 
-    A drafter with heads on the last hidden state, such as Medusa, needs no cache. A drafter that
-    continues from hidden states by itself, such as EAGLE, creates its own cache. In each call it
-    first drops what it cached for its last drafts and reads all of `kept`, pairing each token with
-    the state that it was chosen from; accepted drafts come again there, with the target's states.
-    Then it drafts from its own states, one token at a time. Rows advance by different counts
-    (`kept.num_emitted`), so its cache keeps a length per row.
+    A drafter with heads on the last hidden state, such as Medusa, needs no cache. A drafter with
+    states of its own, such as EAGLE, creates its own cache. In each call it first drops the states
+    of its last drafts and reads all of `kept`, pairing each token with the hidden state it was
+    chosen from; accepted drafts are among them, with the target's states. Then it drafts from its
+    own states, one token at a time. Rows advance by different counts (`kept.num_emitted`), so its
+    cache keeps a length per row.
     """
 
     hidden_layers: Sequence[int] | None = None
-    """Layers of the target whose hidden states `kept` holds, concatenated along D: i is the input of decoder layer i,
-    the number of layers is the output of the last one before the final norm, and -1 is the state
-    after that norm, as the language modelling head reads it. None if the drafter reads no hidden
+    """Target layers whose hidden states `kept` holds, concatenated along D. Layer i is the input of
+    decoder layer i; the number of layers is the output of the last one before the final norm; -1 is
+    the input of the language modelling head, after that norm. None if the drafter reads no hidden
     states."""
     max_draft_tokens: int | None = None
-    """The most tokens that it drafts; None for any number."""
+    """Largest number of tokens per draft; None for any number."""
     reads_host_tokens: bool = False
-    """Whether it reads tokens on the host, where `query_token_ids` and `kept` are then handed over."""
+    """Whether it reads tokens on the host; `query_token_ids` and `kept` are then on the CPU."""
     reads_kept: bool = True
     """Whether it reads `kept`; if not, it may be None in every call."""
     reads_prompt: bool = True
-    """Whether it reads the hidden states of all tokens; if not, `kept` holds those of each row's newest one, [B, 1, D],
-    and in the first call that token alone if nothing was decoded before."""
+    """Whether it reads the hidden states of all tokens. If not, `kept` holds those of each row's
+    newest token, [B, 1, D], and in the first call only this token if nothing was decoded before."""
     min_query_len: int = 1
-    """Tokens of each row that it is fed at least, some of them again."""
+    """Smallest number of query tokens per row; some of them are repeated for it."""
     proposes: bool = False
-    """Whether it proposes tokens that cost no time, known before the round; see `look_up`."""
+    """Whether it makes proposals at no cost, known before the round; see `look_up`."""
     reads_forced_text: bool = False
-    """Whether it proposes the text that logits processors leave no choice about; see `force`."""
+    """Whether it proposes text forced by logits processors; see `force`."""
     is_free: bool = False
-    """Whether it proposes alone, so that `draft` is never called."""
+    """Whether all its drafts are proposals; `draft` is then never called."""
     is_compiled: bool = False
     """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
     can_join: bool = False
-    """Whether rows of another drafter of its kind may join it; `read_kept` and `join` are called only then, and so is
-    `read` unless it `awaits_prompt`."""
+    """Whether rows of another drafter of its kind may join it. `read_kept` and `join` are called
+    only then, and so is `read` unless it `awaits_prompt`."""
     drafts_fewer: bool = False
-    """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
+    """Whether it may draft fewer tokens than requested although rows still need some."""
     context_len: int | None = None
-    """Tokens of a row that it can read at most; longer rows decode plainly. None for any number."""
+    """Context length in tokens of a row; longer rows decode plainly. None for any number."""
     counts_padding: bool = False
-    """Whether padding counts among the tokens that it can read."""
+    """Whether padding counts towards `context_len`."""
     shares_columns: bool = False
-    """Whether the columns of its longest row, less the padding that all rows have, count for all rows."""
+    """Whether the columns of its longest row count for all rows, less the padding common to all
+    rows."""
     awaits_prompt: bool = False
-    """Whether `read` is called with the whole prompts before the first `draft`, as a draft model reads pictures with
-    them; of draft models alone."""
+    """Whether `read` gets the whole prompts before the first `draft`, as a draft model reads
+    pictures with them. For draft models only."""
     drafts_past_context: bool = False
-    """Whether it drafts for rows past `context_len` too, in another way."""
+    """Whether it drafts for rows past `context_len` too, by another method."""
 
     def is_callers(self, error: Exception) -> bool:
-        """Whether an error that one of these methods raises comes from the caller's own code, and is raised to it.
+        """Return whether an error of these methods comes from the caller's code and is raised.
 
         After any other error decoding continues without drafts.
         """
         return True
 
     def serves_all(self, num_draft_tokens: int) -> bool:
-        """Return whether its proposals serve all rows, so that `draft` need not be called."""
+        """Return whether its proposals serve all rows and `draft` can be skipped."""
         return False
 
     def has_numbers(self) -> Tensor | None:
-        """[B] bool, whether the last drafted token of each row was chosen from finite logits; None if unknown."""
+        """Return whether each row's last drafted token was chosen from finite logits, [B] bool.
+
+        None if unknown.
+        """
         return None
 
     def force(self, texts: Sequence[str]) -> None:
-        """Called before `look_up` if it `reads_forced_text`.
+        """Receive the forced text before `look_up`; called if it `reads_forced_text`.
 
         Args:
-            texts: [B] the text that must come next in each row; "" if there is a choice.
+            texts: [B] the text forced in each row; "" if there is a choice.
         """
         return
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Find a proposal for every row before a round; called only if it `proposes`, after `begin`.
+        """Find a proposal for every row before a round; called if it `proposes`, after `begin`.
 
-        A proposal is a function of the row's earlier tokens. Its width is chosen after it was seen.
+        A proposal depends only on the row's earlier tokens. The draft length is chosen later.
 
         Args:
-            new_ids: [B] lists of the tokens that each row has gained since the last call.
+            new_ids: [B] lists of the new tokens of each row since the last call.
 
         Returns:
-            [B][N] probability of each proposed token that it is accepted with all before it.
+            [B][N] probability of each proposed token to be accepted with all before it.
         """
         return [[] for _ in new_ids]
 
@@ -245,7 +250,7 @@ class Drafter(Protocol):
         """
 
     def project_states(self, states: Tensor) -> Tensor:
-        """Called once with the hidden states of every forward of the target; `kept` holds what it returns.
+        """Project the hidden states of each target forward, once; `kept` holds the result.
 
         Args:
             states: [B, Q, A * D], the states of the A layers in `hidden_layers`; undefined at
@@ -257,10 +262,10 @@ class Drafter(Protocol):
         return states
 
     def begin(self, token_ids: Tensor) -> None:
-        """Called before the first `draft` if rows may join or an earlier call has filled the draft cache.
+        """Begin with the prompts, before the first `draft`.
 
-        Also if it proposes or awaits the prompts. Every token after the prompts is then in a
-        `kept`.
+        Called if rows may join, if an earlier call has filled the draft cache, if it proposes, or
+        if it awaits the prompts. Every token after the prompts is then in a `kept`.
 
         Args:
             token_ids: [B, T] int64, with their padding.
@@ -276,7 +281,10 @@ class Drafter(Protocol):
         return
 
     def join(self, other: Any) -> None:
-        """Add the rows of `other`, which has begun too, behind these; the caller does the same to the draft cache."""
+        """Add the rows of `other`, begun as well, behind these.
+
+        The caller does the same to the draft cache.
+        """
         return
 
     def rows(self, indices: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The source of a user's own drafter, which is checked in every round."""
+"""The source of a user's own drafter; it is checked in every round."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from hf_speculate.field_checks import Check, integer
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut, SampleStrategy
 
-_MOST = integer("an int of at least 1", 1, math.inf, "leave it out for any number")
+_POSITIVE = integer("an int of at least 1", 1, math.inf, "leave it out for any number")
 _LAYERS = Check(
     "be one or more ints",
     lambda layers: layers and all(type(layer) is int for layer in layers),
@@ -42,10 +42,12 @@ _FLAGS += ["drafts_past_context", "proposes", "is_free"]
 
 
 class CustomDrafter(PerRow, Drafter):
-    """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
+    """A `Drafter` around a user's drafter.
+
+    Its optional attributes get default values, and its proposals are checked.
 
     Raises:
-        ConfigError: the factory made no drafter, or one with an attribute that is out of range.
+        ConfigError: the factory made no drafter, or an attribute is out of range.
         ShapeError: from `draft`, if a proposal does not have the shapes, dtypes or device of a
             `DraftOut`.
     """
@@ -62,25 +64,25 @@ class CustomDrafter(PerRow, Drafter):
                 f"drafter must make an object with draft() and rows(), got {_name(drafter)}; "
                 "return an instance of a class that fulfils hf_speculate.Drafter"
             )
-        most = getattr(drafter, "max_draft_tokens", None)
-        if most is not None:
-            _MOST("max_draft_tokens of a drafter", most)
+        max_tokens = getattr(drafter, "max_draft_tokens", None)
+        if max_tokens is not None:
+            _POSITIVE("max_draft_tokens of a drafter", max_tokens)
         layers = getattr(drafter, "hidden_layers", None)
         if layers is not None:
             _LAYERS("hidden_layers of a drafter", layers)
         self.drafter = drafter
         self.hidden_layers = None if layers is None else list(layers)
-        self.max_draft_tokens = most
+        self.max_draft_tokens = max_tokens
         for name in _FLAGS:
             setattr(self, name, bool(getattr(drafter, name, getattr(Drafter, name))))
         context_len = getattr(drafter, "context_len", None)
         if context_len is not None:
-            _MOST("context_len of a drafter", context_len)
+            _POSITIVE("context_len of a drafter", context_len)
         self.context_len = context_len
         self._device = setup.device
         self._vocab_size = setup.vocab_size
         self._num_rows = setup.batch_size  # at the last look-up
-        # whether the next call is the first one, whose query is the whole text
+        # whether the next call is the first one, with the whole sequence as its query
         self._hides_kept = False
 
     def begin(self, token_ids: Tensor) -> None:
@@ -109,7 +111,10 @@ class CustomDrafter(PerRow, Drafter):
         return self._valid(draft)._replace(token_logits=None, logsumexp=None)
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """Ids outside the vocabulary become -1, which no verifier accepts."""
+        """Draft with the user's drafter; replace ids outside the vocabulary by -1.
+
+        No verifier accepts -1.
+        """
         request.check()
         if self._hides_kept:
             request, self._hides_kept = request._replace(kept=None), False
@@ -125,7 +130,10 @@ class CustomDrafter(PerRow, Drafter):
         )
 
     def _valid(self, draft: DraftOut) -> DraftOut:
-        """Return the draft with -1 in place of ids outside the vocabulary; the call has no draft cache."""
+        """Replace ids outside the vocabulary by -1.
+
+        The call has no draft cache.
+        """
         ids = draft.token_ids
         ids = ids.masked_fill((ids < 0) | (ids >= self._vocab_size), -1)
         lens = draft.lens.to(torch.int32).clamp(0, ids.shape[1])
@@ -186,7 +194,7 @@ class CustomDrafter(PerRow, Drafter):
 
 
 class CustomSource(FactorySource):
-    """The source of a call that drafts with a user's own drafter."""
+    """Source of a call with a user's own drafter."""
 
     argument = "drafter"
     hint = hint_of(argument)

@@ -18,7 +18,10 @@ from hf_speculate.types import DraftOut
 
 
 class ModelDrafter(PerRow, Drafter):
-    """A `Drafter` over a draft model, whose distribution the row-wise processors bring near the target's."""
+    """A `Drafter` over a draft model.
+
+    The row-wise processors bring its distribution near the target's.
+    """
 
     PARTS = ("language_model", "chooser")
 
@@ -39,7 +42,7 @@ class ModelDrafter(PerRow, Drafter):
         )
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
         self.awaits_prompt = self.language_model.extra_inputs.awaits_prompt
-        # whose states `kv_cache` holds
+        # The model of `kv_cache`.
         self.draft_model: PreTrainedModel = self.language_model.model
         if context is not None:
             self.context_len, self.counts_padding, self.shares_columns = context
@@ -51,7 +54,7 @@ class ModelDrafter(PerRow, Drafter):
         return draft.finish(self._out_device(query))
 
     def _start(self, request: DraftRequest) -> tuple[KVCache, RoundDraft]:
-        """Return the draft model's cache and the draft of a round, which has no tokens yet."""
+        """Return the draft model's cache, and an empty draft for the round."""
         request.check()
         if request.kv_cache is None:
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
@@ -73,16 +76,19 @@ class ModelDrafter(PerRow, Drafter):
         self.inferencer.feed(self._sent(token_ids), kv_cache)
 
     def _sent(self, token_ids: Tensor) -> Tensor:
-        """Token ids where the language model expects them."""
+        """Move token ids to the device of the language model."""
         return token_ids.to(self.language_model.device)
 
     def _out_device(self, query: Tensor) -> torch.device:
-        """Where drafts are expected."""
+        """Return the device of the drafts."""
         return query.device
 
 
 class TranslatedDrafter(ModelDrafter):
-    """A `ModelDrafter` whose model has another vocabulary; it reads the text on the host if it must encode tokens."""
+    """A `ModelDrafter` with another vocabulary.
+
+    It reads the text on the host if it must encode tokens.
+    """
 
     def __init__(
         self,
@@ -91,7 +97,7 @@ class TranslatedDrafter(ModelDrafter):
         processors: RowProcessors,
         settings: DraftSettings,
         context: Context | None,
-        device: torch.device,  # where drafts are expected
+        device: torch.device,  # device of the drafts
     ):
         super().__init__(inferencer, processors, settings, context, language_model.vocabulary)
         self.reads_host_tokens, self._device = language_model.encodes, device

@@ -1,4 +1,4 @@
-"""Drafts that calls name by folder or Hub id: draft heads, and ordinary models."""
+"""Drafts named by folder or Hub id: draft heads, and ordinary models."""
 
 import threading
 from pathlib import Path
@@ -17,7 +17,7 @@ _REASON_LEN = 200  # characters; some messages of transformers list all its mode
 
 
 class NamedDrafts:
-    """The drafts that calls of one target named, by source, dtype and device."""
+    """Named drafts of one target, by source, dtype and device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,15 +25,20 @@ class NamedDrafts:
 
     @classmethod
     def of(cls, model: nn.Module) -> "NamedDrafts":
-        """The drafts of a target."""
+        """Return the drafts of a target."""
         return model_state(model).get(cls, cls)
 
     def get(self, source: str | Path, target: PreTrainedModel, is_mtp: bool = False) -> Any:
-        """The draft of a folder or a Hub repository, loaded on first use; `is_mtp`: MTP layers of the target there.
+        """Return the draft of a folder or a Hub repository; load it on first use.
+
+        Args:
+            source: the folder or repository.
+            target: the target model.
+            is_mtp: whether the draft consists of the target's MTP layers.
 
         Raises:
             ConfigError: the files do not load.
-            UnsupportedModelError: it is a head that is not served, or that does not fit the target.
+            UnsupportedModelError: it is an unsupported head, or a head of another target.
         """
         key = (str(source), is_mtp, target.dtype, device_of(target))
         with self._lock:
@@ -44,7 +49,10 @@ class NamedDrafts:
 
 
 def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
-    """An ordinary draft model, as the command line loads it, in the target's dtype and on its device."""
+    """Load an ordinary draft model, in the target's dtype and on its device.
+
+    The command line loads draft models in the same way.
+    """
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         model, info = load(

@@ -1,4 +1,4 @@
-"""The source of prompt lookup: drafts what followed an earlier match of a row's last tokens."""
+"""The source of prompt lookup: drafts the tokens after an earlier match of a row's last ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PromptLookup(DraftSource):
-    """The source of a call that copies earlier tokens of each row."""
+    """Source of a call with prompt lookup."""
 
     argument = "prompt_lookup_num_tokens"
     hint = (
@@ -25,19 +25,28 @@ class PromptLookup(DraftSource):
     )
     description = "prompt lookup"
     varies_len = True
-    store: Any = None  # texts of earlier calls, which are searched too; None for none
+    store: Any = None  # sequences of earlier calls, searched too; None for none
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """`prompt_lookup_num_tokens` is the largest draft length, unless nothing is to be drafted."""
-        num, most = config.num_assistant_tokens, config.prompt_lookup_num_tokens
-        if num == 0:
+        """Limit the draft length to `prompt_lookup_num_tokens`.
+
+        It is the largest draft length unless drafting is switched off.
+        """
+        num_assistant_tokens, max_tokens = (
+            config.num_assistant_tokens,
+            config.prompt_lookup_num_tokens,
+        )
+        if num_assistant_tokens == 0:
             return config
-        if isinstance(num, Sequence):
+        if isinstance(num_assistant_tokens, Sequence):
             return replace(
-                config, num_assistant_tokens=[min(limit, most or limit) for limit in num]
+                config,
+                num_assistant_tokens=[
+                    min(limit, max_tokens or limit) for limit in num_assistant_tokens
+                ],
             )
         return replace(
-            config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule
+            config, num_assistant_tokens=max_tokens, num_assistant_tokens_schedule=config.schedule
         )
 
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
@@ -53,7 +62,7 @@ class PromptLookup(DraftSource):
         return SuffixDrafter(self.suffix_settings(setup), setup.device, lambda: rates)
 
     def suffix_settings(self, setup: DrafterSetup) -> SuffixSettings:
-        """Settings of drafts after a match."""
+        """Return the settings of drafts after a match."""
         config = setup.config
         return SuffixSettings(
             max_draft_tokens=config.prompt_lookup_num_tokens or config.max_draft_tokens,
@@ -66,7 +75,10 @@ class PromptLookup(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """Return the source of `prompt_lookup_num_tokens`; with a `suffix_store`, it searches earlier calls too."""
+    """Return the source of `prompt_lookup_num_tokens`.
+
+    With a `suffix_store`, it searches earlier calls too.
+    """
     if values.get("suffix_store") is None:
         return PromptLookup()
     source: DraftSource = load_entry(VARIANTS["suffix_store"])(target, values)

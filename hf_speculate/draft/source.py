@@ -1,4 +1,4 @@
-"""Draft sources: what proposes tokens in a call. Each has a file of its own, and is reached through one table."""
+"""Draft sources: each has a file of its own and is found through one table."""
 
 import copy
 import importlib
@@ -18,9 +18,9 @@ from hf_speculate.types import DraftNames
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
 
-# Argument of `generate()`, or arguments that go together -> the function that makes their source,
-# imported when a call has the argument. Without a name behind the colon it is `make_source`; it
-# gets the target and the values of a call.
+# Argument of `generate()`, or combined arguments -> the function of their source, imported when a
+# call has the argument. Without a name behind the colon it is `make_source`; its arguments are the
+# target and the values of a call.
 SOURCES = {
     "assistant_model": "hf_speculate.draft.assistant_model",
     "assistant_early_exit": "hf_speculate.options.sources.early_exit",
@@ -31,36 +31,39 @@ SOURCES = {
     "assistant_model and prompt_lookup_num_tokens": "hf_speculate.options.sources.hybrid",
     "assistant_early_exit and prompt_lookup_num_tokens": "hf_speculate.options.sources.hybrid",
 }
-# What the value of an argument says -> the function that makes its source, or finds it in files.
+# Kind of an argument's value -> the function that makes its source, or finds it in files.
 VARIANTS = {
     "a draft head": "hf_speculate.options.heads.source",
     "a name": "hf_speculate.options.heads.named:find_head",
     "suffix_store": "hf_speculate.options.sources.stored_lookup",
     "forced text": "hf_speculate.options.sources.forced_text",
     "pictures": "hf_speculate.options.pictures.draft_inputs:read_media",
-    # `model_type` of transformers' models that draft for their own target alone
+    # `model_type` of transformers' models with drafts for one target only.
     "gemma4_assistant": "hf_speculate.options.gemma4.source",
     "gemma4_unified_assistant": "hf_speculate.options.gemma4.source",
 }
-# the sources with a KV cache that a `DraftState` keeps
+# Sources whose KV cache a `DraftState` keeps.
 _WITH_MODEL = ("assistant_model", "assistant_early_exit")
 
 
 class HistoryKey(NamedTuple):
     """The key of a draft source's history: calls with an equal key share their measurements."""
 
-    draft: object | None  # a draft model, which is held weakly; None if no object stays
-    name: Hashable  # the type of source, and what tells it from others of its type
+    draft: object | None  # a draft model, held weakly; None if no object stays
+    name: Hashable  # the type of source, and its difference from others of the type
 
 
 class DraftSource:
-    """The draft source of a call. Methods are called in this order; a source that one of them returns takes over."""
+    """Draft source of a call.
+
+    Methods are called in this order. A returned source replaces this one.
+    """
 
     argument = ""  # argument of `generate()` that chooses it; errors name it
     hint = ""  # how to decode without it, the next step in errors
     description = "none"  # for `stats.plan`, and the name of its drafted tokens
-    model: PreTrainedModel | None = None  # the model that drafts
-    generation_config: GenerationConfig | None = None  # sets fields that the call leaves open
+    model: PreTrainedModel | None = None  # the draft model
+    generation_config: GenerationConfig | None = None  # fills in fields left open by the call
     # maps the target's ids to the model's; None if they are the same
     vocabulary: VocabMapping | None = None
     eager_reason = ""  # why the model is never compiled; empty if it may be
@@ -74,7 +77,7 @@ class DraftSource:
     reads_keys = False  # whether it reads the keys of the noise even if it does not sample
     reads_prepared = False  # whether it reads `DrafterSetup.for_generators`
     takes_turns = True  # whether another source may draft in its place in some rounds
-    # argument with which ranks of different texts would run different numbers of forwards
+    # argument that cannot be used with synced_gpus; empty if none
     unsynced = ""
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
     is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`
@@ -83,11 +86,11 @@ class DraftSource:
 
     @property
     def names(self) -> DraftNames:
-        """Names of the tokens that it drafts with a model and at no cost."""
+        """Names of its tokens, drafted with a model and at no cost."""
         return DraftNames(self.description, self.description)
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """Return the settings of a call that drafts with it; an error if they cannot be combined with it."""
+        """Return the settings of a call with it; raise an error if they cannot be combined."""
         return config
 
     def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> "DraftSource":
@@ -95,7 +98,7 @@ class DraftSource:
         return self
 
     def without_model(self) -> "DraftSource":
-        """Return the source that drafts if the model cannot, or gains nothing."""
+        """Return the source used if the model cannot draft, or gains nothing."""
         return self
 
     def begin(self, setup: DrafterSetup) -> "DraftSource":
@@ -107,11 +110,14 @@ class DraftSource:
         return do_sample and config.draft_sampling == "sample"
 
     def history_key(self) -> HistoryKey:
-        """Under which its calls share what they have measured."""
+        """Return the key of its calls' shared measurements."""
         return HistoryKey(self.model, ("none", False))
 
     def step_bytes(self, target: PreTrainedModel) -> int | None:
-        """Bytes of the weights that a draft step reads, of a source without a model; None if nothing is known."""
+        """Return the bytes of weights read by a draft step of a source without a model.
+
+        None if they are unknown.
+        """
         return 0
 
     def make_drafter(
@@ -120,25 +126,31 @@ class DraftSource:
         """Make the drafter of a planned run.
 
         Args:
-            setup: that of `begin`.
-            runners: make the forwards of a draft model that do not run eagerly.
+            setup: the setup passed to `begin`.
+            runners: make compiled forwards of a draft model.
             meet: called before each forward of a draft model, by synced ranks. None without them.
         """
         raise NotImplementedError
 
     def keep(self, token_ids: Sequence[int]) -> None:
-        """Called with the new tokens of every row that has ended well."""
+        """Keep the new tokens of a row; called for every row without an error."""
 
     def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
-        """Called with the new tokens of every row that has ended well, and a function that returns its prompt's."""
+        """Keep the new tokens of a row, with a function for its prompt's tokens.
+
+        Called for every row without an error.
+        """
         self.keep(token_ids)
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
-        """Called when the call has ended well."""
+        """Finish a call; called if it had no error."""
 
 
 class FactorySource(DraftSource):
-    """A source that makes its drafter before the call is planned, because the plan follows from the drafter."""
+    """Source whose drafter is made before the plan.
+
+    The plan of the call follows from the drafter.
+    """
 
     reads_keys = True
     drafter: Drafter
@@ -164,11 +176,13 @@ class FactorySource(DraftSource):
 
 def find_source(
     target: PreTrainedModel,
-    values: Mapping[str, Any],  # values of the arguments in `sources` that are no settings
+    values: Mapping[str, Any],  # values of the draft arguments in `sources`
     read_settings: Callable[[GenerationConfig | None], SpeculationConfig],
     sources: Mapping[str, str] = SOURCES,
 ) -> tuple[DraftSource | None, SpeculationConfig]:
-    """The source of a call, None if it names none, and the settings, which that source's generation config completes.
+    """Return the source of a call, and the settings.
+
+    The source is None if the call names none. Its generation config completes the settings.
 
     Raises:
         ConfigError: a `DraftState` comes without a draft model.
@@ -190,7 +204,10 @@ def source_values(values: Mapping[str, Any], config: SpeculationConfig) -> dict[
 
 
 def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) -> str:
-    """The entry of `sources` that a call's arguments name, empty if they name none; raises as `find_source` does."""
+    """Return the entry of `sources` for a call's arguments; empty if they name none.
+
+    Raises like `find_source`.
+    """
     if values.get("draft_state") is not None and all(
         values.get(name) is None for name in _WITH_MODEL
     ):
@@ -217,7 +234,7 @@ def make_source(
 
 
 def load_entry(entry: str) -> Any:
-    """Return the function that an entry of a table names."""
+    """Import the function of a table's entry."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name or "make_source")
 
@@ -228,7 +245,10 @@ def hint_of(argument: str) -> str:
 
 
 def qualified_name(factory: object) -> str:
-    """Return the qualified name of a function or class, or of an object's class; of a partial function's function."""
+    """Return the qualified name of a function or class.
+
+    An object is named by its class, a partial function by its function.
+    """
     while isinstance(factory, partial):
         factory = factory.func
     named = factory if hasattr(factory, "__qualname__") else type(factory)

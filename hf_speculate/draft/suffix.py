@@ -1,4 +1,4 @@
-"""The suffix drafter: prompt lookup that drafts what followed the longest match of a row's last tokens."""
+"""The suffix drafter: prompt lookup after the longest match of a row's last tokens."""
 
 import math
 from array import array
@@ -29,7 +29,7 @@ class SuffixSettings:
     """Settings of drafts after a suffix match."""
 
     max_draft_tokens: int  # tokens a row is drafted at most, >= 1
-    # longer matches count as of that length, at most 64; None for 64
+    # longer matches count as this long, at most 64; None for 64
     max_match_len: int | None = None
     eos_token_ids: frozenset[int] = frozenset()  # ids after which a row needs no further token
     vocab_size: float = math.inf  # V; larger ids from a store are not drafted
@@ -41,9 +41,10 @@ NO_PROPOSAL = Proposal(0, [])
 
 
 class RowText:
-    """Text of a row, and how often the tokens after a match were emitted, by the match's length.
+    """Text of a row, and its acceptance rates.
 
-    The rates learn from every proposal, also if fewer of its tokens or none were drafted.
+    The rates count by the length of the match. They learn from every proposal, also if fewer of its
+    tokens or none were drafted.
 
     Args:
         shared: rates of all rows.
@@ -60,7 +61,7 @@ class RowText:
         return self.index.token_ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append emitted tokens, and learn from those of the last proposal that are among them."""
+        """Append emitted tokens, and learn how many of the last proposal are among them."""
         match_len, proposed = self.proposal
         agrees = [drafted == emitted for drafted, emitted in zip(proposed, token_ids, strict=False)]
         if agrees:
@@ -71,13 +72,15 @@ class RowText:
         self.proposal = NO_PROPOSAL
 
     def probabilities(self) -> list[float]:
-        """Return the probability of each proposed token that it is accepted with all before it."""
+        """Return the probability of each proposed token to be accepted with all before it."""
         match_len, proposed = self.proposal
         return self.rates.probabilities(suffix_buckets(match_len, len(proposed)))
 
 
 class SuffixDrafter(PerRow, Drafter):
-    """Proposes, as point masses, what followed the latest of the longest earlier matches.
+    """Drafter of prompt lookup and suffix matches.
+
+    It proposes, as point masses, the continuation of the latest of the longest earlier matches.
 
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).
@@ -106,7 +109,7 @@ class SuffixDrafter(PerRow, Drafter):
     def begin(self, token_ids: Tensor) -> None:
         pads = self._num_pads or [0] * len(token_ids)
         prompts, store = (
-            [ids[num:] for ids, num in zip(token_ids.tolist(), pads, strict=True)],
+            [ids[num_pads:] for ids, num_pads in zip(token_ids.tolist(), pads, strict=True)],
             self._settings.store,
         )
         self.texts, self._num_pads = [], None
@@ -134,13 +137,13 @@ class SuffixDrafter(PerRow, Drafter):
         return isinstance(error, ConfigError)  # raised for the caller's function of a store's keys
 
     def _find(self, row: RowText) -> Proposal:
-        """Return the tokens after the longest match, in the row itself or in the store if longer."""
+        """Return the tokens after the longest match in the row, or in the store if longer."""
         settings, num_tokens = self._settings, self._settings.max_draft_tokens
         last = row.token_ids[-min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN) :]
         match_len, end = row.index.find(last)
         token_ids: list[int] = []
         if match_len:
-            # A row that has begun to repeat itself continues with its period.
+            # A row in a loop continues with its period.
             period = row.token_ids[end : end + num_tokens]
             token_ids = list(islice(cycle(period), num_tokens))
         if row.store is not None:
@@ -154,18 +157,21 @@ class SuffixDrafter(PerRow, Drafter):
 
 
 def not_fed(query_token_ids: Tensor) -> CachedDraft:
-    """Return the state of a draft cache that has read no token of a query [B, Q]."""
+    """Return the state of a draft cache after a query [B, Q] was skipped."""
     num_rows, num_query = query_token_ids.shape
     return CachedDraft(-num_query, [False] * num_rows)
 
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:
-    """Return a draft [B, K] from lists of tokens; shorter rows are padded with token 0, which does not count."""
+    """Return a draft [B, K] from lists of tokens.
+
+    Shorter rows are padded with token 0, not counted in `lens`.
+    """
     lens = list(map(len, proposals))
     rows = [ids + [0] * (max(lens) - len(ids)) for ids in proposals]
     if device.type == "cpu":  # numpy reads short lists in a third of torch.tensor()'s time
         token_ids = torch.from_numpy(np.array(rows, dtype=np.int64))  # [B, K]
         return DraftOut(token_ids, torch.from_numpy(np.array(lens, dtype=np.int32)), None, None)
     # [B, K+1], in one copy
-    packed = upload([[*ids, num] for ids, num in zip(rows, lens, strict=True)], device)
+    packed = upload([[*ids, length] for ids, length in zip(rows, lens, strict=True)], device)
     return DraftOut(packed[:, :-1], packed[:, -1].to(torch.int32), None, None)

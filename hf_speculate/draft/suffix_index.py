@@ -1,59 +1,62 @@
-"""Suffix index: finds the earlier occurrences of a sequence's last tokens, in a row or in outputs of earlier calls."""
+"""Suffix index: finds earlier occurrences of the last tokens, in a row or in earlier calls."""
 
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-# tokens after which two contexts count as the same, and the latest of them is taken
+# Contexts with this many equal last tokens count as equal, and the latest is taken.
 MAX_MATCH_LEN = 64
 SEPARATOR = -1  # in place of a token: no match and no continuation crosses it
 # Drafts after the longest of these matches are accepted as far as drafts after the longest of all;
 # measured on Python's standard library in the bundled tokenizer.
 _NGRAM_LENS = (3, 1)
-_MAX_CANDIDATES = 16  # occurrences of an n-gram that are compared, the latest ones
+_MAX_CANDIDATES = 16  # occurrences of an n-gram to compare, the latest ones
 _ENTRY_BYTES = 152  # bytes of a large dict's entry with its n-gram and its number, at most
-_TOKEN_BYTES = 16  # bytes of a token in three arrays, which grow by an eighth
+_TOKEN_BYTES = 16  # bytes of a token in three arrays with a growth of an eighth
 MAX_TOKEN_BYTES = _TOKEN_BYTES + len(_NGRAM_LENS) * _ENTRY_BYTES
 
 
 class Match(NamedTuple):
     """An earlier occurrence of a sequence's last tokens."""
 
-    length: int  # tokens that match; 0 without a match
+    length: int  # matching tokens; 0 without a match
     end: int  # tokens of the index up to the end of the occurrence
 
 
 class Proposal(NamedTuple):
     """A possible continuation of a row."""
 
-    match_len: int  # last tokens of the row that matched
-    token_ids: list[int]  # the tokens that followed them
+    match_len: int  # matched last tokens of the row
+    token_ids: list[int]  # the following tokens
 
 
 class TextStore(Protocol):
     """Sequences of earlier calls."""
 
     def of_prompt(self, token_ids: Sequence[int]) -> "TextStore":
-        """Return the sequences that the row of a prompt searches."""
+        """Return the sequences for the row of a prompt."""
 
     def find(self, last: "array[int]", num: int) -> Proposal:
-        """At most `num` tokens that followed the longest match of the `last` ones."""
+        """Return at most `num` tokens after the longest match of the `last` ones."""
 
 
 class _Chain(NamedTuple):
-    """The occurrences of all n-grams, each by the number of tokens up to its end."""
+    """Occurrences of all n-grams.
+
+    Each is the number of tokens up to its end.
+    """
 
     num: int  # n
     latest: dict[bytes, int]
-    # by token: the occurrence before of the n-gram that ends with it; 0 if there is none
+    # by token: the previous occurrence of the n-gram ending with it; 0 if there is none
     before: "array[int]"
 
 
 class SuffixIndex:
-    """Hash chains over the n-grams of a growing sequence, as LZ77 compressors use.
+    """Hash chains over the n-grams of a growing sequence.
 
-    An appended token and a search take a bounded number of steps, whatever the length of the
-    sequence.
+    LZ77 compressors use them too. An appended token and a search take a bounded number of steps,
+    whatever the length of the sequence.
     """
 
     def __init__(self) -> None:
@@ -62,7 +65,7 @@ class SuffixIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in use, as an estimate that is not below it."""
+        """Memory in use, estimated from above."""
         return (
             len(self.token_ids) * _TOKEN_BYTES
             + sum(len(chain.latest) for chain in self._chains) * _ENTRY_BYTES
@@ -73,29 +76,32 @@ class SuffixIndex:
         for token in token_ids:
             text.append(token)
             end = len(text)
-            for num, latest, before in self._chains:
-                ngram = text[max(end - num, 0) : end].tobytes()
+            for ngram_len, latest, before in self._chains:
+                ngram = text[max(end - ngram_len, 0) : end].tobytes()
                 before.append(latest.get(ngram, 0))
                 latest[ngram] = end
 
     def find(self, last: "array[int]") -> Match:
-        """The latest of the longest occurrences of the `last` tokens of a sequence that another token follows."""
-        text, most, length, match_end = self.token_ids, len(last), 0, 0
+        """Find the longest earlier occurrence of the `last` tokens of a sequence.
+
+        Another token follows it. Of several, the latest is taken.
+        """
+        text, max_len, length, match_end = self.token_ids, len(last), 0, 0
         for num, latest, before in self._chains:
-            end = latest.get(last[-num:].tobytes(), 0) if num <= most else 0
+            end = latest.get(last[-num:].tobytes(), 0) if num <= max_len else 0
             for _ in range(_MAX_CANDIDATES):
-                if not end or length == most:
+                if not end or length == max_len:
                     break
-                # The token that a longer match needs is compared first: most occurrences end here.
+                # The next token of a longer match is compared first: most occurrences fail here.
                 is_longer = length < end < len(text) and text[end - 1 - length] == last[-1 - length]
                 if is_longer and text[end] != SEPARATOR:
-                    matched = _match_len(text, end, last[-most:])
+                    matched = _match_len(text, end, last[-max_len:])
                     if matched > length:
                         length, match_end = matched, end
                 end = before[end - 1]
             if length:
                 break
-            most = min(most, num - 1)  # a longer match would have been found
+            max_len = min(max_len, num - 1)  # a longer match would have been found
         return Match(length, match_end)
 
     def continuation(self, end: int, num: int) -> list[int]:
@@ -105,8 +111,8 @@ class SuffixIndex:
 
 
 def _match_len(text: Sequence[int], end: int, last: Sequence[int]) -> int:
-    """Tokens before `end` that are equal to the last ones."""
-    length, most = 0, min(end, len(last))
-    while length < most and text[end - 1 - length] == last[-1 - length]:
+    """Count the tokens before `end` equal to the last ones."""
+    length, max_len = 0, min(end, len(last))
+    while length < max_len and text[end - 1 - length] == last[-1 - length]:
         length += 1
     return length

@@ -1,4 +1,4 @@
-"""Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
+"""Token choice: chooses drafted tokens from a draft's logits, after the logits processors."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from hf_speculate.rows.row_lens import ArangeCache
 from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
-_HISTORY_CAPACITY = 256  # columns to come for which the history of processors is made
+_HISTORY_CAPACITY = 256  # columns reserved for later tokens in the processors' history
 
 
 class DraftSettings(NamedTuple):
@@ -25,13 +25,16 @@ class DraftSettings(NamedTuple):
     eos_token_ids: Tensor | None = None
     # a row's draft ends after a token of lower probability, in [0, 1]
     confidence_threshold: float = 0.0
-    keeps_logits: bool = True  # whether the verifier reads the distribution that was sampled
+    keeps_logits: bool = True  # whether the verifier reads the sampled distribution
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
     backend: str = "auto"  # backend of the sampling kernel
 
 
 def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings) -> Chosen:
-    """One token of every row from logits [B, V], in a compiled draft; without noise keys the argmax is taken."""
+    """Choose one token of every row from logits [B, V], in a compiled draft.
+
+    Without noise keys the argmax is taken.
+    """
     if keys is None:
         return Chosen(logits.argmax(dim=-1)[:, None])
     token_ids, logsumexp = sample(
@@ -43,7 +46,10 @@ def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings)
 
 
 class TokenChooser(PerRow):
-    """Chooses the drafted tokens of one call, as ids of the target, and keeps the sequences that processors read."""
+    """Chooser of the drafted tokens of one call.
+
+    It returns ids of the target, and keeps the sequences for the processors.
+    """
 
     PARTS = ("history",)
     REPLACED = ("processors",)
@@ -59,10 +65,10 @@ class TokenChooser(PerRow):
         # None before the first round, and if no processor reads tokens
         self.history: TokenBuffer | None = None
         self.can_join = processors.can_join
-        # a later row may have such processors
+        # A later row may have such processors.
         self.reads_kept = self.can_join or processors.reads_token_ids
         self.counts, self._device = ArangeCache(device, torch.int32), device
-        self.processor_error: Exception | None = None  # the last one that a processor raised
+        self.processor_error: Exception | None = None  # the last error of a processor
         self.last_logits: Tensor | None = None  # [B, V] or [B, Vd] of the last drafted token
 
     @property
@@ -78,7 +84,7 @@ class TokenChooser(PerRow):
             )
 
     def read(self, query: Tensor, kept: Kept | None) -> None:
-        """Record the sequences that processors see: the first query, then what was kept of the last round."""
+        """Record the sequences for processors: the first query, then `kept` of the last round."""
         if self.history is None:
             self.begin(query)
         elif kept is not None:
@@ -101,7 +107,10 @@ class TokenChooser(PerRow):
 
 
 class RoundDraft:
-    """The draft of one round: chooses its tokens, with new forks of processors that have state; a `TokenChoice`."""
+    """Draft of one round, a `TokenChoice`.
+
+    It chooses its tokens with new forks of processors with state.
+    """
 
     def __init__(self, chooser: TokenChooser, keys: NoiseKeys | None, num_tokens: int):
         self.tokens = ChosenTokens(chooser.settings.eos_token_ids, chooser.counts, num_tokens)
@@ -127,7 +136,10 @@ class RoundDraft:
         self._num_recorded = 0  # tokens of the round in the history
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [B] int64 from [B, V] or [B, Vd]; rows end if its probability is below the threshold."""
+        """Choose the next token [B] int64 from [B, V] or [B, Vd].
+
+        Rows end if its probability is below the threshold.
+        """
         chooser = self._chooser
         settings, vocabulary, history = chooser.settings, chooser.vocabulary, chooser.history
         chooser.last_logits = logits
@@ -139,7 +151,7 @@ class RoundDraft:
                 if history is None
                 else history.token_ids
             )
-            # without a history, none of them reads token ids
+            # Without a history, no processor reads token ids.
             prefix_lens = None if history is None else history.lens
             try:
                 # [B, V]
@@ -147,7 +159,7 @@ class RoundDraft:
             except Exception as error:
                 chooser.processor_error = error
                 raise
-            if vocabulary.size is not None:  # all that a head with fewer ids proposes may be banned
+            if vocabulary.size is not None:  # a head with fewer ids may find all of them banned
                 processed = torch.where(
                     (processed == -torch.inf).all(-1, True), scores.to(processed), processed
                 )
@@ -173,7 +185,7 @@ class RoundDraft:
         return token_ids
 
     def choose_all(self, logits: Tensor) -> None:
-        """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
+        """Choose K tokens of every row from logits [B, K, Vd], computed without these tokens."""
         if self.keys is None and self._chooser.is_plain:
             self._chooser.last_logits = logits[:, -1]
             vocabulary = self._chooser.vocabulary
@@ -183,7 +195,12 @@ class RoundDraft:
             self.choose(logits[:, step])
 
     def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
-        """Return the draft on a device; `most` [B] int32 bounds the tokens that count. The history forgets them."""
+        """Return the draft on a device. The history forgets its tokens.
+
+        Args:
+            device: of the result.
+            most: [B] int32, largest number of valid tokens per row; None for no bound.
+        """
         token_ids, logits, logsumexp = self.tokens.joined()
         if self._warped is not None and self._chooser.settings.keeps_logits:
             logits, logsumexp = self._warped.logits(), self._warped.logsumexps()

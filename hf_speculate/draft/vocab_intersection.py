@@ -1,4 +1,4 @@
-"""Vocabulary intersection: the tokens that two tokenizers share, found once for each pair of tokenizers."""
+"""Vocabulary intersection: tokens shared by two tokenizers, found once for each pair."""
 
 import threading
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from hf_speculate.draft.vocab_mapping import NOT_ENCODED, VocabMapping, VocabTab
 from hf_speculate.errors import UnsupportedModelError
 
 # Below this share of the smaller vocabulary hardly a word of a text is one shared token, and the
-# pair is most likely a mistake: characters beside words, or another script. What lies above and
-# still does not pay, the schedule drops.
+# pair is most likely a mistake: characters beside words, or another script. The schedule drops
+# pairs above it without a gain.
 MIN_OVERLAP = 0.1
 
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's space
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
-_NO_BYTE = 0xFFFF  # a character that no byte is written as
+_NO_BYTE = 0xFFFF  # stands for no byte
 # Character -> character with the byte's number, for the 256 characters of byte-level vocabularies.
 _BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
     ord(char): byte for byte, char in bytes_to_unicode().items()
@@ -34,7 +34,10 @@ _Surface = bytes | str
 
 
 class _Stamp(NamedTuple):
-    """A fingerprint of a tokenizer object, which shows in microseconds whether it has changed."""
+    """Fingerprint of a tokenizer object.
+
+    It shows in microseconds whether the tokenizer has changed.
+    """
 
     num_tokens: int
     roles: tuple[int | None, ...]  # by role, and the ids of all special tokens
@@ -44,12 +47,15 @@ class _Stamp(NamedTuple):
 
 @dataclass
 class _Pair:
-    """The vocabulary intersection of two tokenizer objects, without references to them."""
+    """Vocabulary intersection of two tokenizer objects.
+
+    It holds no references to them.
+    """
 
     stamps: tuple[_Stamp, _Stamp]
     probe_ids: tuple[list[int], list[int]]
     are_equal: bool
-    # by the sizes of the models' tables: the mapping, and what the target's tokens stand for
+    # by the sizes of the models' tables: the mapping, and the meaning of the target's tokens
     tables: dict[tuple[int, int], tuple[VocabTable, "_Surfaces"]] = field(default_factory=dict)
 
 
@@ -60,10 +66,10 @@ _PAIRS: WeakKeyDictionary[
 
 
 def are_equal(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers have the same ids for the same tokens; compared once for each pair of objects.
+    """Return whether two tokenizers have the same ids for the same tokens.
 
-    A pair is compared again when tokens were added, when special tokens were set, and when one of
-    some tokens of the vocabulary is another one.
+    A pair of objects is compared once. It is compared again after tokens were added, after special
+    tokens were set, or if one of some probed tokens has changed.
     """
     if target is draft:
         return True
@@ -74,11 +80,11 @@ def are_equal(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -
 def intersect_vocabularies(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
 ) -> VocabMapping:
-    """The tokens that stand for the same text in both vocabularies, and what the draft is fed for the others.
+    """Map the tokens with the same text in both vocabularies, and encode the others.
 
     Tokens are compared by their bytes; special tokens by their name, and the end of a text, its
     beginning and padding by their role. A token that the draft lacks is fed to it as the last token
-    of its own encoding of that text: one for one, so that rows stay rectangular, and the next token
+    of its own encoding of the text. Feeding one for one keeps rows rectangular, and the next token
     depends most on the newest letters.
 
     Source:
@@ -105,8 +111,8 @@ def _pair(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> _P
 
 
 def _probe_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    num = len(tokenizer)
-    return sorted({num * probe // _NUM_PROBES for probe in range(_NUM_PROBES)})
+    num_tokens = len(tokenizer)
+    return sorted({num_tokens * probe // _NUM_PROBES for probe in range(_NUM_PROBES)})
 
 
 def _stamp(tokenizer: PreTrainedTokenizerBase, probe_ids: list[int]) -> _Stamp:
@@ -114,7 +120,7 @@ def _stamp(tokenizer: PreTrainedTokenizerBase, probe_ids: list[int]) -> _Stamp:
     return _Stamp(len(tokenizer), roles, tuple(tokenizer.convert_ids_to_tokens(probe_ids)))
 
 
-@torch.inference_mode(False)  # ids of tokens that the draft lacks are written in later calls
+@torch.inference_mode(False)  # later calls write ids of tokens that the draft lacks
 def _make_table(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
 ) -> tuple[VocabTable, "_Surfaces"]:
@@ -148,7 +154,7 @@ def _make_table(
         if are_ids and target_id not in shared and draft_id not in taken:
             shared[target_id] = draft_id
             taken.add(draft_id)
-    # fed for an id without a text
+    # Fed for an id without a text.
     stand_ins = (draft.unk_token_id, draft.pad_token_id, draft.eos_token_id)
     stand_in = next((int(id_) for id_ in stand_ins if id_ is not None and id_ < num_draft), 0)
     draft_ids = torch.full((num_target,), stand_in, device="cpu")
@@ -163,14 +169,16 @@ def _make_table(
 
 
 class _Surfaces:
-    """The meaning of each token of a tokenizer: the bytes of its text, or a special token's name."""
+    """Meaning of each token of a tokenizer.
+
+    It is the bytes of the token's text, or a special token's name.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         space_ids = tokenizer(" ", add_special_tokens=False)["input_ids"]
         self._mark = (tokenizer.convert_ids_to_tokens(space_ids) or [""])[0][:1]
         special = set(tokenizer.all_special_ids)
-        # id -> whether the token is special, of special tokens and those that stand for their text
-        # as it is written
+        # id -> whether the token is special, for special tokens and added tokens with literal text
         self._added = {id_: token.special for id_, token in tokenizer.added_tokens_decoder.items()}
         self._added |= dict.fromkeys(special, True)
 
@@ -184,16 +192,16 @@ class _Surfaces:
         if self._mark == _BYTE_LEVEL_SPACE:
             try:
                 return token.translate(_BYTES).encode("latin-1")
-            except UnicodeEncodeError:  # a character that stands for no byte
+            except UnicodeEncodeError:  # the character stands for no byte
                 return token.encode()
         return token.encode()
 
     def of_all(self, vocab: Mapping[str, int], num_ids: int) -> dict[int, _Surface]:
-        """By id below `num_ids`, increasing; plain tokens before single bytes."""
+        """Return surfaces by id below `num_ids`, increasing; plain tokens before single bytes."""
         plain: dict[int, _Surface] = {}
         single_bytes: dict[int, _Surface] = {}
         has_bytes = self._mark == _WORD_MARK
-        # fast tokenizers give no order
+        # Fast tokenizers give no order.
         for token, token_id in sorted(vocab.items(), key=itemgetter(1)):
             if token_id < num_ids:
                 is_byte = has_bytes and self._is_byte(token) and token_id not in self._added
@@ -212,7 +220,10 @@ def _last_tokens(
     num_draft: int,
     target_ids: list[int],
 ) -> dict[int, int]:
-    """The last token of the draft's own encoding of each target token; what it cannot encode is left out."""
+    """Return the last token of the draft's own encoding of each target token.
+
+    Tokens without an encoding are left out.
+    """
     tokens = zip(target.convert_ids_to_tokens(target_ids), target_ids, strict=True)
     surfaces = [of_target.of(token, target_id) for token, target_id in tokens]
     texts = [

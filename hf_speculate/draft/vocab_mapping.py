@@ -1,4 +1,4 @@
-"""Vocabulary mapping: which ids of a draft stand for which of the target, and a draft model that reads the latter."""
+"""Vocabulary mapping: ids of a draft for ids of the target, and a draft model behind it."""
 
 import functools
 import threading
@@ -14,23 +14,23 @@ from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.transfers import send
 from hf_speculate.types import Scored
 
-# embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels
+# Embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels.
 MAX_PADDING = 1024
 NOT_ENCODED = -1
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Maps the columns of a draft's logits to ids of the target."""
+    """Mapping of a draft's logit columns to target ids."""
 
     size: int | None = None  # V, of the target; None if logits have as many columns
     # [Vd] int64, those of the columns, increasing; None if column j is id j
     target_ids: Tensor | None = None
-    # the first ones, which stand for ids of the target; None for all
+    # number of first columns with ids of the target; None for all
     num_columns: int | None = None
 
     def resized(self, size: int) -> "DraftVocabulary":
-        """The same for a target of V = `size` ids: those that it lacks are not proposed."""
+        """Return the mapping for a target of V = `size` ids; ids it lacks are not proposed."""
         ids = self.target_ids
         if ids is None:
             return replace(self, size=size, num_columns=size)
@@ -43,12 +43,12 @@ class DraftVocabulary:
         return columns if self.target_ids is None else self.target_ids[columns]
 
     def cut(self, logits: Tensor) -> Tensor:
-        """[..., Vd'] of logits [..., Vd], without the columns of ids that the target lacks."""
+        """Return [..., Vd'] of logits [..., Vd], without columns of ids missing in the target."""
         has_more = self.num_columns is not None and self.num_columns < logits.shape[-1]
         return logits[..., : self.num_columns] if has_more else logits
 
     def scattered(self, logits: Tensor) -> Tensor:
-        """[..., V] from logits [..., Vd]: -inf at every id that the head cannot propose."""
+        """Scatter logits [..., Vd] to [..., V], with -inf at every id the draft cannot propose."""
         if self.size is None:
             return logits
         if self.target_ids is None:  # a view or one operator
@@ -62,7 +62,7 @@ class DraftVocabulary:
 
 
 class DeviceTable(NamedTuple):
-    """The tables of a vocabulary mapping on the draft's device."""
+    """Tables of a vocabulary mapping on the draft's device."""
 
     draft_ids: Tensor  # [V] int64, by target id; exact for the shared ones
     # [N] int64, the draft's ids of the shared tokens; None if these are its first ones
@@ -72,14 +72,13 @@ class DeviceTable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VocabTable:
-    """The mapping of two vocabularies, which all calls with the same two tokenizers share."""
+    """Mapping of two vocabularies, shared between calls."""
 
-    # [V] int64 on the host, by target id, what the draft is fed for it: ids of the draft, or
-    # `NOT_ENCODED`
+    # [V] int64 on the host, by target id: the id fed to the draft, or `NOT_ENCODED`
     draft_ids: Tensor
     # [V] bool on the host, by target id, whether the draft may propose it; at least one is
     is_shared: Tensor
-    # whether ids mean the same on both sides, so that only the ends of the vocabularies differ
+    # whether ids mean the same on both sides, and only the ends of the vocabularies differ
     is_padded: bool = False
     stand_in: int = 0  # an id of the draft, for tokens without a text
     lock: Any = field(default_factory=threading.Lock, repr=False)
@@ -88,7 +87,7 @@ class VocabTable:
     )
 
     def on(self, device: torch.device) -> DeviceTable:
-        """The table on a device; it is copied once."""
+        """Return the tables on a device; they are copied once."""
         with self.lock:
             if device not in self._on_device:
                 self._on_device[device] = self._copied(device)
@@ -113,12 +112,12 @@ class VocabMapping:
     """The vocabulary mapping of one call: ids of the draft for ids of the target."""
 
     table: VocabTable
-    # the draft's ids for ids of the target that it lacks, which are called for when these first
-    # occur; it may leave some out; None if it lacks none
+    # the draft's ids for target ids that it lacks, asked for when they first occur; it may leave
+    # some out; None if it lacks none
     encode: Callable[[list[int]], dict[int, int]] | None = None
 
     def encoded(self, target_ids: Tensor) -> Tensor:
-        """The draft's ids of the target's [...] int64, both on the host."""
+        """Map the target's ids [...] int64 to the draft's, both on the host."""
         table, ids = self.table, self.table.draft_ids[target_ids]
         if self.encode is None or not bool((ids < 0).any()):
             return ids
@@ -135,17 +134,18 @@ class VocabMapping:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
-    """The mapping of one tokenizer and two models whose tables end at different lengths."""
-    # those of the target alone lie in the padding and are never read
+    """Return the mapping for one tokenizer and two models with tables of different lengths."""
+    # The target's last ids lie in the padding and are never read.
     ids = torch.arange(num_target, device="cpu")
     return VocabMapping(VocabTable(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True))
 
 
 class TranslatedLanguageModel(LanguageModel):
-    """A draft model that reads the target's ids and scores the shared ones; the model itself stays as it is.
+    """A draft model over the target's ids.
 
-    Tokens of the text are read on the host, where those that the draft lacks are encoded when they
-    first occur. Drafted tokens are shared ones, and stay on the device.
+    It scores the shared ones; the model itself is unchanged. Tokens of the text are read on the
+    host, and ids that the draft lacks are encoded there when they first occur. Drafted tokens are
+    shared ones, and stay on the device.
     """
 
     def __init__(self, mapping: VocabMapping, *args: Any, **options: Any):
@@ -160,7 +160,10 @@ class TranslatedLanguageModel(LanguageModel):
         return self._table.vocabulary
 
     def run(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
-        """The query [B, Q] is in the target's ids; logits are [B, Q', N], of the tokens in `vocabulary`."""
+        """Score a query [B, Q] in the target's ids.
+
+        The logits are [B, Q', N], of the tokens in `vocabulary`.
+        """
         if query_token_ids.device.type == "cpu":
             draft_ids = send(self._mapping.encoded(query_token_ids), self.device)
         else:

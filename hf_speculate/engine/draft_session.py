@@ -115,11 +115,11 @@ class RowProgress(NamedTuple):
     After a round the drafter lags behind by the same number of tokens in every row: the next query
     has Q tokens of each, and the cache drops their states. A row with too few tokens keeps more:
 
-    | row                                       | the cache keeps                                    |
-    |-------------------------------------------|----------------------------------------------------|
-    | live                                      | all but the last Q tokens                          |
-    | finished, with fewer than Q new tokens    | its prompt, before tokens to be fed again          |
-    | with fewer than Q tokens behind its pads  | its padding, partly read as text later             |
+    | row                                       | the cache keeps                           |
+    |-------------------------------------------|-------------------------------------------|
+    | live                                      | all but the last Q tokens                 |
+    | finished, with fewer than Q new tokens    | its prompt, before tokens to be fed again |
+    | with fewer than Q tokens behind its pads  | its padding, partly read as text later    |
     """
 
     length: int  # columns of the row

@@ -329,12 +329,16 @@ def _lock_step_reason(
     counting = {type(call.target).__name__} if counts_by_column(call.target) else set()
     counting |= {type(draft).__name__} if draft is not None and counts_columns(draft) else set()
     if counting:
-        return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
+        names = ", ".join(sorted(counting))
+        return f"lock step, because {names} takes no positions but counts columns"
     num_columns = max_columns(call.target)
     if num_columns is None or call.max_columns <= num_columns:
         return ""
     if call.is_cache_kept or keeps_draft_cache or call.binds_rows:
-        return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
+        return (
+            f"lock step, because a row that has filled the {num_columns} columns of the model's "
+            "table leaves no room"
+        )
     return ""
 
 

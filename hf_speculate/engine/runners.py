@@ -123,7 +123,10 @@ def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
     }
     reason = ""
     if config.compile_config is not None and "target" not in settings:
-        reason = f"eager forwards: plain generate() would not compile with this compile_config on {call.target.device}"
+        reason = (
+            "eager forwards: plain generate() would not compile with this compile_config on "
+            f"{call.target.device}"
+        )
     if config.output_hidden_states or config.output_attentions:
         if "target" in settings or reason:
             reason = "eager forwards, because hidden states or attentions are returned"

@@ -65,7 +65,10 @@ class SpeculativeGenerationMixin(GenerationMixin):
     """
 
     draft_sources: ClassVar[Mapping[str, str]] = SOURCES
-    """Argument of `generate()` -> factory of its draft source; subclasses may add more, see CONTRIBUTING.md."""
+    """Argument of `generate()` -> factory of its draft source.
+
+    Subclasses may add more, see CONTRIBUTING.md.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -288,7 +291,8 @@ def described(generate: Any, plain: Callable[..., Any]) -> Any:
     function.__signature__ = _signature(plain)  # type: ignore[attr-defined]
     text = inspect.getdoc(plain) or inspect.getdoc(GenerationMixin.generate) or ""
     ours = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    function.__doc__ = f"{text}\n\nSpeculative decoding, by keyword or as fields of a `GenerationConfig`:\n{ours}\n"
+    heading = "Speculative decoding, by keyword or as fields of a `GenerationConfig`:"
+    function.__doc__ = f"{text}\n\n{heading}\n{ours}\n"
     return function
 
 

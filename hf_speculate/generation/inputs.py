@@ -57,8 +57,8 @@ _FEWEST_LEFT = 2  # new tokens from which a call drafts
 # read by some encoders
 _BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")
 _OWN = """
-attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
-past_key_values return_dict use_cache
+attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions
+output_hidden_states past_key_values return_dict use_cache
 """
 OWN_NAMES = set(_OWN.split())  # arguments set by our loop, or not passed to forwards
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")

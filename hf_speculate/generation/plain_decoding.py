@@ -43,7 +43,8 @@ def plain_reason(call: Call, source: DraftSource, stats: SpeculationStats) -> st
         obstacle = importlib.import_module(_SELF_TEST).foreign_code_obstacle(call, source)
     if not obstacle:
         return ""
-    reason = f"plain decoding, because of {described(call.foreign_code) or 'hooks on another rank'}: {obstacle}"
+    cause = described(call.foreign_code) or "hooks on another rank"
+    reason = f"plain decoding, because of {cause}: {obstacle}"
     stats.add_fallback(reason)
     warn_user(reason)
     return reason

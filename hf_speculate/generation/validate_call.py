@@ -23,14 +23,17 @@ _COMMON = (
     "past_key_values use_cache"
 )
 _ENCODER_DECODER_KWARGS = set(
-    f"{_COMMON} decoder_attention_mask encoder_outputs global_attention_mask inputs_embeds pixel_values".split()
+    f"""{_COMMON}
+    decoder_attention_mask encoder_outputs global_attention_mask inputs_embeds
+    pixel_values""".split()
 )
 _DECODER_KWARGS = set(
     f"""{_COMMON}
-    aspect_ratio_ids aspect_ratio_mask audio_attention_mask audio_embed_sizes audio_input_features cross_attention_mask
-    feature_attention_mask image_attention_mask image_grid_thw image_patches image_patches_indices image_pixel_values
-    image_sizes input_features input_features_mask input_values input_values_mask inputs_embeds mm_encoder_outputs
-    mm_token_type_ids padding_mask pixel_attention_mask pixel_values pixel_values_videos position_ids second_per_grid_ts
+    aspect_ratio_ids aspect_ratio_mask audio_attention_mask audio_embed_sizes audio_input_features
+    cross_attention_mask feature_attention_mask image_attention_mask image_grid_thw image_patches
+    image_patches_indices image_pixel_values image_sizes input_features input_features_mask
+    input_values input_values_mask inputs_embeds mm_encoder_outputs mm_token_type_ids padding_mask
+    pixel_attention_mask pixel_values pixel_values_videos position_ids second_per_grid_ts
     token_type_ids video_grid_thw vision_feature_layer vision_feature_select_strategy""".split()
 )
 

@@ -50,7 +50,7 @@ def check_logits(name: str, logits: Tensor, legend: str) -> None:
 
 
 def check_round(target_logits: Tensor, draft_token_ids: Tensor, draft_lens: Tensor | None) -> None:
-    """Raise unless the inputs that all verifiers share have matching shapes, dtypes and devices."""
+    """Raise unless the inputs shared by all verifiers have matching shapes, dtypes and devices."""
     check_logits("target_logits", target_logits, "B, K+1, V")
     num_rows, num_positions, _ = target_logits.shape
     check_shape("draft_token_ids", draft_token_ids, "B, K", (num_rows, num_positions - 1))
@@ -65,7 +65,7 @@ def check_round(target_logits: Tensor, draft_token_ids: Tensor, draft_lens: Tens
 def check_proposal(
     target_logits: Tensor, draft_logits: Tensor | None, draft_logsumexp: Tensor | None
 ) -> Proposal | None:
-    """The validated draft distribution; None for a point mass."""
+    """Validate the draft distribution and return it; None means a point mass."""
     num_rows, num_positions, vocab_size = target_logits.shape
     if draft_logits is not None:
         check_shape(
@@ -86,7 +86,7 @@ def check_proposal(
 
 
 def check_warp(logits: Tensor, legend: str, warp: Warp) -> Warp:
-    """Return `warp` unchanged; raise unless temperature and cutoffs have valid values, shapes and dtypes."""
+    """Return `warp` unchanged; raise unless its values, shapes and dtypes are valid."""
     temperature, row_cutoffs = warp
     shape = logits.shape[:-1]
     if isinstance(temperature, Tensor):

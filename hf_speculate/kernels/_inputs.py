@@ -1,4 +1,4 @@
-"""Validated inputs that the public functions pass to a backend."""
+"""Validated inputs of a backend."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Round(NamedTuple):
 
 
 class Warp(NamedTuple):
-    """Temperature and cutoffs, applied to raw logits before the softmax."""
+    """Temperature and cutoffs, applied to raw logits."""
 
     temperature: float | Tensor = 1.0  # a float or [B], >= 0; 0 means argmax
     # [B, ...], thresholds of the scaled logits; logits below are masked
@@ -26,7 +26,7 @@ class Warp(NamedTuple):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether all rows take the argmax; False for a tensor, which is not read."""
+        """Whether all rows take the argmax; False for a tensor, which is never read."""
         return not isinstance(self.temperature, Tensor) and self.temperature == 0.0
 
 
@@ -35,11 +35,11 @@ NUM_BINS, BINS_PER_NAT = 1024, 64
 
 
 class Cut(NamedTuple):
-    """The part of a draft's distribution that is kept."""
+    """Cutoffs of a draft distribution."""
 
     top_k: int  # entries
     top_p: float  # share of the mass; above 1: all of it
-    most_below: float  # nats below the largest entry; infinity: any
+    most_below: float  # largest distance from the maximum, in nats; infinity: any
 
 
 class WarpedDraw(NamedTuple):
@@ -51,7 +51,7 @@ class WarpedDraw(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The draft distribution that the drafted tokens were sampled from."""
+    """Draft distribution of the drafted tokens."""
 
     logits: Tensor  # [B, K, V] any float dtype
     logsumexp: Tensor | None  # [B, K] float32; None if not computed yet
@@ -63,7 +63,7 @@ class Attention(NamedTuple):
     query: Tensor  # [B, g*H, Q, D]
     key: Tensor  # [B, H, T, D]
     value: Tensor  # [B, H, T, D]
-    # [B or 1, Q, 2] int32, the columns that a query sees: the first, and one past the last
+    # [B or 1, Q, 2] int32, the columns seen by a query: the first, and one past the last
     spans: Tensor
     scaling: float | None = None  # factor of the scores; None: 1 / sqrt(D)
     softcap: float | None = None  # limit of the scores; None: no limit

@@ -1,10 +1,12 @@
-"""Attention for few queries over many keys, as in verification and drafting; also known as flash decoding.
+"""Attention of few queries over many keys ("flash decoding"), as in verification and drafting.
 
-A verification scores K+1 tokens of each row against all keys before them. Kernels made for prompts
-let one multiprocessor read the keys of a head; here the keys are split over all of them. A query
-sees a span of columns: causal masks, padding, rows of different lengths and windows are spans.
+A verification scores K+1 tokens of each row against all keys before them. In kernels for prompts,
+one multiprocessor reads all keys of a head; here the keys are split over all multiprocessors. A
+query sees a span of columns. Causal masks, padding, rows of different lengths and windows are all
+spans.
 
-    output[q] = sum_t exp(s[q, t] - m) value[t] / (sum_t exp(s[q, t] - m) + exp(sink - m)),  first[q] <= t < end[q]
+    output[q] = sum_t exp(s[q, t] - m) value[t] / (sum_t exp(s[q, t] - m) + exp(sink - m))
+    with first[q] <= t < end[q]
     s[q, t] = cap(scaling * query[q] . key[t]),  cap(s) = softcap * tanh(s / softcap)
 """
 
@@ -24,21 +26,21 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def key_spans(mask: Tensor, *, backend: str = "auto") -> Tensor:
-    """Return the span of columns that each row of an additive mask shows, without a look from the host.
+    """Return the visible span of columns of each row of an additive mask, without a host sync.
 
     Args:
-        mask: [B or 1, 1, Q, T] floating, whose visible columns follow each other. A column is
-            hidden where the entry is the least finite number or below.
+        mask: [B or 1, 1, Q, T] floating. The visible columns of a row are adjacent. A column is
+            hidden if its entry is the lowest finite number or below.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        [B or 1, Q, 2] int32: the first visible column, and one past the last; 0, 0 where all are
+        [B or 1, Q, 2] int32: the first visible column, and one past the last; 0, 0 if all are
         hidden.
 
     Raises:
         ConfigError: an unknown backend.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: the shape or dtype of the mask is not supported.
     """
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] == 0:
         raise ShapeError(f"mask must be [B or 1, 1, Q, T] with T >= 1, got {list(mask.shape)}")
@@ -62,20 +64,19 @@ def attend(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention of few query tokens, each to a range of columns, accumulated in float32.
+    """Compute attention of few query tokens, each over a span of columns, accumulated in float32.
 
-    A row that sees nothing gives zeros. A column that no row sees is not read, so that it may be
-    NaN.
+    A query without columns gives zeros. Columns outside of every span are not read and may be NaN.
 
     Args:
         query: [B, g*H, Q, D], float16, bfloat16 or float32; float64 in torch alone.
-        key: [B, H, T, D], the dtype of the query. Views of longer buffers are read where they lie.
+        key: [B, H, T, D], the dtype of the query. Views of longer buffers are read in place.
         value: [B, H, T, D], the dtype of the query.
-        spans: [B or 1, Q, 2] int32 in 0..T, the columns that a query sees: the first, and one past
+        spans: [B or 1, Q, 2] int32 in 0..T, the columns seen by a query: the first, and one past
             the last.
         scaling: factor of the scores; None: 1 / sqrt(D).
         softcap: limit of the scores, > 0; None: no limit.
-        sinks: [g*H] floating, a score of each head that has no value; None: no sinks.
+        sinks: [g*H] floating, a score of each head without a value; None: no sinks.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -83,8 +84,8 @@ def attend(
 
     Raises:
         ConfigError: an unknown backend, or a soft cap out of range.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape, dtype, width or stride that does not fit.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a shape, dtype, width or stride is not supported.
     """
     inputs = Attention(query, key, value, spans, scaling, softcap, sinks)
     _check(inputs)
@@ -104,7 +105,8 @@ def obstacle_of(query: Tensor, key: Tensor, value: Tensor) -> str:
     """Return why the kernel cannot read these states; empty if it can."""
     width = query.shape[-1]
     if query.dtype not in _KERNEL_DTYPES:
-        return f"query must be bfloat16, float16 or float32, got {str(query.dtype).removeprefix('torch.')}"
+        dtype = str(query.dtype).removeprefix("torch.")
+        return f"query must be bfloat16, float16 or float32, got {dtype}"
     if width > MAX_WIDTH or width % (_UNIT_BYTES // 2):
         return f"D must be a multiple of 8 up to {MAX_WIDTH}, got {width}"
     if query.stride(3) != 1:
@@ -118,7 +120,10 @@ def obstacle_of(query: Tensor, key: Tensor, value: Tensor) -> str:
             or any(stride % 8 for stride in strides[:3])
             or states.data_ptr() % _UNIT_BYTES
         ):
-            return f"{name} must have contiguous heads that begin at multiples of 16 bytes, got strides {strides}"
+            return (
+                f"{name} must have contiguous heads that begin at multiples of 16 bytes, got "
+                f"strides {strides}"
+            )
     return ""
 
 

@@ -18,46 +18,49 @@ OLDEST_TRITON = (3, 6)
 
 
 class Operations(Protocol):
-    """The functions that both `reference` (torch) and `kernels` (Triton) implement."""
+    """Operations of `reference` (torch) and `kernels` (Triton)."""
 
     def greedy(self, round_: Round) -> Verdict:
-        """Greedy verification."""
+        """Verify greedily."""
 
     def reject(
         self, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
     ) -> Verdict:
-        """Rejection sampling."""
+        """Verify by rejection sampling."""
 
     def reject_and_test(
         self, round_: Round, proposal: Proposal, keys: NoiseKeys
     ) -> tuple[Verdict, Tensor]:
-        """Rejection sampling, and the acceptance test of every position by itself, [B, K] bool."""
+        """Verify by rejection sampling; also return each position's own test, [B, K] bool."""
 
     def typical(
         self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
     ) -> Verdict:
-        """Typical acceptance; `keys` is required if the rule samples."""
+        """Verify by typical acceptance; `keys` is required if the rule samples."""
 
     def block(self, round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
-        """Block verification."""
+        """Verify by blocks."""
 
     def coupled(self, round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
-        """Coupled verification."""
+        """Verify against the target's own samples."""
 
     def sample(self, logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
         """Sample one token per row."""
 
     def cut(self, logits: Tensor, temperature: float, rule: Cut) -> Tensor:
-        """Logits after temperature and cutoffs, see `warp_logits`."""
+        """Apply temperature and cutoffs to logits, see `warp_logits`."""
 
 
 def is_interpreting() -> bool:
-    """Whether TRITON_INTERPRET is set: Triton then runs kernels in Python, on tensors of any device."""
+    """Return whether TRITON_INTERPRET is set.
+
+    Triton then runs kernels in Python, on tensors of any device.
+    """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
 def _triton_version() -> tuple[int, int] | None:
-    """Major and minor version of Triton; None if it is not installed."""
+    """Return major and minor version of Triton; None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     import triton  # optional dependency
@@ -71,7 +74,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
     Raises:
         ConfigError: the name is unknown.
-        KernelUnavailableError: the backend is "triton", which is missing, too old, or does not
+        KernelUnavailableError: the backend is "triton", and Triton is missing, too old, or does not
             support the device.
     """
     if backend not in BACKENDS:
@@ -103,7 +106,10 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_kernels(backend: str, device: torch.device) -> bool:
-    """Whether `backend` means Triton on `device`; "auto" does on a GPU if installed. Raises like `check_backend`."""
+    """Return whether `backend` means Triton on `device`, as "auto" does on a GPU if installed.
+
+    Raises like `check_backend`.
+    """
     check_backend(backend, device)
     if backend == "auto":
         return device.type == "cuda" and (_triton_version() or (0, 0)) >= OLDEST_TRITON
@@ -111,7 +117,10 @@ def runs_kernels(backend: str, device: torch.device) -> bool:
 
 
 def operations(backend: str, device: torch.device) -> Operations:
-    """The implementation of `backend` on `device`; see `runs_kernels`. Raises like `check_backend`."""
+    """Return the implementation of `backend` on `device`; see `runs_kernels`.
+
+    Raises like `check_backend`.
+    """
     is_triton = runs_kernels(backend, device)
     if torch.compiler.is_compiling():
         return CustomOperations(is_triton)

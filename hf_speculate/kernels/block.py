@@ -22,12 +22,12 @@ def verify_block(
     draft_logsumexp: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Block verification: accept the longest prefix of the draft that passes a joint test of its tokens.
+    """Accept the longest prefix of the draft to pass a joint test (block verification).
 
     The emitted tokens follow the target distribution, and at least as many are accepted on average
     as by `verify_rejection`. For a point mass or a single drafted token it is `verify_rejection`.
-    Every round needs new keys: if rounds share random numbers, tokens that were rejected once are
-    rejected again and the output is biased.
+    Every round needs new keys: with shared random numbers, tokens rejected once are rejected again
+    and the output is biased.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.

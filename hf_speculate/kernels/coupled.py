@@ -20,7 +20,7 @@ def verify_coupled(
     row_cutoffs: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Coupled verification: accept drafted tokens while each equals the target's own sample at its position.
+    """Accept drafted tokens while they equal the target's own samples (coupled verification).
 
     Every emitted token is `sample(..., stream=Stream.RACE)` of the target logits, so the output
     does not depend on the draft. The acceptance rate is close to the optimum if the drafter samples
@@ -29,8 +29,8 @@ def verify_coupled(
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64.
-        keys: [B] int64 each, at the position of the first drafted token. Stream RACE, which ignores
-            the round.
+        keys: [B] int64 each, at the position of the first drafted token. Stream RACE ignores the
+            round.
         draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
         temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
         row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.

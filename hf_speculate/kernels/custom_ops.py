@@ -1,4 +1,4 @@
-"""The operations as custom operators, which torch.compile calls instead of tracing what they launch."""
+"""Custom operators: torch.compile calls them and does not trace their launches."""
 
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ def _(logits: Tensor, *args: object) -> Tensor:
 
 
 def _split(warp: Warp) -> tuple[float, Tensor | None, Tensor | None]:
-    """The temperature as a float, as a tensor, and the cutoffs."""
+    """Split into the temperature as a float, the temperature as a tensor, and the cutoffs."""
     temperature, row_cutoffs = warp
     if isinstance(temperature, Tensor):
         return 1.0, temperature, row_cutoffs
@@ -106,10 +106,11 @@ def _split(warp: Warp) -> tuple[float, Tensor | None, Tensor | None]:
 
 
 class CustomOperations(NamedTuple):
-    """`Operations` inside of a compiled function.
+    """Operations inside of a compiled function.
 
-    The torch reference of `sample` and `cut` is traced, because a compiler fuses it with what is
-    around it. That of the verifiers writes into parts of tensors, which cannot be traced whole.
+    The torch reference of `sample` and `cut` is traced, because a compiler fuses it with the code
+    around it. The reference of the verifiers writes into parts of tensors and cannot be traced
+    whole.
     """
 
     is_triton: bool
@@ -151,7 +152,10 @@ class CustomOperations(NamedTuple):
     def reject_and_test(
         self, round_: Round, proposal: Proposal, keys: NoiseKeys
     ) -> tuple[Verdict, Tensor]:
-        """Not an operator: `chain_speculative_sampling`, its only caller, counts in place. Never compiled in pieces."""
+        """Run outside of the graph: the counts are updated in place.
+
+        `chain_speculative_sampling` is the only caller and is never compiled in pieces.
+        """
         reject_and_test = torch.compiler.disable(_operations(self.is_triton).reject_and_test)
         result: tuple[Verdict, Tensor] = reject_and_test(round_, proposal, keys)
         return result

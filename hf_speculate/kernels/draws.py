@@ -1,4 +1,4 @@
-"""Sampling the drafted tokens of a round position by position, with the noise of all positions computed at once."""
+"""Sample the drafted tokens of a round position by position, with noise computed once."""
 
 import torch
 from torch import Tensor
@@ -12,13 +12,15 @@ from .sampling import sample
 from .types import NoiseKeys, Stream
 
 # Above this size, every draw computes its own noise: 2 MB stay in the caches of a core until they
-# are read. Sharing is faster for small rows, which are bound by the number of operations (V =
-# 4,096, 2 cores of an AMD EPYC).
+# are read. Sharing is faster for small rows: the number of operations bounds their time (V = 4,096,
+# 2 cores of an AMD EPYC).
 MAX_SHARED_NUMEL = 1 << 19
 
 
 class Draws:
-    """Samples the tokens of one round like `sample`, bit for bit, but shares the noise computation between draws.
+    """Samples of one round with shared noise.
+
+    They equal those of `sample`, bit for bit.
 
     Args:
         keys: [B] int64 each, at the position of the first token.
@@ -70,13 +72,13 @@ class Draws:
         return self._drawn[-1].token_ids
 
     def logsumexps(self) -> Tensor:
-        """[B, n] float32, log-sum-exps of the n >= 1 draws so far; see `sample`."""
+        """Return log-sum-exps of the n >= 1 draws so far, [B, n] float32; see `sample`."""
         if self._noise is None:
             return torch.stack(self._logsumexps, dim=1)
         return logsumexps(self._drawn)
 
     def _shared_noise(self, logits: Tensor) -> Tensor | None:
-        """[B, N, V] noise of all draws; None if sharing does not pay."""
+        """Compute the noise of all draws, [B, N, V]; None if sharing does not pay."""
         check_logits("logits", logits, "B, V")
         check_keys(self.keys, logits)
         operations(self.backend, logits.device)  # raises if the backend is not available

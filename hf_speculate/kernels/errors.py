@@ -1,4 +1,7 @@
-"""Exceptions that the operations raise; inside hf_speculate they are named as of `hf_speculate.errors`."""
+"""Exceptions of the operations.
+
+Inside hf_speculate they are named as of `hf_speculate.errors`.
+"""
 
 _HOME = __name__.replace(".kernels", "")  # the kernels alone are no subpackage
 
@@ -10,13 +13,13 @@ class SpeculateError(Exception):
 
 
 class ConfigError(SpeculateError, ValueError):
-    """A setting is unknown, out of range or incompatible with another one."""
+    """Setting that is unknown, out of range or incompatible."""
 
     __module__ = _HOME
 
 
 class ShapeError(SpeculateError, ValueError):
-    """A tensor has a shape, dtype or device that the operation does not support."""
+    """Tensor of an unsupported shape, dtype or device."""
 
     __module__ = _HOME
 

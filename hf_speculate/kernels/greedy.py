@@ -17,7 +17,7 @@ def verify_greedy(
     draft_lens: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Greedy verification: accept drafted tokens while each equals the target's argmax, then emit the argmax.
+    """Accept drafted tokens while they equal the target's argmax, then emit the argmax.
 
     Ties go to the lowest index.
 

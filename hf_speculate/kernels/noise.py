@@ -22,7 +22,7 @@ from .types import NoiseKeys, Stream
 
 
 def _signed(value: int, bits: int) -> int:
-    """`value` modulo 2**bits, as the signed integer with the same bits."""
+    """Return the signed integer with the lowest `bits` bits of `value`."""
     return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
 
 
@@ -42,8 +42,8 @@ ROW_FACTOR = 0x5851F42D4C957F2D
 # is 1 - 2**-24.
 UNIFORM_SCALE = (2.0**24 - 1.0) * 2.0**-56
 
-# Tensors, because torch converts a Python int in every operation, which costs more than the
-# arithmetic on small rows.
+# Tensors save time: torch converts a Python int in every operation, and on small rows this costs
+# more than the arithmetic.
 _FACTORS = tuple(torch.tensor(factor, dtype=torch.int32, device="cpu") for factor in WORD_FACTORS)
 _SHIFTS = tuple(torch.tensor(shift, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
 _MASKS = tuple(torch.tensor(mask, dtype=torch.int32, device="cpu") for mask in WORD_MASKS)
@@ -60,10 +60,10 @@ def _mix64(z: Tensor) -> Tensor:
 
 
 def row_seeds(seed: int | Tensor, num_rows: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Row seeds of one call: row 0 gets the seed itself, row r gets mix(seed, r).
+    """Derive the row seeds of one call: row 0 gets the seed itself, row r gets mix(seed, r).
 
     Args:
-        seed: any integer, taken modulo 2**64; or [1] int64, which stays on its device.
+        seed: any integer, taken modulo 2**64; or [1] int64, used on its device.
         num_rows: number of output rows, >= 0.
         device: device of the result if `seed` is an integer.
 
@@ -80,12 +80,12 @@ def row_seeds(seed: int | Tensor, num_rows: int, *, device: torch.device | str =
 
 
 def stream_offset(stream: Stream) -> int:
-    """The signed 64-bit integer that a stream adds to the row seed."""
+    """Return the signed 64-bit integer added to the row seed for a stream."""
     return _signed(STATE_OFFSET + int(stream) * STREAM_FACTOR, 64)
 
 
 def states(keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
-    """Hash row seed, round, position and stream into states, which serve all token ids.
+    """Hash row seed, round, position and stream into states, shared by all token ids.
 
     Args:
         keys: [B] int64 each.
@@ -104,12 +104,20 @@ def states(keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
 
 
 def words(state: Tensor, token_ids: Tensor) -> Tensor:
-    """32 random bits per entry, int32, from int64 states and int32 or int64 token ids that broadcast with them."""
+    """Compute 32 random bits per entry, as int32.
+
+    Args:
+        state: int64 states.
+        token_ids: int32 or int64, broadcastable with the states.
+    """
     return _words_and_scratch(state, token_ids)[0]
 
 
 def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The words, and a scratch buffer for reuse: allocating memory costs more than the arithmetic on it."""
+    """Return the words and a scratch buffer for reuse.
+
+    Allocating memory costs more than the arithmetic on it.
+    """
     # Compiled code uses Python numbers, because CPU tensors would prevent CUDA graph capture.
     is_compiling = torch.compiler.is_compiling()
     factors: Any = WORD_FACTORS if is_compiling else _FACTORS
@@ -136,7 +144,7 @@ def _scaled_words(state: Tensor, token_ids: Tensor, scale: float) -> Tensor:
 def uniforms(
     keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor
 ) -> Tensor:
-    """Uniform random numbers in (0, 1), in steps of 2**-32 near 0; neither 0 nor 1 occurs.
+    """Return uniform random numbers in (0, 1), in steps of 2**-32 near 0; 0 and 1 never occur.
 
     Args:
         keys: [B] int64 each.
@@ -154,10 +162,13 @@ def uniforms(
 def exponentials(
     keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor
 ) -> Tensor:
-    """Exponential random numbers of rate 1, > 0, with the finest resolution near 0; arguments as for `uniforms`."""
+    """Return exponential random numbers of rate 1, > 0, with the finest resolution near 0.
+
+    See `uniforms` for the arguments.
+    """
     return exponentials_of(states(keys, stream, position_offsets), token_ids)
 
 
 def exponentials_of(state: Tensor, token_ids: Tensor) -> Tensor:
-    """Like `exponentials`, from int64 `states`."""
+    """Return random numbers like `exponentials`, from int64 `states`."""
     return _scaled_words(state, token_ids, -UNIFORM_SCALE).log1p_().neg_()

@@ -22,7 +22,7 @@ def verify_rejection(
     draft_logsumexp: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Rejection sampling: accept a drafted token x with probability min(1, p(x) / q(x)).
+    """Accept a drafted token x with probability min(1, p(x) / q(x)) (rejection sampling).
 
     p is the target distribution and q the draft distribution. The emitted tokens follow the target
     distribution. The token at the first rejection is sampled from the residual max(p - q, 0); the

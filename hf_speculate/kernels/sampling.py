@@ -19,7 +19,7 @@ def sample(
     row_cutoffs: Tensor | None = None,
     backend: str = "auto",
 ) -> Sampled:
-    """Sample one token per row; also returns the log-sum-exp, which verifiers need.
+    """Sample one token per row; also return the log-sum-exp for the verifiers.
 
     Args:
         logits: [B, V], float16, bfloat16, float32 or float64, any strides.
@@ -31,7 +31,7 @@ def sample(
 
     Returns:
         Ids in [0, V), and the log-sum-exp of the logits after temperature and cutoffs. At
-        temperature 0 it is their maximum, which gives the argmax probability 1. It is NaN, +inf or
+        temperature 0 it is their maximum and gives the argmax probability 1. It is NaN, +inf or
         -inf if the row is not a valid distribution.
 
     Raises:

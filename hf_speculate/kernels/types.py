@@ -1,4 +1,4 @@
-"""The named tuples and enums that the operations take and return."""
+"""Named tuples and enums of the operations."""
 
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Stream(IntEnum):
 
 
 class Status(IntFlag):
-    """Flags for invalid inputs of a row; 0 for a valid row."""
+    """Flags of invalid inputs; 0 for a valid row."""
 
     BAD_DRAFT_ID = 1
     NAN = 2
@@ -26,14 +26,14 @@ class Status(IntFlag):
 
 
 class NoiseKeys(NamedTuple):
-    """Keys of the random numbers of one round, one entry per row."""
+    """Keys of a round's random numbers, per row."""
 
     seeds: Tensor  # [B] int64, row seeds
     rounds: Tensor  # [B] int64, index of the round
     positions: Tensor  # [B] int64, number of unpadded tokens before the first drafted token
 
     def rows(self, indices: Tensor) -> "NoiseKeys":
-        """Keys of the rows `indices` [N] int64."""
+        """Select the keys of the rows `indices` [N] int64."""
         return NoiseKeys(self.seeds[indices], self.rounds[indices], self.positions[indices])
 
 

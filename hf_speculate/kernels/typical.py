@@ -27,7 +27,7 @@ def verify_typical(
     row_cutoffs: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Typical acceptance: accept drafted tokens while p(x) > min(threshold, alpha * exp(-entropy of p)).
+    """Accept drafted tokens while p(x) > min(threshold, alpha * exp(-entropy of p)).
 
     p is the target distribution. Typical acceptance is lossy: the output does not follow the target
     distribution.

@@ -1,4 +1,4 @@
-"""Warping and sampling the drafted tokens of a round in one operation per token, where the Triton kernels run."""
+"""Warp and sample the drafted tokens of a round, with one Triton operation per token."""
 
 from typing import Any
 
@@ -14,9 +14,10 @@ from .warping import cut_of
 
 
 class WarpedDraws:
-    """Samples the tokens of one round as `Draws` does from the results of `warp_logits`, bit for bit.
+    """Samples of one round from warped logits.
 
-    A draw takes the three launches of `warp_logits` alone. See `can_run`.
+    They equal those of `Draws` from the results of `warp_logits`, bit for bit. A draw takes only
+    the three launches of `warp_logits`. See `can_run`.
 
     Args:
         keys: [B] int64 each, at the position of the first token.
@@ -43,7 +44,7 @@ class WarpedDraws:
 
     @staticmethod
     def can_run(backend: str, device: torch.device) -> bool:
-        """Whether the kernels run on a device, and may count the programs that have finished."""
+        """Return whether the kernels run on a device, with atomics to count finished programs."""
         if not runs_kernels(backend, device):
             return False
         from . import kernels  # imports Triton
@@ -89,13 +90,13 @@ class WarpedDraws:
         return token_ids, drawn.logits
 
     def logits(self) -> Tensor:
-        """[B, n, V] float32, the logits that the n >= 1 tokens so far were sampled from."""
+        """Return the warped logits of the n >= 1 tokens drawn so far, [B, n, V] float32."""
         return self._logits[:, : self.num_drawn]
 
     def logsumexps(self) -> Tensor:
-        """[B, n] float32, the log-sum-exps of `logits`."""
+        """Return the log-sum-exps of `logits`, [B, n] float32."""
         return self._logsumexps[:, : self.num_drawn]
 
     def _memory(self, *sizes: int) -> Tensor:
-        """Uninitialised [B, ...] float32."""
+        """Allocate uninitialised [B, ...] float32."""
         return self.keys.seeds.new_empty(len(self.keys.seeds), *sizes, dtype=torch.float32)

@@ -21,11 +21,11 @@ def warp_logits(
     min_p: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Apply temperature, then top-k, top-p and min-p, in three launches where the kernels run.
+    """Apply temperature, then top-k, top-p and min-p, in three launches of the kernels.
 
-    A row is cut between two of the 1,024 bins that its largest 16 nats are divided into. Entries
-    that share a bin with the last one to be kept are kept too, and entries more than 16 nats below
-    the largest are always dropped. The result differs from one that sorts by a few tokens at the
+    The largest 16 nats of a row are divided into 1,024 bins, and the row is cut between two of
+    them. Entries in the bin of the last kept one are kept too, and entries more than 16 nats below
+    the largest are always dropped. The result differs from an exact cut by a few tokens at the
     border. Use it for drafts: their distribution is free as long as the verifier gets the same
     logits.
 
@@ -38,13 +38,12 @@ def warp_logits(
         backend: "auto", "torch" or "triton".
 
     Returns:
-        [B, V] float32, -inf where it is cut. A row with a NaN, a +inf, or nothing but -inf is not
-        cut.
+        [B, V] float32, -inf for dropped entries. A row with a NaN, a +inf, or only -inf is not cut.
 
     Raises:
         ConfigError: an unknown backend, or a number out of range.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: the shape or dtype is not supported.
     """
     check_logits("logits", logits, "B, V")
     rule = cut_of(logits.shape[-1], temperature, top_k, top_p, min_p)
@@ -63,10 +62,13 @@ def cut_of(
     if temperature == 0.0:
         raise ConfigError("temperature must be > 0, got 0.0; take the argmax instead")
     ranges = {"top_k": (top_k, 1, math.inf), "top_p": (top_p, 0.0, 1.0), "min_p": (min_p, 0.0, 1.0)}
-    for name, (value, least, most) in ranges.items():
-        if value is not None and not (least <= value <= most and (value > 0 or name == "min_p")):
+    for name, (value, min_value, max_value) in ranges.items():
+        if value is not None and not (
+            min_value <= value <= max_value and (value > 0 or name == "min_p")
+        ):
             raise ConfigError(
-                f"{name} must be in {least}..{most}, got {value}; leave it out to keep every entry"
+                f"{name} must be in {min_value}..{max_value}, got {value}; leave it out to keep "
+                "every entry"
             )
     return Cut(
         vocab_size if top_k is None else min(top_k, vocab_size),

@@ -67,7 +67,7 @@ class CacheRequest:
 class Buffers(NamedTuple):
     """Arguments of preallocated buffers."""
 
-    capacity: int | None = None  # columns of buffers that never grow; None if buffers grow
+    capacity: int | None = None  # columns of fixed buffers; None if buffers grow
     pool: Pool | None = None  # keeps fixed buffers between calls of equal shapes
 
 

@@ -1,14 +1,14 @@
-"""SDPA attention that folds the heads of a group into query rows, put into models' configs for the length of a call.
+"""SDPA attention with the heads of a group folded into query rows, for the length of a call.
 
 With grouped queries g query heads share one key-value head. transformers' `sdpa` copies keys and
-values g times as soon as several query rows meet a mask, which is every verification. Folded, the g
-heads are g times as many rows of one head, and keys and values are read where they lie:
+values g times as soon as several query rows meet a mask, as in every verification. Folded, the g
+heads are g times as many rows of one head, and keys and values are read in place:
 
     query [B, g*H, Q, D] -> [B, H, g*Q, D],    mask [B, 1, Q, T] -> [B, 1, g*Q, T]
 
 Every row's softmax is over the same numbers as before, so the result differs by round-off at most.
-The mask is folded once a forward. On some devices the backend is chosen here too, also where
-nothing is folded: see `_BACKENDS`.
+The mask is folded once a forward. On some devices the backend is chosen here too, also without
+folding: see `_BACKENDS`.
 """
 
 import contextvars
@@ -39,35 +39,34 @@ from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
-STANDS_FOR = "sdpa"  # what it replaces, and passes on to
+STANDS_FOR = "sdpa"  # replaced by it, and used for unsupported inputs
 
-# Type of device -> the module that chooses a backend of attention there, imported when a model lies
-# on one.
+# Type of device -> its module with a choice of attention backend, imported for a model there.
 _BACKENDS = {"cuda": "hf_speculate.options.cuda.attention_backends"}
-_loaded: dict[str, Any] = {}  # those imported, before anything is traced, which cannot import
+_loaded: dict[str, Any] = {}  # imported modules; a trace cannot import
 
 # On other devices transformers asks SDPA for grouped heads itself, or changes the mask.
 _DEVICES = ("cpu", "cuda")
-# Arguments that change what transformers' function computes; all others it ignores, and so do we.
+# Arguments of transformers' function with an effect. It ignores all others, and so does ours.
 _HONOURED = ("position_bias", "cache", "softcap")
 # The folded mask is a copy of g*Q*T entries a row. Up to 64 query tokens folding was as fast or
 # faster, from 256 on slower (float32 and bfloat16, 500 to 1000 states, g = 4, 2-core CPU).
-_MOST_QUERY_TOKENS = 64
+_MAX_QUERY_TOKENS = 64
 
-_MOST_MASKS = 4  # kept in a forward: one for each type of layer
-_SPANS = 0  # in place of a number of groups: the spans of columns that a mask shows
+_MAX_MASKS = 4  # masks kept in a forward: one for each type of layer
+_SPANS = 0  # key of a mask's spans of columns, in place of a number of groups
 
 _LOCK = threading.Lock()
-# by the id of a config: the calls for whose sake it holds our name
+# By the id of a config: the running calls with our name in it.
 _HOLDERS: dict[int, set[object]] = {}
 
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
-"""Masks, each with a number of groups and the mask that was converted for it, or with `_SPANS` and its spans."""
+"""Masks, each with a number of groups and the converted mask, or with `_SPANS` and its spans."""
 
 
 class _Forward(NamedTuple):
-    """The forward that is running."""
+    """The running forward."""
 
     masks: _Masks
     is_captured: bool
@@ -80,12 +79,14 @@ _forward: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar(
 
 @contextmanager
 def folding(is_captured: bool = True) -> Iterator[None]:
-    """Let `folded_attention` fold in this thread or task during one forward; elsewhere it passes on.
+    """Let `folded_attention` fold in this thread or task during one forward.
+
+    Elsewhere it calls the "sdpa" function.
 
     Args:
-        is_captured: whether the forward is one that graphs replay, or is compared with a replay.
+        is_captured: whether the forward is replayed from graphs, or compared with a replay.
     """
-    token = _forward.set(_Forward(deque(maxlen=_MOST_MASKS), is_captured))
+    token = _forward.set(_Forward(deque(maxlen=_MAX_MASKS), is_captured))
     try:
         yield
     finally:
@@ -101,15 +102,15 @@ def folded_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,  # factor of the scores; None for 1 / sqrt(D)
-    # whether a missing mask means causal rows; None for what `module.is_causal` says
+    # whether a missing mask means causal rows; None for `module.is_causal`
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' `sdpa` computes it, without copies of keys and values where it would make them.
+    """Compute attention like transformers' `sdpa`, without its copies of keys and values.
 
-    It folds inside `folding()` and in code that `torch.compile` traces, which knows no context;
-    whatever it cannot compute it passes on to what is registered as "sdpa". Returns [B, Q, g*H, D']
-    contiguous, and None for the weights.
+    It folds inside `folding()` and in code traced by `torch.compile`, where contexts are unknown.
+    Unsupported inputs go to the function registered as "sdpa". Returns [B, Q, g*H, D'] contiguous,
+    and None for the weights.
     """
     passed_on: Any = ALL_ATTENTION_FUNCTIONS[STANDS_FOR]
     forward = None if torch.compiler.is_compiling() else _forward.get()
@@ -146,7 +147,10 @@ def _attend(
     is_causal: bool,
     forward: _Forward | None,
 ) -> Tensor | None:
-    """Attention output [B, Q, g*H, D'], contiguous; None if transformers' own function must compute it."""
+    """Compute attention [B, Q, g*H, D'], contiguous.
+
+    None if transformers' own function must compute it.
+    """
     groups: Any = getattr(module, "num_key_value_groups", 1)
     backends: Any = _loaded.get(query.device.type)
     num_query, is_ours = (
@@ -169,7 +173,7 @@ def _attend(
         few = _attend_few(backends, query, key, value, mask, scaling, forward)
         if few is not None:
             return few
-    folds = num_query <= _MOST_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)
+    folds = num_query <= _MAX_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)
     if not is_ours and not folds:
         return None
     if not folds:
@@ -177,7 +181,7 @@ def _attend(
     folded = query.reshape(query.shape[0], -1, groups * num_query, query.shape[3])  # [B, H, g*Q, D]
     if mask is not None:
         make = partial(backends.additive_mask, dtype=query.dtype) if is_ours else _repeat_rows
-        num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all as it is
+        num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all
         mask = _converted_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
     if not is_ours:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
@@ -201,7 +205,10 @@ def _attend_few(
     scaling: float | None,
     forward: _Forward,
 ) -> Tensor | None:
-    """Attention output [B, Q, g*H, D], contiguous, by a kernel for few queries; None if none serves these."""
+    """Compute attention [B, Q, g*H, D], contiguous, by a kernel for few queries.
+
+    None if no kernel supports the inputs.
+    """
     if not backends.serves_few(query, key, value, scaling, forward.is_captured):
         return None
     spans = _converted_once(backends.spans_of, mask, _SPANS, forward.masks)
@@ -210,7 +217,10 @@ def _attend_few(
 
 
 def register_folded_attention() -> None:
-    """Make `FOLDED` known to transformers, with the masks of what it stands for; again is harmless."""
+    """Register `FOLDED` with transformers, with the masks of "sdpa".
+
+    Further calls change nothing.
+    """
     if FOLDED not in ALL_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(FOLDED, _make_mask)
         AttentionInterface.register(FOLDED, folded_attention)
@@ -241,17 +251,17 @@ def _repeat_rows(mask: Tensor, groups: int) -> Tensor:
 
 
 def _make_mask(*args: Any, **kwargs: Any) -> Any:
-    """The mask of what `FOLDED` stands for, as registered at the time of the call."""
+    """Make the mask of "sdpa", by the function registered at the time of the call."""
     make: Any = ALL_MASK_ATTENTION_FUNCTIONS[STANDS_FOR]
     return make(*args, **kwargs)
 
 
 @contextmanager
 def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
-    """Have the attention layers of `models` look up the folded function; the last call to leave restores the name.
+    """Set the folded function in the attention layers of `models`; restore the name afterwards.
 
-    Only configs that say "sdpa" are written to, and what a caller assigns to one in the meantime
-    stays.
+    The last call to leave restores it. Only configs with "sdpa" are changed, and a name assigned by
+    the caller in the meantime stays.
     """
     configs = {id(config): config for model in models for config in _configs_of(model)}
     call = object()
@@ -277,7 +287,7 @@ def _hold(config: PreTrainedConfig, call: object) -> None:
 
 
 def _release(config: PreTrainedConfig, call: object) -> None:
-    """Undo `_hold`; nothing where it did not take place, so that it may follow an interrupt."""
+    """Undo `_hold`; do nothing without it, as after an interrupt."""
     with _LOCK:
         holders = _HOLDERS.get(id(config), set())
         if call not in holders:
@@ -290,10 +300,13 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of grouped attention layers, or of all on CUDA; none if code may compare the attention's name."""
+    """Return the configs of grouped attention layers, or of all on CUDA.
+
+    None are returned if code may compare the attention's name.
+    """
     modules = modules_of(model)
     takes_all = is_chosen({parameter.device for parameter in parameters_of(model)})
-    # vars(): a miss in getattr() of a module costs more than the rest of the search
+    # A miss in getattr() of a module costs more than the rest of the search; vars() has none.
     layers = [
         module
         for module in modules
@@ -308,7 +321,7 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     served = [
         config
         for config in configs.values()
-        # a copy that was made while another call was running has our name
+        # A copy made during another call has our name.
         if isinstance(config, PreTrainedConfig) and attention_name(config) in (STANDS_FOR, FOLDED)
     ]
     if not served:
@@ -319,7 +332,10 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def is_chosen(devices: Iterable[torch.device]) -> bool:
-    """Whether the backend of attention on any of the devices is chosen here; imports what chooses it."""
+    """Return whether the backend of attention on any of the devices is chosen here.
+
+    The module of the choice is imported.
+    """
     served = [device for device in devices if device.type in _BACKENDS]
     for device in served:
         if device.type not in _loaded:

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from hf_speculate.models.module_walk import modules_of
 
 _KNOWN_NAMES = """
-accelerate aqlm auto_round awq bitsandbytes compressed_tensors deepspeed eetq fbgemm_gpu fla gptqmodel hf_speculate hqq
-kernels liger_kernel optimum peft quark torch torchao transformer_engine transformers
+accelerate aqlm auto_round awq bitsandbytes compressed_tensors deepspeed eetq fbgemm_gpu fla
+gptqmodel hf_speculate hqq kernels liger_kernel optimum peft quark torch torchao transformer_engine
+transformers
 """
 # first names of frameworks, adapters, quantisers and kernels
 KNOWN_PACKAGES = set(_KNOWN_NAMES.split())

@@ -49,21 +49,21 @@ class ChosenTokens:
 
     def __init__(
         self,
-        stop_ids: Tensor | None,  # [E] int64, ids that end a row; None for none
+        stop_ids: Tensor | None,  # [E] int64, end-of-row ids; None for none
         counts: ArangeCache,  # int32, on the device of the tokens
-        num_columns: int = 0,  # tokens of each row that `column` has memory for
+        num_columns: int = 0,  # tokens of each row in the memory of `column`
     ):
         self.chosen: list[Chosen] = []
         self._num_columns, self._num_in_place = num_columns, 0
         self._columns: Tensor | None = None  # [N, B] int64, the tokens in place
         self._stop_ids = stop_ids
         self._counts = counts
-        # by token, [B] bool: rows that end there; empty if only ids end rows
+        # by token, [B] bool: rows ending there; empty if only ids end rows
         self._are_last: list[Tensor] = []
         self._is_ended: Tensor | None = None  # [B] bool, up to the last call of `are_enough`
 
     def column(self, num_rows: int) -> Tensor | None:
-        """Return memory [B] int64 for the next token of each row, see `add`; None if there is no more."""
+        """Return memory [B] int64 for the next token of each row, see `add`; None if it is full."""
         step = len(self.chosen)
         if step >= self._num_columns:
             return None

@@ -153,7 +153,7 @@ class LanguageModel(PerRow):
         text = {"input_ids": query_token_ids}
         mask = kv_cache.mask(num_query)
         if mask is not None:
-            text["attention_mask"] = mask  # type: ignore[assignment]  # may be a dict with a mask per layer type
+            text["attention_mask"] = mask  # type: ignore[assignment]  # or a dict of masks
         num_columns = kv_cache.num_columns
         if self._takes_position_ids:
             positions = kv_cache.position_ids(num_query)

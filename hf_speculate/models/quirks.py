@@ -124,18 +124,20 @@ QUIRKS = (
 )
 
 _SINCE_OLDEST = """
-apertus arcee audioflamingo3 aya_vision bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen cohere
-cohere2 cohere2_vision cosmos3_omni ctrl deepseek_v3 deepseek_vl ernie4_5 exaone4 exaone4_5 falcon fun_asr_nano fuyu
-gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm46v glm4v_text glmasr got_ocr2 gpt2 gpt_bigcode gpt_neo
-gpt_neox gpt_oss gptj granite granite_speech granite_speech_plus granitemoe helium hunyuan_v1_dense idefics2 idefics3
-imagegpt internvl janus jetmoe kimi_k25 led lighton_ocr llama llama4_text llava llava_next llava_next_video
-llava_onevision longt5 m2m_100 marian mbart ministral mistral mistral3 mixtral mllama mllama_text_model mpt mt5
-musicflamingo mvp nemotron nllb-moe olmo olmo2 olmo3 olmoe opt ovis2 pegasus pegasus_x persimmon phi phi3
-phi4_multimodal phimoe plbart qianfan_ocr qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text
-qwen3 qwen3_asr qwen3_moe qwen3_vl_text seed_oss smollm3 smolvlm stablelm starcoder2 switch_transformers t5
-t5_gemma_module t5gemma t5gemma2 t5gemma2_decoder trocr umt5 vibevoice_asr video_llava vipllava voxtral whisper xglm
-bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba mamba2 nemotron_h
-olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
+apertus arcee audioflamingo3 aya_vision bart bigbird_pegasus biogpt blenderbot blenderbot-small
+bloom codegen cohere cohere2 cohere2_vision cosmos3_omni ctrl deepseek_v3 deepseek_vl ernie4_5
+exaone4 exaone4_5 falcon fun_asr_nano fuyu gemma gemma2 gemma3_text gemma3n_text gemma4_text glm
+glm4 glm46v glm4v_text glmasr got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite
+granite_speech granite_speech_plus granitemoe helium hunyuan_v1_dense idefics2 idefics3 imagegpt
+internvl janus jetmoe kimi_k25 led lighton_ocr llama llama4_text llava llava_next llava_next_video
+llava_onevision longt5 m2m_100 marian mbart ministral mistral mistral3 mixtral mllama
+mllama_text_model mpt mt5 musicflamingo mvp nemotron nllb-moe olmo olmo2 olmo3 olmoe opt ovis2
+pegasus pegasus_x persimmon phi phi3 phi4_multimodal phimoe plbart qianfan_ocr qwen2 qwen2_5_vl
+qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_asr qwen3_moe qwen3_vl_text
+seed_oss smollm3 smolvlm stablelm starcoder2 switch_transformers t5 t5_gemma_module t5gemma t5gemma2
+t5gemma2_decoder trocr umt5 vibevoice_asr video_llava vipllava voxtral whisper xglm
+bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba
+mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
 """
 _SINCE_5_23 = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
 _SINCE_5_24 = "moss_transcribe_diarize omniasr"
@@ -149,18 +151,20 @@ TESTED_TYPES |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 # Packages of `transformers.models`: their models take a dict of masks by layer type as
 # `attention_mask`.
 _MASK_BY_TYPE_NAMES = """
-afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dory dots1
-exaone4 exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss
-granite_swa granitemoe_swa granitemoehybrid hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_linear kolibri1
-laguna lara_mini lfm2 lfm2_moe lfm3 llama4 mellum mimo_v2_flash minimax ministral modernbert_decoder muse_glimmer
-muse_spark nemotron_h olmo3 olmo_hybrid qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
-qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7 unlimited_ocr vaultgemma zamba zamba2 zaya
+afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32
+diffusion_gemma dory dots1 exaone4 exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4
+gemma4_unified glm5_next glm_moe_dsa gpt_oss granite_swa granitemoe_swa granitemoehybrid hy_v4
+hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe
+lfm3 llama4 mellum mimo_v2_flash minimax ministral modernbert_decoder muse_glimmer muse_spark
+nemotron_h olmo3 olmo_hybrid qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5
+qwen3_5_moe qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7 unlimited_ocr vaultgemma zamba
+zamba2 zaya
 """
 # Packages of models with a comparison of the attention's name with "sdpa"; another name changes
 # their mask or path.
 _COMPARES_ATTENTION_NAMES = """
-axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 hy_v4_vl minimax_m3_vl
-mistral_large4
+axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 hy_v4_vl
+minimax_m3_vl mistral_large4
 """
 
 _MASK_BY_TYPE = frozenset(_MASK_BY_TYPE_NAMES.split())

@@ -144,7 +144,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return [processor for processor in self if find_reads(processor) is None]
 
     def forced_texts(self, tokens: TokenRows, is_asked: Sequence[bool]) -> list[str]:
-        """Return [B] texts that must follow the rows, as the first processor with one says."""
+        """Return the forced text of each row, [B], of the first processor with one."""
         offering = [processor for processor in self if offers_forced_text(processor)]
         texts = [""] * len(is_asked)
         for row, length in enumerate(tokens.lens if offering else ()):

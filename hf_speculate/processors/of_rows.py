@@ -33,7 +33,7 @@ class RowProcessors(Protocol):
         """Whether the scores of a position are NaN where its logits are."""
 
     def forced_texts(self, tokens: "TokenRows", is_asked: Sequence[bool]) -> list[str]:
-        """[B] texts that must follow the rows; "" for rows with a choice, or not asked for."""
+        """Return the forced text of each row, [B]; "" for rows with a choice or not asked for."""
 
     def forked(self) -> "RowProcessors":
         """Return the processors of one draft, with a fork in place of each one with state."""

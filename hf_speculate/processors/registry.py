@@ -1,4 +1,4 @@
-"""Registry of processors and criteria: those that fit into a block, and those that do not.
+"""Registry of processors and criteria, by their use on blocks of tokens.
 
 *Pure*: the result depends on the arguments alone, not on earlier calls. *Row-wise*: row b of the
 result depends on row b of the arguments alone. Only then may a round ask about many prefixes at
@@ -26,39 +26,39 @@ class RollbackProcessor(Protocol):
     """Row-wise logits processor with state and rollback.
 
     Its state follows the text. Such a processor runs at all K+1 positions of a round, and on the
-    draft model, so that drafts obey it; rows need not move in lock step. Any class with these four
-    methods is one. Under plain `generate()` only `__call__` is used, in lock step `fork` too. Each
-    call shows every row one token more than its previous call:
+    draft model, whose drafts then obey it; rows need not move in lock step. Any class with these
+    four methods is one. Under plain `generate()` only `__call__` is used, in lock step `fork` too.
+    Each call shows every row one token more than its previous call:
 
     - the first call of all shows the prompts, as plain `generate()` does;
     - a round's first call shows each row's newest token, the next K calls its drafted ones, from
       left to right;
-    - `rollback` follows the round and takes back the calls whose newest token was refused. It never
+    - `rollback` follows the round and takes back the calls with a rejected newest token. It never
       asks for more calls than there were since the last `rollback`, so nothing older need be kept.
       If the target's logits are NaN for a drafted token, it takes back all calls of the round,
-      which is then shown again;
-    - before each draft, `fork` gives the draft model a copy, which is discarded after the draft.
+      and the round is shown again;
+    - before each draft, `fork` gives the draft model a copy. The copy is discarded after the draft.
 
     An object serves one call: its rows leave as they finish, and a later call with it raises an
     error.
 
-    A round may show a row a token that the processor has just forbidden. The ids after it, as after
-    a drafted EOS, are meaningless; scores for them are never read, and those calls are taken back.
-    So a call must not fail for any ids, and each call counts.
+    A round may show a row a token just forbidden by the processor. The ids after it, as after a
+    drafted EOS, are meaningless; scores for them are never read, and those calls are taken back. So
+    a call must not fail for any ids, and each call counts.
 
     A processor may also have `forced_text(row, input_ids) -> str`, as row-wise ones may. It returns
-    the text that must follow `input_ids` [n] int64, the row as the next `__call__` shows it, on the
-    host; "" if there is a choice. The row's newest token was not shown before. The method leaves
-    the state as it is. `grammar_draft` drafts this text.
+    the forced text after `input_ids` [n] int64, "" if there is a choice. The ids are on the host,
+    and are those of the row in the next `__call__`. The row's newest token was not shown before.
+    The method does not change the state. `grammar_draft` drafts this text.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Process the scores of the token that comes next in each row.
+        """Process the scores of each row's next token.
 
         Args:
             input_ids: [B, n] int64, each row ending in the last column. Shorter rows are filled up
                 on the left with their first id. It is the padding id if the row has padding.
-            scores: [B, V] float32, which may be written to. A fork gets the draft model's V.
+            scores: [B, V] float32; it may be written to. A fork gets the draft model's V.
 
         Returns:
             [B, V] float32.
@@ -72,7 +72,7 @@ class RollbackProcessor(Protocol):
         """
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in this order, and forget the others, which are finished."""
+        """Keep the rows `indices`, in this order, and forget the others; these are finished."""
 
     def fork(self) -> "RollbackProcessor":
         """Return an independent copy of the state. It is never rolled back."""
@@ -95,13 +95,14 @@ class Reads(Enum):
 # WatermarkLogitsProcessor seeds its generator anew from the prefix before every draw.
 _NAMES = {
     Reads.NOTHING: """
-        BarkEosPrioritizerLogitsProcessor EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor
-        LogitNormalization MinPLogitsWarper SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper
-        TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper""",
+        BarkEosPrioritizerLogitsProcessor EpsilonLogitsWarper EtaLogitsWarper
+        InfNanRemoveLogitsProcessor LogitNormalization MinPLogitsWarper
+        SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper
+        TopPLogitsWarper TypicalLogitsWarper""",
     Reads.LENGTH: """
-        AlternatingCodebooksLogitsProcessor ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
-        ForcedEOSTokenLogitsProcessor MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
-        SuppressTokensAtBeginLogitsProcessor""",
+        AlternatingCodebooksLogitsProcessor ExponentialDecayLengthPenalty
+        ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor MinLengthLogitsProcessor
+        MinNewTokensLengthLogitsProcessor SuppressTokensAtBeginLogitsProcessor""",
     Reads.PREFIX: """
         NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor RepetitionPenaltyLogitsProcessor
         SequenceBiasLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor""",
@@ -127,9 +128,9 @@ def _at(length: int, prefix_len: int) -> int:
     return 0 if prefix_len < length else min(prefix_len, length + 1)
 
 
-# Maps a class to a function from processor and prefix length to the number of last tokens with the
-# result of the whole prefix. A class that is not listed needs all tokens. Positions with equal
-# numbers share a call.
+# Maps a class to a function of processor and prefix length. It returns the number of last tokens
+# with the result of the whole prefix. Classes outside of this table need all tokens. Positions with
+# equal numbers share a call.
 _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.ExponentialDecayLengthPenalty: lambda p, n: 0 if n <= p.regulation_start else n,
     logits_process.ForcedBOSTokenLogitsProcessor: lambda p, n: _at(1, n),
@@ -159,15 +160,31 @@ _LOSES_NAN = (
 
 # Maps a class to the reason for calling it position by position, as plain `generate()` does.
 NOT_ROW_WISE: dict[type, str] = {
-    logits_process.ClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
-    logits_process.DiaClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
-    logits_process.DiaEOSChannelFilterLogitsProcessor: "it mixes rows: the audio channels of one sample",
+    logits_process.ClassifierFreeGuidanceLogitsProcessor: (
+        "it mixes rows: conditional with unconditional ones"
+    ),
+    logits_process.DiaClassifierFreeGuidanceLogitsProcessor: (
+        "it mixes rows: conditional with unconditional ones"
+    ),
+    logits_process.DiaEOSChannelFilterLogitsProcessor: (
+        "it mixes rows: the audio channels of one sample"
+    ),
     logits_process.DiaEOSDelayPatternLogitsProcessor: "it counts its calls",
-    logits_process.EncoderNoRepeatNGramLogitsProcessor: "it holds the encoder's ids of every row, in batch order",
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor: "it holds the encoder's ids of every row, in batch order",
-    logits_process.PrefixConstrainedLogitsProcessor: "it tells the user's function the row's place in the batch",
-    logits_process.SynthIDTextWatermarkLogitsProcessor: "it keeps a history of contexts from call to call",
-    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor: "it feeds a cache of its own, one token a call",
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: (
+        "it holds the encoder's ids of every row, in batch order"
+    ),
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: (
+        "it holds the encoder's ids of every row, in batch order"
+    ),
+    logits_process.PrefixConstrainedLogitsProcessor: (
+        "it tells the user's function the row's place in the batch"
+    ),
+    logits_process.SynthIDTextWatermarkLogitsProcessor: (
+        "it keeps a history of contexts from call to call"
+    ),
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor: (
+        "it feeds a cache of its own, one token a call"
+    ),
     logits_process.WhisperNoSpeechDetection: "it runs the model itself, then keeps the outcome",
     stopping_criteria.ConfidenceCriteria: "it reads the scores of the batch's first row",
 }
@@ -236,7 +253,7 @@ def find_reads(processor: object) -> Reads | None:
 
 
 def offers_forced_text(processor: object) -> bool:
-    """Return whether a processor can tell which text must come next."""
+    """Return whether a processor has a `forced_text` method."""
     return callable(getattr(processor, "forced_text", None))
 
 
@@ -254,7 +271,7 @@ def find_context_len(processor: object, prefix_len: int) -> int:
 
 
 def any_ids(num_rows: int, num_ids: int, device: torch.device) -> Tensor:
-    """Make placeholder ids [N, n] without memory, for objects that count ids only."""
+    """Make placeholder ids [N, n] without memory, for objects that only count ids."""
     return torch.zeros((1, 1), dtype=torch.int64, device=device).expand(num_rows, num_ids)
 
 

@@ -17,7 +17,7 @@ class SpanLess(NamedTuple):
     """Consecutive integers less the padding of each row."""
 
     pads: Tensor  # [B, 1]
-    first: int  # of the integers
+    first: int  # the first integer, before the padding is subtracted
     values: Tensor  # [B, N]
 
     def holds(self, start: int, num: int) -> bool:
@@ -48,7 +48,10 @@ class ArangeCache:
         return self._values[start - self._first : end - self._first]
 
     def span_less(self, start: int, num: int, pads: Tensor) -> Tensor:
-        """Return [B, num], the integers of `span` less pads [B, 1], read-only; made for several spans at once."""
+        """Return [B, num], the integers of `span` less pads [B, 1], read-only.
+
+        They are made for several spans at once.
+        """
         self.span(start, num)  # extends the numbers if it must
         if self._less is None or self._less.pads is not pads or not self._less.holds(start, num):
             width = min(max(num, _FIRST_VALUES), self._end - start)

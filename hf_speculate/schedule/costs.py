@@ -125,7 +125,7 @@ class Costs:
             # A source reads a few missing tokens with its first step.
             steps = self._steps.setdefault(num_rows, deque(maxlen=TUNING.num_samples))
             known_s = self._step_medians.get(num_rows)
-            # of the nearest number of rows if this one is new
+            # `step_s` takes the nearest number of rows if this one is new.
             expected_s = self.step_s(num_rows) or math.inf
             steps.append(min(seconds / num_steps, TUNING.max_factor * expected_s))
             median_s = median_low(steps)

@@ -16,7 +16,10 @@ def headline(stats: SpeculationStats) -> str:
     if not stats.num_rounds:
         return "no token was decoded after the prompt"
     if (speedup := stats.speedup) is None:
-        return "speed-up over plain decoding not measured (no call of this type has taken a plain step yet)"
+        return (
+            "speed-up over plain decoding not measured (no call of this type has taken a plain "
+            "step yet)"
+        )
     num_steps = sum(map(len, stats.measured_steps().values()))
     num_earlier = num_steps - sum(map(len, stats.plain_step_s_by_rows.values()))
     steps = counted(num_steps, "plain step") + (
@@ -32,11 +35,10 @@ def summary(stats: SpeculationStats) -> str:
     if not stats.has_draft_source:
         return headline(stats)
     rate = f"acceptance rate {stats.acceptance_rate:.3f}" if stats.num_drafted else _NOTHING_DRAFTED
-    forwards = f"{counted(stats.num_target_forwards, 'target forward')} (plain {stats.num_plain_forwards}), "
+    forwards = counted(stats.num_target_forwards, "target forward")
     return (
         f"{headline(stats)}; {stats.verifier} verification: {counted(stats.num_emitted, 'token')} "
-        "in "
-        f"{counted(stats.num_rounds, 'round')}, {forwards}"
+        f"in {counted(stats.num_rounds, 'round')}, {forwards} (plain {stats.num_plain_forwards}), "
         f"mean acceptance length {stats.mean_acceptance_length:.2f}, {rate}, "
         f"{stats.total_s:.2f} s, {stats.tokens_per_s:.1f} tokens/s"
     )
@@ -69,12 +71,14 @@ def _lines(stats: SpeculationStats) -> list[tuple[str, str]]:
         for stage, seconds in stats.seconds_by_stage.items()
     )
     drafts = {
-        "target forwards": f"{stats.num_target_forwards} after the prompt, plain decoding {stats.num_plain_forwards}",
+        "target forwards": f"{stats.num_target_forwards} after the prompt, plain decoding "
+        f"{stats.num_plain_forwards}",
         "mean acceptance length": f"{stats.mean_acceptance_length:.2f} "
         f"({counted(stats.num_emitted, 'token')} in {counted(stats.num_rounds, 'round')})",
     }
     rates = {
-        "acceptance rate": f"{stats.acceptance_rate:.3f} ({stats.num_accepted} of {stats.num_drafted} drafted tokens)",
+        "acceptance rate": f"{stats.acceptance_rate:.3f} "
+        f"({stats.num_accepted} of {stats.num_drafted} drafted tokens)",
         "verified acceptance rate": f"{stats.verified_acceptance_rate:.3f} "
         f"({stats.num_accepted} of {stats.num_verified} verified tokens)",
         "acceptance rate per position": positions,
@@ -92,7 +96,8 @@ def _lines(stats: SpeculationStats) -> list[tuple[str, str]]:
         else "",
         "time by stage": stages,
         "verifier": stats.verifier or "none",
-        "host synchronisations": f"{stats.num_host_syncs} ours, {stats.num_user_host_syncs} in user code",
+        "host synchronisations": f"{stats.num_host_syncs} ours, {stats.num_user_host_syncs} in "
+        "user code",
         "plan": stats.plan,
         "compiled": ", ".join(stats.compiled),
         "from graphs": ", ".join(stats.graphed),

@@ -1,4 +1,4 @@
-"""Coupled verification: a drafted token is accepted if the target samples the same token with the same noise.
+"""Coupled verification: the target must sample the drafted token with the same noise.
 
 The target's token is the winner of an exponential race on its distribution, with noise keyed by row
 seed, position and token id. Drafts are sampled with the same noise, so they agree often.

@@ -88,7 +88,7 @@ def test_folded_attention_equals_transformers(mask, groups, num_query):
     assert all(torch.equal(*tensors) for tensors in zip(before, (query, key, value), strict=True))
 
 
-_MOST = attention._MOST_QUERY_TOKENS + 1
+_MOST = attention._MAX_QUERY_TOKENS + 1
 _BIAS = {"position_bias": torch.linspace(-2, 2, 132, dtype=torch.float64).view(1, 4, 3, T)}
 PASSED_ON = {
     "a long prompt": (torch.ones(2, 1, _MOST, _MOST, dtype=torch.bool).tril(), {}),

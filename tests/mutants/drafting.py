@@ -24,7 +24,7 @@ MUTANTS = mutants_of(
         ): {
             "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
             "padding is part of the text": Fault(
-                "[ids[num:] for ids, num in zip(", "[ids for ids, num in zip("
+                "[ids[num_pads:] for ids, num_pads in zip(", "[ids for ids, num_pads in zip("
             ),
             "a row that drafts nothing learns nothing": Fault("if agrees:", "if len(agrees) > 1:"),
             "finished rows draft": Fault(

@@ -135,10 +135,10 @@ MUTANTS = mutants_of(
                 "indices[:, :-1] == chain", "indices[:, 1:] == chain", "kernels/test_invariance.py"
             ),
             "the next position's argmax on the host": Fault(
-                "== best_ids[num]", "== best_ids[num + 1]"
+                "== best_ids[num_equal]", "== best_ids[num_equal + 1]"
             ),
             "an invalid row accepts on the host": Fault(
-                "math.isfinite(values[num])", "True", "kernels/test_edges.py"
+                "math.isfinite(values[num_equal])", "True", "kernels/test_edges.py"
             ),
             "bad ids are lost on the host": Fault(
                 "if any(bad_ids)", "if False", "kernels/test_edges.py"

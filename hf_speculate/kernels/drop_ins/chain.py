@@ -16,7 +16,7 @@ from .common import draw_seed, mask_undefined_draws
 
 
 def _per_row(name: str, value: int | Tensor, num_rows: int, device: torch.device) -> Tensor:
-    """`value` as [1] or [B] int64."""
+    """Convert `value` to [1] or [B] int64."""
     if not isinstance(value, Tensor):
         return row_seeds(value, 1, device=device)  # value modulo 2**64
     if value.shape not in ((1,), (num_rows,)):
@@ -47,7 +47,7 @@ def chain_speculative_sampling(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rejection sampling from probabilities: a drop-in replacement for FlashInfer's function.
+    """Verify by rejection sampling from probabilities, as FlashInfer's function of this name.
 
     `verify_rejection` takes logits instead.
 
@@ -60,15 +60,15 @@ def chain_speculative_sampling(
         maybe_output_emitted_draft_token_num: [B] int32 or int64 counter, incremented in place.
         deterministic: ignored; results are always deterministic.
         generator: draws the seed if `seed` is None; None means torch's global generator.
-        seed: an integer or [1], from which `row_seeds` derives the row seeds, or the row seeds [B].
-            Tensors are int32 or int64 and stay on their device.
+        seed: an integer or [1] for `row_seeds`, or the row seeds [B]. Tensors are int32 or int64
+            and stay on their device.
         offset: an integer, [1] or [B], number of calls so far with this seed; None means 0. Equal
             seeds and offsets give equal random numbers.
         backend: "auto", "torch" or "triton".
 
     Returns:
         Token ids [B, K+1] int32: the accepted prefix, the correction or bonus token, then -1. The
-        number of drafted tokens that pass their own acceptance test, also after a rejected one. The
+        number of drafted tokens to pass their own acceptance test, also after a rejected one. The
         number of accepted tokens. The two counts are the given counters, or [B] int32.
 
     Raises:

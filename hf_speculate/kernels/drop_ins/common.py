@@ -1,4 +1,4 @@
-"""Helpers of the drop-in functions: seeds, and masking of tokens whose row is not a valid distribution."""
+"""Helpers of the drop-in functions: seeds, and masking of tokens from invalid rows."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,10 @@ from ..types import Verdict
 
 
 def mask_undefined_draws(verdict: Verdict, logits: Tensor) -> Tensor:
-    """Token ids [B, K+1] of the verdict; -1 if the row of `logits` [B, K+1, V] is not a valid distribution."""
+    """Return the verdict's ids [B, K+1], -1 where a row of `logits` is no valid distribution.
+
+    The logits are [B, K+1, V].
+    """
     at = verdict.num_accepted.to(torch.int64)
     tops = logits[torch.arange(logits.shape[0], device=logits.device), at].amax(-1)  # [B]
     here = at.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Verification of a single sequence from normalised probabilities: `greedy_match` and `speculative_sampling`."""
+"""Verify a single sequence from normalised probabilities: greedily or by rejection sampling."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,12 @@ def _check_candidates(target_dists: Tensor, candidate_tokens: Tensor) -> None:
 
 
 def _first_rejection(verdict: Verdict, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the first rejected token and the token emitted there, for a batch of one; logits [1, K+1, V]."""
+    """Return the index of the first rejected token and the token emitted there.
+
+    Args:
+        verdict: of a batch of one.
+        logits: [1, K+1, V].
+    """
     rejected_idx = verdict.num_accepted.to(torch.int64)
     return rejected_idx[0], mask_undefined_draws(verdict, logits)[0].gather(0, rejected_idx)[0]
 
@@ -26,7 +31,7 @@ def _first_rejection(verdict: Verdict, logits: Tensor) -> tuple[Tensor, Tensor]:
 def greedy_match(
     target_dists: Tensor, candidate_tokens: Tensor, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Greedy verification: compare candidates with the target's most probable tokens; ties go to the lowest index.
+    """Compare candidates with the target's most probable tokens; ties go to the lowest index.
 
     Args:
         target_dists: [K+1, V] probabilities, any float dtype; only their order matters.
@@ -34,8 +39,8 @@ def greedy_match(
         backend: "auto", "torch" or "triton".
 
     Returns:
-        `rejected_idx`, the first position that differs (K if none does), and the target's most
-        probable token there; both 0-dim int64.
+        `rejected_idx`, the first position with another token (K if there is none), and the target's
+        most probable token there; both 0-dim int64.
 
     Raises:
         ConfigError: unknown backend.
@@ -58,7 +63,7 @@ def speculative_sampling(
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling of candidates that were sampled from `proposal_dists`.
+    """Verify candidates sampled from `proposal_dists` by rejection sampling.
 
     Args:
         target_dists: [K+1, V] normalised probabilities, any float dtype.
@@ -69,7 +74,7 @@ def speculative_sampling(
 
     Returns:
         `rejected_idx`, the first rejected position (K if all are accepted), and the correction or
-        bonus token that was sampled there; both 0-dim int64.
+        bonus token sampled there; both 0-dim int64.
 
     Raises:
         ConfigError: unknown backend.

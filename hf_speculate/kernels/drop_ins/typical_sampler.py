@@ -16,14 +16,14 @@ ENTROPY_EPSILON = 1e-5  # vLLM's constant
 
 @dataclass(frozen=True)
 class TypicalAcceptanceSampler:
-    """Typical acceptance from probabilities: a drop-in replacement for vLLM's class.
+    """Typical acceptance from probabilities, as vLLM's class.
 
     `verify_typical` takes logits instead and uses the exact entropy.
 
     Args:
         posterior_threshold: in (0, 1), a probability.
         posterior_alpha: > 0.
-        strict_mode: also check devices and that every id is in [0, V), which synchronises with the
+        strict_mode: also check devices and the range of every id. This synchronises with the
             device.
         disable_bonus_tokens: emit -1 instead of the bonus token.
         backend: "auto", "torch" or "triton".
@@ -116,7 +116,7 @@ def _check_strictly(
     draft_probs: Tensor | None,
     draft_token_ids: Tensor,
 ) -> None:
-    """Raise unless all tensors are on one device, `draft_probs` matches the target and all ids are in [0, V)."""
+    """Raise unless devices agree, `draft_probs` matches the target and all ids are in [0, V)."""
     num_rows, num_positions, vocab_size = target_probs.shape
     if draft_probs is not None:
         check_shape(

@@ -1,4 +1,7 @@
-"""Acceptance tests of drafted tokens: rejection sampling, typical acceptance and block verification."""
+"""Acceptance tests of drafted tokens.
+
+The rules are rejection sampling, typical acceptance and block verification.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +9,7 @@ import triton.language as tl
 from .noise import ACCEPT, noise_states, uniforms
 from .rows import is_finite, logsumexps, merge_plain_sums, merge_rows, merge_spreads
 
-# Verification rules that a kernel is compiled for.
+# Verification rules; a kernel is compiled for one of them.
 GREEDY = tl.constexpr(0)
 REJECTION = tl.constexpr(1)
 POINT_MASS = tl.constexpr(2)
@@ -14,8 +17,8 @@ TYPICAL = tl.constexpr(3)
 BLOCK = tl.constexpr(4)
 COUPLED = tl.constexpr(5)
 
-# Positions tested in one step. All kernels merge rows in this shape, which makes their results
-# equal bit for bit.
+# Positions tested in one step. All kernels merge rows in this shape, so their results are equal bit
+# for bit.
 POSITIONS_AT_ONCE = tl.constexpr(8)
 # Replaces a log ratio of +inf. A sum of 128 such ratios does not overflow, and other ratios cannot
 # undo it.
@@ -24,7 +27,10 @@ MAX_LOG_RATIO = tl.constexpr(1e30)
 
 @triton.jit
 def load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size):
-    """Drafted ids [P] int32, and whether they are within the length and in [0, V); other ids are 0."""
+    """Load drafted ids [P] int32, and whether they are within the length and in [0, V).
+
+    Other ids are 0.
+    """
     counts = positions < length
     ids = tl.load(
         ids_ptr + sequence.to(tl.int64) * num_draft_tokens + positions, mask=counts, other=-1
@@ -35,7 +41,7 @@ def load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
 
 @triton.jit
 def load_tokens(logits_ptr, stride_b, stride_i, stride_v, sequence, positions, ids, mask):
-    """Logits [P] float32 of one token per position."""
+    """Load logits [P] float32 of one token per position."""
     at = (
         sequence.to(tl.int64) * stride_b
         + positions.to(tl.int64) * stride_i
@@ -46,7 +52,7 @@ def load_tokens(logits_ptr, stride_b, stride_i, stride_v, sequence, positions, i
 
 @triton.jit
 def merge_logsumexps(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks):
-    """Log-sum-exps [P] of rows `first_row` + `lanes` [P]."""
+    """Merge the log-sum-exps [P] of rows `first_row` + `lanes` [P]."""
     tops, _, sums = merge_rows(
         floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, True
     )
@@ -54,9 +60,14 @@ def merge_logsumexps(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_ch
 
 
 @triton.jit
-def draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, mask, num_sequences,
-                     num_draft_tokens, num_chunks):  # fmt: skip
-    """Log-sum-exp [P] of draft rows: saved, or merged from their chunks, which follow those of the target."""
+def draft_logsumexps(
+    floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, mask, num_sequences,
+    num_draft_tokens, num_chunks,
+):  # fmt: skip
+    """Load saved log-sum-exps [P] of draft rows, or merge them from their chunks.
+
+    The chunks of the draft follow those of the target.
+    """
     row = sequence.to(tl.int64) * num_draft_tokens
     if draft_lse_ptr is not None:
         return tl.load(draft_lse_ptr + row + positions, mask=mask, other=0.0)
@@ -73,9 +84,9 @@ def combine_ratios(sum_before, cap_before, sum_after, cap_after):
 
 @triton.jit
 def passes_rejection(log_u, target_logprobs, draft_logprobs, draft_lse):
-    """Whether u < target / draft, [P] bool."""
-    # A +inf in a draft row gives its other tokens the log-probability -inf, which would accept all
-    # of them.
+    """Return whether u < target / draft, [P] bool."""
+    # A +inf in a draft row gives its other tokens the log-probability -inf. All of them would be
+    # accepted.
     is_possible = (target_logprobs > float("-inf")) & is_finite(draft_lse)
     return is_possible & (
         (target_logprobs >= draft_logprobs) | (log_u < target_logprobs - draft_logprobs)
@@ -83,9 +94,11 @@ def passes_rejection(log_u, target_logprobs, draft_logprobs, draft_lse):
 
 
 @triton.jit
-def passes_typical(floats_ptr, plane, entropy_sums_ptr, first_row, lanes, mask, num_chunks, tops, sums, target_logprobs,
-                   threshold, alpha):  # fmt: skip
-    """Whether the target probability is above the typical-acceptance threshold of its row, [P] bool."""
+def passes_typical(
+    floats_ptr, plane, entropy_sums_ptr, first_row, lanes, mask, num_chunks, tops, sums,
+    target_logprobs, threshold, alpha,
+):  # fmt: skip
+    """Return whether the target probability exceeds the threshold of its row, [P] bool."""
     if entropy_sums_ptr is None:
         spreads = merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, tops)
         entropies = tl.log(sums) - spreads / sums
@@ -96,15 +109,17 @@ def passes_typical(floats_ptr, plane, entropy_sums_ptr, first_row, lanes, mask, 
 
 @triton.jit
 def one_minus_exp(x):
-    """1 - exp(x) of x <= 0, float32; a series near 0, where the difference loses digits."""
+    """Compute 1 - exp(x) of x <= 0, float32; a series near 0, where the difference loses digits."""
     series = -x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
     return tl.where(x > -0.0625, series, 1.0 - tl.exp(x))
 
 
 @triton.jit
-def block_end(ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, position, sequence, num_draft_tokens,
-              vocab_size, num_chunks):  # fmt: skip
-    """Length of the longest prefix that block verification accepts."""
+def block_end(
+    ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, position, sequence,
+    num_draft_tokens, vocab_size, num_chunks,
+):  # fmt: skip
+    """Return the length of the longest prefix accepted by block verification."""
     length = tl.load(block_lens_ptr + sequence)
     end = length * 0
     for first in range(0, length, POSITIONS_AT_ONCE):

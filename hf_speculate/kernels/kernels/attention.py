@@ -1,9 +1,9 @@
-"""Kernels of attention for few queries: keys are split over programs, and a second launch adds up their parts.
+"""Kernels of attention for few queries: programs split the keys, a second launch merges.
 
-One program reads a share of the keys of one KV head for a tile of its query rows: the query tokens
-of all query heads in the group, so that keys and values are read once. It keeps three things for
-each row, the largest score `top`, the sum of `exp(score - top)` and the values weighted by it. The
-second launch merges them over the shares.
+One program reads a share of the keys of one KV head for a tile of its query rows. These are the
+query tokens of all query heads in the group, so keys and values are read once. It keeps three
+things for each row: the largest score `top`, the sum of `exp(score - top)`, and the values weighted
+by it. The second launch merges them over the shares.
 """
 
 from functools import partial
@@ -11,18 +11,19 @@ from functools import partial
 import triton
 import triton.language as tl
 
-# Scores are kept in units of log 2, so that the exponential is one instruction.
+# Scores are in units of log 2, so the exponential is one instruction.
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(2**30)  # as a column: after all others
-SPAN_COLUMNS = tl.constexpr(1024)  # of a mask, read at once
-PARTS_AT_ONCE = tl.constexpr(8)  # shares that are merged at once
+SPAN_COLUMNS = tl.constexpr(1024)  # columns of a mask read at once
+PARTS_AT_ONCE = tl.constexpr(8)  # shares merged at once
 
 _RUN_TIME = [
-    "query_stride_b", "query_stride_h", "query_stride_q", "mask_stride_b", "mask_stride_q", "spans_stride_b",
-    "scaling", "softcap", "lowest", "num_heads", "num_groups", "num_query", "num_keys", "num_rows", "num_parts",
+    "query_stride_b", "query_stride_h", "query_stride_q", "mask_stride_b", "mask_stride_q",
+    "spans_stride_b", "scaling", "softcap", "lowest", "num_heads", "num_groups", "num_query",
+    "num_keys", "num_rows", "num_parts",
 ]  # fmt: skip
-# Keys, values and their strides are not listed: loads of 16 bytes need to know that all are
-# multiples of 16.
+# Keys, values and their strides are not listed. Loads of 16 bytes need to know their divisibility
+# by 16.
 _SMALL = ["query_ptr", "mask_ptr", "spans_ptr", "sinks_ptr"]
 
 _entry_point = partial(
@@ -34,7 +35,7 @@ _entry_point = partial(
 def key_spans_kernel(
     mask_ptr, spans_ptr, mask_stride_b, mask_stride_q, num_query, num_keys, lowest
 ):
-    """Write what each row of a mask shows, int32 [B, Q, 2]; see `key_spans`. Grid: (B, Q)."""
+    """Write the visible span of each row of a mask, int32 [B, Q, 2]. Grid: (B, Q)."""
     sequence, token = tl.program_id(0), tl.program_id(1)
     row_ptr = mask_ptr + sequence.to(tl.int64) * mask_stride_b + token.to(tl.int64) * mask_stride_q
     first, end = token * 0 + NOWHERE, token * 0
@@ -57,7 +58,10 @@ def attend_kernel(
     scaling, softcap, num_heads, num_groups, num_query, num_rows, num_parts,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the weighted values, tops and sums of one share. Grid: (B * H, tiles of rows, shares)."""
+    """Write the weighted values, tops and sums of one share.
+
+    Grid: (B * H, tiles of rows, shares).
+    """
     sequence, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     sequence, head = sequence.to(tl.int64), head.to(tl.int64)
     part, rows = tl.program_id(2), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -69,7 +73,7 @@ def attend_kernel(
     spans = spans_ptr + sequence * spans_stride_b + tokens * 2
     first = tl.load(spans, mask=is_row, other=0)
     end = tl.load(spans + 1, mask=is_row, other=0)
-    # The share of this program in the columns that any of its rows sees.
+    # This program's share of the columns seen by any of its rows.
     sees = end > first
     lowest, stop = (
         tl.min(tl.where(sees, first, NOWHERE), axis=0),
@@ -99,8 +103,8 @@ def attend_kernel(
     weighted = tl.zeros([ROWS, PADDED_WIDTH], tl.float32)
     for start in range(begin, stop, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        # Columns outside of the share are not read: what no row sees may be NaN, which a weight of
-        # 0 would keep.
+        # Columns outside of the share are not read. An unseen column may hold NaN, and NaN times a
+        # weight of 0 is NaN.
         is_read = (columns < stop)[:, None] & is_entry[None, :]
         key = tl.load(keys + tl.cast(start, tl.int64) * key_stride_t + key_offsets, is_read, 0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
@@ -138,7 +142,10 @@ def merge_kernel(
     parts_ptr, stats_ptr, sinks_ptr, out_ptr, num_heads, num_groups, num_query, num_rows, num_parts,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Merge the shares of a row into its attention output, [B, Q, g*H, D]. Grid: (B * g * H * Q,)."""
+    """Merge the shares of a row into its attention output, [B, Q, g*H, D].
+
+    Grid: (B * g * H * Q,).
+    """
     row = tl.program_id(0).to(tl.int64)
     token, query_head = row % num_query, row // num_query % (num_heads * num_groups)
     sequence = row // (num_query * num_heads * num_groups)
@@ -164,7 +171,8 @@ def merge_kernel(
         sums = tl.load(stats_ptr + num_parts.to(tl.int64) * num_rows + at, is_part, 0.0)
         shrinks = tl.exp2(tops - base)
         total += tl.sum(sums * shrinks, axis=0)
-        # A share without columns has written nothing; a sum of NaN is one of columns.
+        # A share without columns has written nothing and has the sum 0. A sum of NaN comes from
+        # columns.
         is_read = (is_part & (sums != 0.0))[:, None] & (entries < WIDTH)[None, :]
         part = tl.load(parts_ptr + at[:, None] * WIDTH + entries[None, :], is_read, 0.0)
         weighted += tl.sum(part * shrinks[:, None], axis=0)

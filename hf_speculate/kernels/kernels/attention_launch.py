@@ -10,16 +10,19 @@ from torch import Tensor
 from .._inputs import Attention
 from .attention import attend_kernel, key_spans_kernel, merge_kernel
 
-MIN_PRODUCT = 16  # rows, columns and entries that a matrix product takes at least
+MIN_PRODUCT = 16  # least rows, columns and entries of a matrix product
 ROWS = (MIN_PRODUCT, 32, 64)  # tiles of query rows
-# Programs on one multiprocessor, and where the number of these is not known. Estimates, not
-# measured yet: two tiles of keys and values fit into its shared memory.
+# Programs on one multiprocessor, and the number of multiprocessors if it is unknown. Estimates, not
+# measured yet: two tiles of keys and values fit into shared memory.
 PROGRAMS_PER_PROCESSOR, NUM_PROCESSORS = 2, 128
 MAX_PARTS = 64  # shares of the keys: more would cost the merge more than they save
 
 
 class Tile(NamedTuple):
-    """Sizes of one program of `attend_kernel`: none spills on cuda 80, 90 or 120, whose blocks have 99 KiB at least."""
+    """Sizes of one program of `attend_kernel`.
+
+    None spills on cuda 80, 90 or 120, with at least 99 KiB of shared memory for a block.
+    """
 
     num_rows: int
     num_columns: int
@@ -27,7 +30,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(num_rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """The tile for so many query rows of a KV head and heads of a width."""
+    """Return the tile for `num_rows` query rows of a KV head."""
     if dtype == torch.float32:
         return Tile(ROWS[0], *((32, 8) if width > 128 else (16, 4)))
     rows = next((rows for rows in ROWS if rows >= num_rows), ROWS[-1])
@@ -37,7 +40,10 @@ def tile_of(num_rows: int, width: int, dtype: torch.dtype) -> Tile:
 
 
 def num_parts_of(num_tiles: int, num_keys: int, num_columns: int, device: torch.device) -> int:
-    """Shares that the keys of each tile of rows are split into: as many as fill the device, a block each at least."""
+    """Return the number of shares of the keys for each tile of rows.
+
+    It is large enough to fill the device, and leaves at least one block of keys for each share.
+    """
     wanted = -(-PROGRAMS_PER_PROCESSOR * _num_processors(device) // max(num_tiles, 1))
     return max(min(wanted, -(-num_keys // num_columns), MAX_PARTS), 1)
 
@@ -61,7 +67,7 @@ def key_spans(mask: Tensor) -> Tensor:
 
 
 def attend(inputs: Attention, num_parts: int | None = None) -> Tensor:
-    """See `attention.attend`; `num_parts` shares of the keys, if that is given."""
+    """Compute attention, see `attention.attend`, with `num_parts` shares of the keys."""
     query, key, value, spans, scaling, softcap, sinks = inputs
     batch_size, num_query_heads, num_query, width = query.shape
     num_heads, num_keys, device = key.shape[1], key.shape[2], query.device
@@ -83,8 +89,8 @@ def attend(inputs: Attention, num_parts: int | None = None) -> Tensor:
     arguments: dict[str, Any] = {
         "query_ptr": query, "key_ptr": key, "value_ptr": value, "spans_ptr": spans,
         "sinks_ptr": sinks, "parts_ptr": parts, "stats_ptr": stats, "out_ptr": out,
-        **_strides("query", query, "bhq"), **_strides("key", key, "bht"), **_strides("value", value, "bht"),
-        "spans_stride_b": 0 if spans.shape[0] == 1 else spans.stride(0),
+        **_strides("query", query, "bhq"), **_strides("key", key, "bht"), **_strides("value", value,
+        "bht"), "spans_stride_b": 0 if spans.shape[0] == 1 else spans.stride(0),
         "scaling": 1.0 / math.sqrt(width) if scaling is None else float(scaling),
         "softcap": None if softcap is None else float(softcap),
         "num_heads": num_heads, "num_groups": num_groups, "num_query": num_query,
@@ -111,7 +117,7 @@ def launched(
     by_name: dict[str, Any],
     **options: int,
 ) -> None:
-    """Launch a kernel with the arguments that it names."""
+    """Launch a kernel with its arguments, looked up by name."""
     arguments = [by_name[name] for name in _arg_names(kernel)]
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **options)
@@ -122,5 +128,5 @@ def launched(
 
 @cache
 def _arg_names(kernel: Any) -> tuple[str, ...]:
-    """Names of a kernel's arguments; Triton makes the list anew at every access."""
+    """Return the names of a kernel's arguments; Triton makes the list anew at every access."""
     return tuple(kernel.arg_names)

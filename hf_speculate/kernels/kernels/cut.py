@@ -1,8 +1,8 @@
-"""Kernels of `warp_logits`: temperature, top-k, top-p and min-p, cut at a bin of a histogram of each row.
+"""Kernels of `warp_logits`: temperature, top-k, top-p and min-p.
 
-A row has one program per chunk in each of three launches; the last one may draw a token too. In one
-launch, a single program would read all of a row: it took 0.46 ms for V = 151,936 on an H100, 12
-microseconds per chunk.
+A row is cut at a bin of its histogram. It has one program per chunk in each of three launches; the
+last launch may draw a token too. In one launch, a single program would read all of a row: it took
+0.46 ms for V = 151,936 on an H100, 12 microseconds per chunk.
 """
 
 import triton
@@ -32,14 +32,17 @@ PER_NAT = tl.constexpr(float(BINS_PER_NAT))
 
 @triton.jit
 def bins_of(x, top):
-    """Bin [CHUNK] int32 of each entry by its distance from the largest; the last bin holds all that are further."""
+    """Return the bin [CHUNK] int32 of each entry by its distance from the largest.
+
+    The last bin holds all larger distances too.
+    """
     distance = (top - x) * PER_NAT
     return tl.maximum(tl.minimum(distance, BINS - 1.0), 0.0).to(tl.int32)
 
 
 @triton.jit
 def last_kept_bin(counts, top_k, top_p):
-    """The bin in which the last of `top_k` entries lies, or before it the one that fills up the mass `top_p`.
+    """Return the bin of the last kept entry, by `top_k` and `top_p`.
 
     Args:
         counts: [BINS] int32 entries; the last bin's are not read.
@@ -57,7 +60,10 @@ def last_kept_bin(counts, top_k, top_p):
 
 @triton.jit
 def row_top(floats_ptr, row, num_chunks):
-    """The largest entry of a row, NaN aside, and whether it is finite and no entry is NaN, as int32."""
+    """Return the largest entry of a row, NaN aside, and whether the row is valid, as int32.
+
+    A valid row has a finite maximum and no NaN.
+    """
     top = tl.full([], float("-inf"), tl.float32)
     num_nans = row * 0
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
@@ -74,7 +80,10 @@ def warped_chunk(
     target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Logits [CHUNK] of this program's chunk over the row's temperature, and their token ids [CHUNK]."""
+    """Load this program's chunk of logits over the row's temperature, and their token ids.
+
+    Both are [CHUNK].
+    """
     row, first_id = tl.program_id(0), tl.program_id(1) * CHUNK
     token_ids = first_id + tl.arange(0, CHUNK)
     row_ptr = target_ptr + row_offset(row, row * 0, target_stride_b, 0, ROWS)
@@ -84,10 +93,13 @@ def warped_chunk(
 
 @entry_point
 def cut_tops_kernel(
-    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr, arrivals_ptr,
-    vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
+    counts_ptr, arrivals_ptr, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest entry of each chunk, and set the counts and arrivals to 0. Grid: (B, chunks)."""
+    """Write the largest entry of each chunk, and set the counts and arrivals to 0.
+
+    Grid: (B, chunks).
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     x, _ = warped_chunk(
         target_ptr,
@@ -110,8 +122,8 @@ def cut_tops_kernel(
 
 @entry_point
 def cut_counts_kernel(
-    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
-    vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
+    counts_ptr, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Add each chunk's entries to the counts of their bins, int32 [B, BINS]. Grid: (B, chunks)."""
     row = tl.program_id(0)
@@ -137,10 +149,14 @@ def cut_counts_kernel(
 
 @triton.jit
 def cut_chunk(
-    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
-    top_k, top_p, most_below, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
+    counts_ptr, top_k, top_p, most_below, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK:
+    tl.constexpr,
 ):  # fmt: skip
-    """`warped_chunk` with -inf where logits are cut, from the maxima of chunks and the counts of bins."""
+    """Return `warped_chunk` with -inf for dropped logits.
+
+    The cut follows from the maxima of chunks and the counts of bins.
+    """
     row = tl.program_id(0)
     top, is_valid = row_top(floats_ptr, row, num_chunks)
     last = last_kept_bin(
@@ -162,13 +178,17 @@ def cut_chunk(
 
 @entry_point
 def cut_kernel(
-    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
-    top_k, top_p, most_below, out_ptr, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
+    counts_ptr, top_k, top_p, most_below, out_ptr, vocab_size, num_chunks, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write each row's logits over its temperature, -inf where they are cut, float32 [B, V]. Grid: (B, chunks)."""
+    """Write each row's logits over its temperature, -inf if dropped, float32 [B, V].
+
+    Grid: (B, chunks).
+    """
     x, token_ids = cut_chunk(
-        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
-        top_k, top_p, most_below, vocab_size, num_chunks, ROWS, CHUNK,
+        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
+        counts_ptr, top_k, top_p, most_below, vocab_size, num_chunks, ROWS, CHUNK,
     )  # fmt: skip
     tl.store(
         out_ptr + tl.program_id(0).to(tl.int64) * vocab_size + token_ids,
@@ -179,21 +199,21 @@ def cut_kernel(
 
 @entry_point
 def cut_draw_kernel(
-    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, ints_ptr, plane,
-    counts_ptr, arrivals_ptr, top_k, top_p, most_below, seeds_ptr, rounds_ptr, positions_ptr, draw,
-    out_ptr, out_stride_b, out_ids_ptr, out_lse_ptr, out_lse_stride_b, vocab_size, num_chunks,
-    STREAM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
+    ints_ptr, plane, counts_ptr, arrivals_ptr, top_k, top_p, most_below, seeds_ptr, rounds_ptr,
+    positions_ptr, draw, out_ptr, out_stride_b, out_ids_ptr, out_lse_ptr, out_lse_stride_b,
+    vocab_size, num_chunks, STREAM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write what `cut_kernel` writes, and the id and the log-sum-exp that `sample` gives for it. Grid: (B, chunks).
+    """Write the result of `cut_kernel`, and the id and log-sum-exp of `sample` for it.
 
-    The keys' positions count from `draw` on. The first plane of `floats_ptr` holds the maxima of
-    `cut_tops_kernel`, the next three what `row_stats_kernel` writes for a race. The last program of
-    a row to finish merges the chunks.
+    Grid: (B, chunks). The keys' positions count from `draw` on. The first plane of `floats_ptr`
+    holds the maxima of `cut_tops_kernel`, the next three the race results of `row_stats_kernel`.
+    The last program of a row to finish merges the chunks.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     x, token_ids = cut_chunk(
-        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
-        top_k, top_p, most_below, vocab_size, num_chunks, ROWS, CHUNK,
+        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
+        counts_ptr, top_k, top_p, most_below, vocab_size, num_chunks, ROWS, CHUNK,
     )  # fmt: skip
     tl.store(out_ptr + row.to(tl.int64) * out_stride_b + token_ids, x, mask=token_ids < vocab_size)
     seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, row)

@@ -1,4 +1,4 @@
-"""Second launch: test the drafted tokens, sample the correction or bonus token, write the verdict."""
+"""Second launch: test the drafted tokens, sample the final token, write the verdict."""
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 @triton.jit
 def lane_of(values, is_lane):
-    """Entry of [P] at the lane with `is_lane`, as a scalar; 0 if no lane has it."""
+    """Return the entry of [P] at the lane with `is_lane`, as a scalar; 0 if no lane has it."""
     return tl.sum(tl.where(is_lane, values, tl.zeros_like(values)), axis=0)
 
 
@@ -77,7 +77,10 @@ def finish(
     ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
     sequence, num_draft_tokens, vocab_size, num_programs, end, argmax_id, uses_residual, status,
 ):  # fmt: skip
-    """Write the verdict; the final id is `argmax_id` if >= 0, else the winner of the programs' races."""
+    """Write the verdict.
+
+    The final id is `argmax_id` if >= 0, else the winner of the programs' races.
+    """
     best = tl.full([], -(2**63), tl.int64)
     for first in range(0, num_programs, CHUNKS_AT_ONCE):
         programs = first + tl.arange(0, CHUNKS_AT_ONCE)
@@ -108,10 +111,11 @@ def walk_chain(
     floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
     sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Position of the first drafted token that RULE (BLOCK: GREEDY) rejects, or `length`, and what its row gives.
+    """Find the first drafted token rejected by RULE (BLOCK: by GREEDY).
 
-    These are the log-sum-exp (GREEDY: the maximum) of the target, that of the draft, the id of the
-    maximum (COUPLED: of the winner), and the drafted id, -1 if it is not in the vocabulary.
+    Returns its position, or `length`; the log-sum-exp (GREEDY: the maximum) of the target there,
+    and of the draft; the id of the maximum (COUPLED: of the winner); and the drafted id, -1 if it
+    is not in the vocabulary.
     """
     end = length
     target_lse = 0.0
@@ -124,15 +128,16 @@ def walk_chain(
         counts = positions < length
         is_row = positions <= length
         ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
-        tops, top_ids, sums = merge_rows(floats_ptr, ints_ptr, plane, row, positions, is_row, num_chunks,
-                                         RULE != GREEDY)  # fmt: skip
+        tops, top_ids, sums = merge_rows(
+            floats_ptr, ints_ptr, plane, row, positions, is_row, num_chunks, RULE != GREEDY,
+        )  # fmt: skip
         lses = tops
         if RULE != GREEDY:
             lses = logsumexps(tops, sums)
         is_argmax = (top_ids == ids) & is_finite(lses)
         final_ids = top_ids
         draft_lses = tl.zeros_like(tops)
-        if RULE == GREEDY or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
+        if RULE == GREEDY or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value
             passed = is_argmax
         elif RULE == COUPLED:
             winners = merge_races(
@@ -141,24 +146,32 @@ def walk_chain(
             passed = (winners == ids) & is_finite(lses)
             final_ids = tl.where(takes_argmax, top_ids, winners)
         else:
-            x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
-                            is_good)  # fmt: skip
+            x = load_tokens(
+                target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions,
+                ids, is_good,
+            )  # fmt: skip
             target_logprobs = (
                 warp(x, temperature, load_cutoffs(cutoffs_ptr, row + positions, counts)) - lses
             )
             if RULE == TYPICAL:
-                passed = passes_typical(floats_ptr, plane, entropy_sums_ptr, row, positions, counts, num_chunks, tops,
-                                        sums, target_logprobs, threshold, alpha)  # fmt: skip
+                passed = passes_typical(
+                    floats_ptr, plane, entropy_sums_ptr, row, positions, counts, num_chunks, tops,
+                    sums, target_logprobs, threshold, alpha,
+                )  # fmt: skip
             else:
                 log_u = tl.log(
                     uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids)
                 )
                 passed = log_u < target_logprobs
                 if RULE == REJECTION:
-                    draft_lses = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions,
-                                                  counts, num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
-                    d = load_tokens(draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence, positions, ids,
-                                    is_good)  # fmt: skip
+                    draft_lses = draft_logsumexps(
+                        floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, counts,
+                        num_sequences, num_draft_tokens, num_chunks,
+                    )  # fmt: skip
+                    d = load_tokens(
+                        draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence,
+                        positions, ids, is_good,
+                    )  # fmt: skip
                     passed = passes_rejection(log_u, target_logprobs, d - draft_lses, draft_lses)
         passed = tl.where(takes_argmax, is_argmax, passed) & is_good
         if passed_ptr is not None:
@@ -179,15 +192,20 @@ def row_at(
     ids_ptr, floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, end, length,
     num_sequences, num_draft_tokens, vocab_size, num_chunks,
 ):  # fmt: skip
-    """Log-sum-exps of target and draft at position `end`, and the drafted id, -1 if it is not in the vocabulary."""
+    """Return log-sum-exps of target and draft at position `end`, and the drafted id.
+
+    The id is -1 if it is not in the vocabulary.
+    """
     lanes = tl.arange(0, POSITIONS_AT_ONCE)
     is_lane = lanes == 0
     positions = end + lanes
     ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
     row = sequence * (num_draft_tokens + 1)
     lses = merge_logsumexps(floats_ptr, ints_ptr, plane, row, positions, is_lane, num_chunks)
-    draft_lses = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, is_lane & is_good,
-                                  num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
+    draft_lses = draft_logsumexps(
+        floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, is_lane & is_good,
+        num_sequences, num_draft_tokens, num_chunks,
+    )  # fmt: skip
     return (
         lane_of(lses, is_lane),
         lane_of(draft_lses, is_lane),
@@ -201,12 +219,13 @@ def decide_kernel(
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
     ids_ptr, lens_ptr, temperature, temperatures_ptr, cutoffs_ptr,
     seeds_ptr, rounds_ptr, positions_ptr,
-    floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, ratios_ptr, block_lens_ptr, masses_ptr,
-    threshold, alpha,
+    floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, ratios_ptr, block_lens_ptr,
+    masses_ptr, threshold, alpha,
     races_ptr, plans_ptr, arrivals_ptr,
     out_ids_ptr, out_num_ptr, out_status_ptr, passed_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks, pieces_per_program,
-    RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+    RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ROWS: tl.constexpr, PIECE:
+    tl.constexpr,
 ):  # fmt: skip
     """Verify one sequence.
 
@@ -218,7 +237,7 @@ def decide_kernel(
     program = tl.program_id(1)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
     this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
-    # the compiler then drops the ids of the maxima, which nobody stored
+    # The compiler then drops the ids of the maxima, which were not stored.
     takes_argmax = tl.full([], 0, tl.int1)
     if temperatures_ptr is not None:
         takes_argmax = this_temperature == 0.0
@@ -232,8 +251,10 @@ def decide_kernel(
     )  # fmt: skip
     ratio = 1.0
     if RULE == BLOCK:
-        block_len = block_end(ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, position, sequence,
-                              num_draft_tokens, vocab_size, num_chunks)  # fmt: skip
+        block_len = block_end(
+            ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, position, sequence,
+            num_draft_tokens, vocab_size, num_chunks,
+        )  # fmt: skip
         end = tl.where(takes_argmax, end, block_len)
         at = sequence.to(tl.int64) * num_draft_tokens + tl.maximum(end - 1, 0)
         ratio = tl.exp(tl.load(ratios_ptr + at, mask=end > 0, other=0.0))
@@ -244,13 +265,15 @@ def decide_kernel(
     is_rejected = last_id >= 0
     status = row_status(target_lse) | tl.where((end < length) & ~is_rejected, BAD_DRAFT_ID, 0)
     if not RACES:
-        write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id,
-                      status)  # fmt: skip
+        write_verdict(
+            ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end,
+            final_id, status,
+        )  # fmt: skip
     else:
         row = sequence * (num_draft_tokens + 1) + end
         uses_residual = is_rejected & is_finite(target_lse) & ~takes_argmax
         draft_row_ptr = target_ptr
-        if RULE == REJECTION or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
+        if RULE == REJECTION or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value
             status |= tl.where(is_rejected & ~takes_argmax, row_status(draft_lse), 0)
             uses_residual = uses_residual & is_finite(draft_lse)
             draft_row_ptr = draft_ptr + row_offset(
@@ -264,23 +287,26 @@ def decide_kernel(
             takes_argmax, first_piece, tl.minimum(first_piece + pieces_per_program, num_pieces)
         )
         best = race_row(
-            target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ROWS), target_stride_v,
-            draft_row_ptr, draft_stride_v, this_temperature, load_cutoff(cutoffs_ptr, row),
-            target_lse, draft_lse, ratio, last_id, uses_residual,
-            noise_states(seed, round_, position + end, CORRECTION), first_piece, last_piece, vocab_size,
-            RULE, ROWS, PIECE,
+            target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ROWS),
+            target_stride_v, draft_row_ptr, draft_stride_v, this_temperature,
+            load_cutoff(cutoffs_ptr, row), target_lse, draft_lse, ratio, last_id, uses_residual,
+            noise_states(seed, round_, position + end, CORRECTION), first_piece, last_piece,
+            vocab_size, RULE, ROWS, PIECE,
         )  # fmt: skip
         num_programs = tl.num_programs(1)
         tl.store(races_ptr + sequence.to(tl.int64) * num_programs + program, best)
         argmax_id = tl.where(takes_argmax, final_id, -1)
         if FUSED:
-            # all threads have stored their results before the counter is incremented
+            # All threads have stored their results before the counter is incremented.
             tl.debug_barrier()
             num_before = tl.atomic_add(arrivals_ptr + sequence, 1, sem="acq_rel")
             if num_before == num_programs - 1:
                 tl.debug_barrier()
-                finish(ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens,
-                       vocab_size, num_programs, end, argmax_id, uses_residual.to(tl.int32), status)  # fmt: skip
+                finish(
+                    ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence,
+                    num_draft_tokens, vocab_size, num_programs, end, argmax_id,
+                    uses_residual.to(tl.int32), status,
+                )  # fmt: skip
         elif program == 0:
             tl.store(plans_ptr + 4 * sequence, end)
             tl.store(plans_ptr + 4 * sequence + 1, argmax_id)
@@ -299,5 +325,7 @@ def finish_kernel(
     argmax_id = tl.load(plans_ptr + 4 * sequence + 1)
     uses_residual = tl.load(plans_ptr + 4 * sequence + 2)
     status = tl.load(plans_ptr + 4 * sequence + 3)
-    finish(ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, vocab_size,
-           num_programs, end, argmax_id, uses_residual, status)  # fmt: skip
+    finish(
+        ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens,
+        vocab_size, num_programs, end, argmax_id, uses_residual, status,
+    )  # fmt: skip

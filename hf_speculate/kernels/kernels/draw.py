@@ -12,9 +12,9 @@ def draw_kernel(
     floats_ptr, ints_ptr, plane, temperatures_ptr, out_ids_ptr, out_lse_ptr, num_rows, num_chunks,
     TOP_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sampled id and the log-sum-exp of every row; at temperature 0 the argmax and the maximum.
+    """Write the sampled id and the log-sum-exp of every row.
 
-    Grid: (rows / POSITIONS_AT_ONCE,).
+    At temperature 0 they are the argmax and the maximum. Grid: (rows / POSITIONS_AT_ONCE,).
     """
     first_row = tl.program_id(0) * POSITIONS_AT_ONCE
     lanes = tl.arange(0, POSITIONS_AT_ONCE)

@@ -13,20 +13,19 @@ from .rows import ALIGNED, SHIFTED, STRIDED
 
 # Entries per chunk of a row; fixed, because it determines the rounding of sums.
 CHUNK = 4096
-# Pieces of a chunk that a race reads at once: eight entries per thread, which are 16 bytes of a
-# bf16 row.
+# Pieces of a chunk read at once by a race: eight entries per thread, or 16 bytes of a bf16 row.
 PIECES_PER_CHUNK = 4
 # Programs of a race over all sequences. An estimate, not measured yet: four on each of 132
-# multiprocessors, which hold five. Every program tests the chain before it races, so that more
-# programs of a large batch cost more than they hide.
+# multiprocessors, which hold five. Every program re-tests the accepted prefix before it races, so
+# in large batches extra programs cost more than they overlap.
 RACE_PROGRAMS = 528
-# The same for all kernels, so that all merge rows in the same order. Four warps hold a chunk
-# without spilling, and spend fewer instructions on reductions than eight.
+# Equal for all kernels: all merge rows in the same order. Four warps hold a chunk without spilling,
+# and spend fewer instructions on reductions than eight.
 NUM_WARPS = 4
 
 
 def chunks_per_program(num_rows: int) -> int:
-    """Number of chunks that one program reads: few rows need many programs, many rows need few.
+    """Return the number of chunks per program: few rows need many programs, many rows need few.
 
     An estimate, not measured yet: V = 151,936 gives 38 chunks per row, and a large GPU holds a few
     hundred programs.
@@ -37,17 +36,20 @@ def chunks_per_program(num_rows: int) -> int:
 
 
 def pieces_per_program(batch_size: int, num_pieces: int) -> int:
-    """Number of pieces of one row that one program races: the fewest with at most RACE_PROGRAMS programs."""
+    """Return the number of pieces of one row per program.
+
+    It is the smallest number with at most RACE_PROGRAMS programs.
+    """
     return -(-num_pieces // max(1, RACE_PROGRAMS // max(1, batch_size)))
 
 
 def has_atomics(device: torch.device) -> bool:
-    """Whether the last program to finish can write the verdict; otherwise another launch does."""
+    """Return whether the last program can write the verdict; otherwise another launch does."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 class Layout(NamedTuple):
-    """Sizes and grids of an operation, which depend only on shapes and strides."""
+    """Sizes and grids of an operation's shapes and strides."""
 
     num_rows: int
     num_chunks: int
@@ -59,9 +61,20 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _layout(shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[int, ...], num_rows: int, chunk: int,
-            num_chunks_per_program: int) -> Layout:  # fmt: skip
-    """Layout of target logits [B, K+1, V] and draft logits; strides of (0, 0, 1) if there are none."""
+def _layout(
+    shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[int, ...], num_rows: int,
+    chunk: int, num_chunks_per_program: int,
+) -> Layout:  # fmt: skip
+    """Compute the layout of target logits [B, K+1, V] and draft logits.
+
+    Args:
+        shape: of the target logits.
+        strides: of the target logits.
+        draft_strides: of the draft logits; (0, 0, 1) if there are none.
+        num_rows: rows of both.
+        chunk: entries per chunk.
+        num_chunks_per_program: chunks read by one program.
+    """
     batch_size, num_positions, vocab_size = shape
     num_chunks = -(-vocab_size // chunk)
     num_pieces = -(-vocab_size * PIECES_PER_CHUNK // chunk)
@@ -92,12 +105,12 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[in
 
 
 def _rows(layout: Layout, logits: list[Tensor]) -> int:
-    """How the kernels read the rows of `logits`: STRIDED, ALIGNED or SHIFTED."""
+    """Return how the kernels read the rows of `logits`: STRIDED, ALIGNED or SHIFTED."""
     if layout.has_even_rows and all(tensor.data_ptr() % 16 == 0 for tensor in logits):
         return int(ALIGNED)
     for tensor in logits:
-        # SHIFTED reads from the aligned address below a row's start, which must not be below that
-        # of the storage.
+        # SHIFTED reads from the aligned address below a row's start. It must not lie before the
+        # storage.
         if (
             tensor.stride(-1) != 1
             or tensor.element_size() > 4
@@ -109,7 +122,7 @@ def _rows(layout: Layout, logits: list[Tensor]) -> int:
 
 @dataclass
 class Launch:
-    """Arguments and scratch memory that the launches of one operation share.
+    """Arguments and scratch memory of one operation's launches.
 
     Args:
         round_: target logits and drafted tokens.
@@ -176,11 +189,11 @@ class Launch:
         }
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uninitialised memory on the device of the logits."""
+        """Allocate uninitialised memory on the device of the logits."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def run(self, kernel: Any, grid: tuple[int, ...], **extra: Any) -> None:
-        """Launch `kernel` with the shared arguments that it names and `extra`, which take precedence."""
+        """Launch `kernel` with its arguments from the shared ones and from `extra`, which win."""
         by_name = {**self.shared, **extra}
         arguments = [by_name[name] for name in _arg_names(kernel)]
         if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
@@ -194,7 +207,7 @@ _ARG_NAMES: dict[str, tuple[str, ...]] = {}
 
 
 def _arg_names(kernel: Any) -> tuple[str, ...]:
-    """Names of a kernel's arguments; Triton makes the list anew at every access."""
+    """Return the names of a kernel's arguments; Triton makes the list anew at every access."""
     name = kernel.__name__
     if name not in _ARG_NAMES:
         _ARG_NAMES[name] = tuple(kernel.arg_names)

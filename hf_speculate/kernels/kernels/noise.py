@@ -31,7 +31,7 @@ _WORD_MASK_0 = tl.constexpr((1 << (32 - WORD_SHIFTS[0])) - 1)
 _WORD_MASK_1 = tl.constexpr((1 << (32 - WORD_SHIFTS[1])) - 1)
 _UNIFORM_SCALE = tl.constexpr(UNIFORM_SCALE)
 _BOUND_SCALE = tl.constexpr(UNIFORM_SCALE * (1.0 - 2.0**-16))
-# Below this, -log1p(-u) is a series whose first omitted term is 5e-9 of it; above, 1 - u has enough
+# Below this, -log1p(-u) is a series; its first omitted term is 5e-9 of it. Above, 1 - u has enough
 # digits.
 _SERIES_BELOW = tl.constexpr(0.03125)
 
@@ -44,7 +44,10 @@ def fold64(z):
 
 @triton.jit
 def noise_states(seeds, rounds, positions, STREAM: tl.constexpr):
-    """Hash seeds, rounds and positions into int64 states, see `..noise.states`; STREAM is a stream offset."""
+    """Hash seeds, rounds and positions into int64 states, see `..noise.states`.
+
+    STREAM is a stream offset.
+    """
     z = seeds + STREAM + positions * _POSITION_FACTOR
     if STREAM != RACE:
         z += rounds * _ROUND_FACTOR
@@ -53,7 +56,10 @@ def noise_states(seeds, rounds, positions, STREAM: tl.constexpr):
 
 @triton.jit
 def words(states, token_ids):
-    """32 random bits as float32, which rounds them, from int64 states and int32 ids; see `..noise.words`."""
+    """Compute 32 random bits, rounded to float32, from int64 states and int32 ids.
+
+    See `..noise.words`.
+    """
     x = (token_ids + states.to(tl.int32)) * _WORD_FACTOR_0
     x = x ^ ((x >> _WORD_SHIFT_0) & _WORD_MASK_0)
     x = x * _WORD_FACTOR_1 + (states >> 32).to(tl.int32)
@@ -65,13 +71,19 @@ def words(states, token_ids):
 
 @triton.jit
 def uniforms(states, token_ids):
-    """Uniform random numbers in (0, 1), float32, from int64 states and int32 ids; see `..noise.uniforms`."""
+    """Return uniform random numbers in (0, 1), float32, from int64 states and int32 ids.
+
+    See `..noise.uniforms`.
+    """
     return (words(states, token_ids) + 0.5) * _UNIFORM_SCALE
 
 
 @triton.jit
 def key_bounds(weights, states, token_ids):
-    """Numbers further from 0 than weights / `exponentials`, with their signs: u < -log(1 - u), u being rounded down."""
+    """Return numbers further from 0 than weights / `exponentials`, with their signs.
+
+    u < -log(1 - u), and u is rounded down.
+    """
     u = words(states, token_ids) * _BOUND_SCALE + 0.5 * _BOUND_SCALE
     root = tl.rsqrt(u)  # its square is a reciprocal in two instructions
     return weights * root * root
@@ -79,7 +91,7 @@ def key_bounds(weights, states, token_ids):
 
 @triton.jit
 def exponentials(states, token_ids):
-    """Exponential random numbers of rate 1, float32, > 0; see `..noise.exponentials`."""
+    """Return exponential random numbers of rate 1, float32, > 0; see `..noise.exponentials`."""
     u = uniforms(states, token_ids)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
     return tl.where(u < _SERIES_BELOW, series, -tl.log(1.0 - u))

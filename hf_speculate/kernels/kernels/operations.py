@@ -28,7 +28,7 @@ def _stats(
     stream: int = 0,
     **extra: Any,
 ) -> Tensor:
-    """First launch; returns the counters [B] of finished programs, set to 0."""
+    """Run the first launch; return the counters [B] of finished programs, set to 0."""
     arrivals = launch.scratch(launch.batch_size, dtype=torch.int32)
     # Saved log-sum-exps of the draft make its chunk statistics unnecessary.
     if not launch.reads_draft_stats:
@@ -47,7 +47,7 @@ def _stats(
 
 
 def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **extra: Any) -> Verdict:
-    """Last launch, or the last two if the device has no atomics."""
+    """Run the last launch, or the last two if the device has no atomics."""
     shape = (launch.batch_size, launch.num_draft_tokens + 1)
     device = launch.device
     out = Verdict(
@@ -262,7 +262,10 @@ def cut_and_draw(
     draw: int,
     out: WarpedDraw,
 ) -> None:
-    """Draw number `draw` of a round from what `cut` leaves of logits [B, V]; needs `has_atomics`."""
+    """Draw token number `draw` of a round from the `cut` of logits [B, V].
+
+    Needs `has_atomics`.
+    """
     num_rows = logits.shape[0]
     arrivals = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     launch, counts = _begin_cut(
@@ -291,7 +294,11 @@ def _begin_cut(
     arrivals: Tensor | None,
     **planes: int,
 ) -> tuple[Launch, Tensor]:
-    """The first two launches of `cut`, which also set `arrivals` [B] to 0; the counts of bins, int32 [B, NUM_BINS]."""
+    """Run the first two launches of `cut`; they also set `arrivals` [B] to 0.
+
+    Returns:
+        The launch, and the counts of bins, int32 [B, NUM_BINS].
+    """
     num_rows = logits.shape[0]
     no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
     launch = Launch(

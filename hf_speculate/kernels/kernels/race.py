@@ -7,7 +7,7 @@ from .acceptance import POINT_MASS, TYPICAL
 from .noise import exponentials, key_bounds
 from .rows import NO_ID, SHIFTED, STRIDED, exp, load_chunk, pack_race, warp
 
-# Lanes of a race that one thread holds, if a load is 16 bytes of half precision.
+# Lanes of a race held by one thread, for loads of 16 bytes of half precision.
 LANES_AT_ONCE = tl.constexpr(8)
 
 
@@ -17,10 +17,10 @@ def signed_weights(
     target_lse, draft_lse, ratio, excluded_id, uses_residual, first_id, token_ids, vocab_size,
     RULE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of `token_ids` in the race: the residual, or the target's probability if not `uses_residual`.
+    """Compute the race weights of `token_ids`: the residual, or the target's probability.
 
-    Entries without a residual take part with their negated probability: one of them wins if the
-    residual is empty.
+    The residual is taken if `uses_residual`. Entries without a residual take part with their
+    negated probability: one of them wins if the residual is empty.
     """
     x = load_chunk(target_row_ptr, target_stride_v, first_id, token_ids, vocab_size, ROWS)
     weights = exp(warp(x, temperature, cutoff) - target_lse)
@@ -37,12 +37,12 @@ def signed_weights(
 @triton.jit
 def race_row(
     target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-    target_lse, draft_lse, ratio, last_id, uses_residual, state, first_piece, last_piece, vocab_size,
-    RULE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+    target_lse, draft_lse, ratio, last_id, uses_residual, state, first_piece, last_piece,
+    vocab_size, RULE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Exponential race over some pieces of one row, packed by `pack_race`.
+    """Race some pieces of one row against exponential noise; return the winner as `pack_race`.
 
-    A key is a weight over an exponential number, which takes a logarithm and a division. Every lane
+    A key is a weight over an exponential number, and costs a logarithm and a division. Every lane
     therefore computes upper bounds of the keys, and keeps the entry with the largest bound and the
     second largest bound. The keys of the kept entries decide, unless another bound exceeds them;
     then all keys are computed.
@@ -56,7 +56,8 @@ def race_row(
         token_ids = piece * PIECE + lanes
         weights = signed_weights(
             target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-            target_lse, draft_lse, ratio, excluded_id, uses_residual, piece * PIECE, token_ids, vocab_size, RULE, ROWS,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, piece * PIECE, token_ids,
+            vocab_size, RULE, ROWS,
         )  # fmt: skip
         bounds = key_bounds(weights, state, token_ids).to(tl.int32, bitcast=True)
         is_better = bounds > best_bounds
@@ -74,8 +75,8 @@ def race_row(
     if (other_bound >= best_bits) & ((other_bound & NO_ID) != 0):
         best = race_all(
             target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-            target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece, vocab_size,
-            RULE, ROWS, PIECE,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece,
+            last_piece, vocab_size, RULE, ROWS, PIECE,
         )  # fmt: skip
     return best
 
@@ -83,10 +84,10 @@ def race_row(
 @triton.jit
 def race_all(
     target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-    target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece, vocab_size,
-    RULE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+    target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece,
+    vocab_size, RULE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """`race_row` from the keys of all entries."""
+    """Run `race_row` with the keys of all entries."""
     lanes = tl.arange(0, PIECE)
     best_bits = tl.full([PIECE], -(2**31), tl.int32)
     best_pieces = tl.zeros([PIECE], tl.int32)
@@ -94,7 +95,8 @@ def race_all(
         token_ids = piece * PIECE + lanes
         weights = signed_weights(
             target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-            target_lse, draft_lse, ratio, excluded_id, uses_residual, piece * PIECE, token_ids, vocab_size, RULE, ROWS,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, piece * PIECE, token_ids,
+            vocab_size, RULE, ROWS,
         )  # fmt: skip
         bits = (weights / exponentials(state, token_ids)).to(tl.int32, bitcast=True)
         is_better = bits > best_bits
@@ -107,7 +109,10 @@ def race_all(
 
 @triton.jit
 def merge_lanes(bounds, ids, other_bounds, PIECE: tl.constexpr):
-    """Ids [PIECE / 8] of the largest of eight neighbouring bounds, and the largest of all other bounds."""
+    """Return the ids [PIECE / 8] of the largest of eight neighbouring bounds.
+
+    Also returns the largest of all other bounds.
+    """
     bounds = tl.reshape(bounds, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
     ids = tl.reshape(ids, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
     best = tl.max(bounds, axis=1)

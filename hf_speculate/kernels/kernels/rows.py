@@ -1,16 +1,16 @@
-"""Row helpers of the kernels: load a chunk of logits, compute its statistics, merge the chunks of a row.
+"""Row helpers of the kernels: load a chunk of logits, compute its statistics, merge chunks.
 
-A row is read in chunks of CHUNK entries. The statistics of a chunk do not depend on the program
-that reads it, and chunks are merged in order, so no result depends on the grid.
+A row is read in chunks of CHUNK entries. The statistics of a chunk are the same in every program,
+and chunks are merged in order, so no result depends on the grid.
 """
 
 import triton
 import triton.language as tl
 
-# chunks merged in one step; one step is enough for V up to 262,144
+# Chunks merged in one step; one step is enough for V up to 262,144.
 CHUNKS_AT_ONCE = tl.constexpr(64)
 NO_ID = tl.constexpr(2**31 - 1)
-# How the entries of a row lie in memory; a kernel is compiled for one of these.
+# Memory layouts of a row; a kernel is compiled for one of them.
 STRIDED = tl.constexpr(0)
 ALIGNED = tl.constexpr(1)  # contiguous; V and the offsets of all rows are multiples of 16 entries
 SHIFTED = tl.constexpr(2)  # contiguous
@@ -19,13 +19,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def exp(x):
-    """Exponential function, 0 below 2**-126; `tl.exp` takes three more instructions to return such small numbers."""
+    """Compute 2**(x * log2(e)), 0 below 2**-126; `tl.exp` takes three more instructions."""
     return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
 def row_offset(sequence, position, stride_b, stride_i, ROWS: tl.constexpr):
-    """Offset of a row in entries, int64."""
+    """Return the offset of a row in entries, int64."""
     offset = sequence.to(tl.int64) * stride_b + position.to(tl.int64) * stride_i
     if ROWS == ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -34,9 +34,12 @@ def row_offset(sequence, position, stride_b, stride_i, ROWS: tl.constexpr):
 
 @triton.jit
 def load_chunk(row_ptr, stride_v, first_id, token_ids, vocab_size, ROWS: tl.constexpr):
-    """Logits of `token_ids` [CHUNK] in float32, -inf past the vocabulary; if SHIFTED, they count from `first_id` on."""
+    """Load logits of `token_ids` [CHUNK] in float32, -inf past the vocabulary.
+
+    If SHIFTED, the ids count from `first_id` on.
+    """
     if ROWS == ALIGNED:
-        # equals vocab_size; tells the compiler that 16 divides it
+        # This equals vocab_size and tells the compiler its divisibility by 16.
         is_inside = token_ids < (vocab_size // 16) * 16
         return tl.load(row_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
     elif ROWS == SHIFTED:
@@ -48,11 +51,12 @@ def load_chunk(row_ptr, stride_v, first_id, token_ids, vocab_size, ROWS: tl.cons
 
 @triton.jit
 def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
-    """Logits of CHUNK token ids from `first_id` on in float32, -inf past the vocabulary, read by vectors of 16 bytes.
+    """Load logits of CHUNK token ids from `first_id` on, by vectors of 16 bytes.
 
-    The row starts `shift` bytes after an aligned address. A vector of the row therefore ends one
-    aligned vector, `low`, and begins the next, `high`. These may hold entries from before the row.
-    Past its last whole vector the row is read by entries, because its storage may end there.
+    They are float32, -inf past the vocabulary. The row starts `shift` bytes after an aligned
+    address. A vector of the row therefore ends one aligned vector, `low`, and begins the next,
+    `high`. These may hold entries from before the row. Past its last whole vector the row is read
+    by entries, because its storage may end there.
     """
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     BYTES: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -60,7 +64,7 @@ def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
     shift = (row_ptr.to(tl.int64) & 15).to(tl.int32)
     start_ptr = tl.multiple_of(row_ptr - shift // BYTES, 16)
     end = vocab_size + shift // BYTES
-    # vectors of this chunk and of later ones
+    # Vectors of this chunk and of later ones.
     num_whole = end * BYTES // 16 - first_id * BYTES // 16
     vectors = tl.arange(0, CHUNK * BYTES // 16)[:, None]
     words = tl.arange(0, 2)[None, :]
@@ -105,14 +109,14 @@ def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
 
 @triton.jit
 def skip_bytes(low, high, shift, NUM_BYTES: tl.constexpr):
-    """`low`, or if `shift` has the bit NUM_BYTES, eight bytes of `low` and `high` from byte NUM_BYTES on; uint64."""
+    """Drop NUM_BYTES bytes of `low` if `shift` has the bit, filled up from `high`; uint64."""
     skipped = (low >> (8 * NUM_BYTES)) | (high << (64 - 8 * NUM_BYTES))
     return tl.where((shift & NUM_BYTES) != 0, skipped, low)
 
 
 @triton.jit
 def load_temperature(temperature, temperatures_ptr, sequence):
-    """Temperature of a sequence, float32; None if it is 1 for all."""
+    """Load the temperature of a sequence, float32; None if it is 1 for all."""
     if temperatures_ptr is not None:
         return tl.load(temperatures_ptr + sequence).to(tl.float32)
     elif temperature is not None:  # Triton 3.6 cannot return None by name
@@ -121,7 +125,10 @@ def load_temperature(temperature, temperatures_ptr, sequence):
 
 @triton.jit
 def warp(x, temperature, cutoffs):
-    """Apply temperature and cutoffs (a scalar or [N]) to logits [N]; temperature 0 leaves them unchanged."""
+    """Apply temperature and cutoffs (a scalar or [N]) to logits [N].
+
+    Temperature 0 leaves the logits unchanged.
+    """
     if temperature is not None:
         x = tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x))
     if cutoffs is not None:
@@ -133,56 +140,56 @@ def warp(x, temperature, cutoffs):
 
 @triton.jit
 def load_cutoff(cutoffs_ptr, row):
-    """Cutoff of a row, float32; None without cutoffs."""
+    """Load the cutoff of a row, float32; None without cutoffs."""
     if cutoffs_ptr is not None:
         return tl.load(cutoffs_ptr + row)
 
 
 @triton.jit
 def load_cutoffs(cutoffs_ptr, rows, mask):
-    """Cutoffs [P] of rows [P], float32; None without cutoffs."""
+    """Load cutoffs [P] of rows [P], float32; None without cutoffs."""
     if cutoffs_ptr is not None:
         return tl.load(cutoffs_ptr + rows, mask=mask, other=float("-inf"))
 
 
 @triton.jit
 def is_finite(x):
-    """False for NaN and both infinities."""
+    """Return whether entries are neither NaN nor infinite."""
     return tl.abs(x) < float("inf")
 
 
 @triton.jit
 def chunk_max(x):
-    """Maximum of [CHUNK]; NaN if any entry is NaN."""
+    """Return the maximum of [CHUNK]; NaN if any entry is NaN."""
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     return tl.where(has_nan, float("nan"), tl.max(tl.where(x != x, float("-inf"), x), axis=0))
 
 
 @triton.jit
 def first_id(is_there, token_ids, vocab_size):
-    """Lowest token id with `is_there`; some id in range if there is none."""
+    """Return the lowest token id with `is_there`; some id in range if there is none."""
     return tl.minimum(tl.min(tl.where(is_there, token_ids, NO_ID), axis=0), vocab_size - 1)
 
 
 @triton.jit
 def chunk_masses(x, top):
-    """exp(x - top) of [CHUNK]; exp(x) if the maximum `top` is not finite."""
+    """Compute exp(x - top) of [CHUNK]; exp(x) if the maximum `top` is not finite."""
     return exp(x - tl.where(is_finite(top), top, 0.0))
 
 
 @triton.jit
 def pack_race(keys, token_ids):
-    """Keys of a race with their token ids, as int64: larger for a larger key, then for a lower id.
+    """Pack keys of a race with their token ids, as int64: larger keys, then lower ids, are larger.
 
-    The bits of floats that are not negative are in order as integers. A negated key is below all
-    others, and among negated keys the order is that of the keys before.
+    The bits of non-negative floats are ordered like integers. A negated key is below all others,
+    and negated keys are ordered by their absolute values.
     """
     return (keys.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (token_ids ^ NO_ID).to(tl.int64)
 
 
 @triton.jit
 def unpack_race(packed, vocab_size):
-    """The bits of the key, and the token id, which is in range whatever the keys were."""
+    """Return the bits of the key, and the token id, clamped to the vocabulary."""
     return (packed >> 32).to(tl.int32), tl.minimum(
         (packed.to(tl.int32) & NO_ID) ^ NO_ID, vocab_size - 1
     )
@@ -190,19 +197,24 @@ def unpack_race(packed, vocab_size):
 
 @triton.jit
 def chunk_race(weights, noise, token_ids, vocab_size):
-    """Exponential race of a chunk: the largest key weight / noise and its token id; weights and noise [CHUNK]."""
+    """Run the exponential race of a chunk.
+
+    Weights and noise are [CHUNK]. Returns the largest key weight / noise and its token id.
+    """
     bits, winner = unpack_race(tl.max(pack_race(weights / noise, token_ids), axis=0), vocab_size)
     return bits.to(tl.float32, bitcast=True), winner
 
 
 @triton.jit
 def merge_rows(
-    floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, SUMS: tl.constexpr, CACHE: tl.constexpr = "",
+    floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, SUMS: tl.constexpr, CACHE:
+    tl.constexpr = "",
 ):  # fmt: skip
-    """Maximum, its lowest token id and, with SUMS, the sum of exp(x - maximum), each [P], of rows `first_row` + lanes.
+    """Merge the chunks of rows `first_row` + lanes.
 
+    Returns the maximum, its lowest token id and, with SUMS, the sum of exp(x - maximum), each [P].
     The chunk sums are relative to the chunk maxima. If a chunk has a NaN, so has the sum, or
-    without SUMS the maximum. CACHE ".cg" reads what other programs of the same launch have written.
+    without SUMS the maximum. CACHE ".cg" reads the results of other programs in the same launch.
     """
     start = first_row.to(tl.int64) * num_chunks
     top = tl.where(mask, float("-inf"), 0.0)
@@ -253,7 +265,10 @@ def merge_plain_sums(sums_ptr, first_row, lanes, mask, num_chunks):
 
 @triton.jit
 def merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, top):
-    """Sum [P] of (x - top) exp(x - top), from the chunk sums and spreads, which are relative to the chunk maxima."""
+    """Sum (x - top) exp(x - top), [P].
+
+    The chunk sums and spreads are relative to the chunk maxima.
+    """
     start = first_row.to(tl.int64) * num_chunks
     base = tl.where(is_finite(top), top, 0.0)
     total = tl.zeros_like(top)
@@ -264,7 +279,7 @@ def merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, top):
         tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"))  # [P, C]
         sums = tl.load(floats_ptr + plane + start + at, mask=inside, other=0.0)
         spreads = tl.load(floats_ptr + 2 * plane + start + at, mask=inside, other=0.0)
-        # exp(-200) is 0 in float32; 0 * -inf would be NaN
+        # exp(-200) is 0 in float32; 0 * -inf would be NaN.
         shifts = tl.maximum(tops - base[:, None], -200.0)
         total += tl.sum((spreads + shifts * sums) * exp(shifts), axis=1)
     return total
@@ -274,7 +289,10 @@ def merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, top):
 def merge_races(
     floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, top, CACHE: tl.constexpr = "",
 ):  # fmt: skip
-    """Token id [P] with the largest key of each row; the keys of a chunk are rescaled from its maximum to `top` [P]."""
+    """Return the token id [P] with the largest key of each row.
+
+    The keys of a chunk are rescaled from its maximum to `top` [P].
+    """
     start = first_row.to(tl.int64) * num_chunks
     base = tl.where(is_finite(top), top, 0.0)
     best = tl.where(mask, -1.0, 0.0)
@@ -305,12 +323,12 @@ def merge_races(
 
 @triton.jit
 def logsumexps(top, total):
-    """Log-sum-exp of rows; NaN, +inf or -inf for a row with a NaN, with a +inf or of only -inf."""
+    """Return log-sum-exps; NaN, +inf or -inf for a row with NaN, with +inf or of only -inf."""
     return tl.where(is_finite(top) | (total != total), top + tl.log(total), top)
 
 
 @triton.jit
 def row_status(top):
-    """`Status` flags of a row from its maximum or log-sum-exp; 0 for a valid row."""
+    """Return `Status` flags of a row from its maximum or log-sum-exp; 0 for a valid row."""
     is_masked = top == float("-inf")
     return tl.where(top != top, 2, tl.where(is_masked, 4, tl.where(top == float("inf"), 8, 0)))

@@ -1,4 +1,4 @@
-"""Second pass over the rows: residual masses of block verification, and entropies with an epsilon."""
+"""Second pass over the rows: residual masses of block verification, entropies with epsilon."""
 
 import triton.language as tl
 
@@ -33,7 +33,7 @@ def block_ratios_kernel(
     floats_ptr, ints_ptr, plane, draft_lse_ptr, ratios_ptr, block_lens_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks,
 ):  # fmt: skip
-    """Write the log ratios of block verification, which depend only on the drafted tokens.
+    """Write the log ratios of block verification; only the drafted tokens' logits are read.
 
     Grid: (B,). Planes of `ratios_ptr`, each [B, K]: log rho after this token; log-sum-exp of the
     target row; log-sum-exp of the draft row. `block_lens_ptr` [B]: drafted tokens before the first
@@ -53,10 +53,14 @@ def block_ratios_kernel(
         target_lse = merge_logsumexps(
             floats_ptr, ints_ptr, plane, row, positions, counts, num_chunks
         )
-        draft_lse = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, counts,
-                                     num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
-        x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
-                        is_good)  # fmt: skip
+        draft_lse = draft_logsumexps(
+            floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, counts, num_sequences,
+            num_draft_tokens, num_chunks,
+        )  # fmt: skip
+        x = load_tokens(
+            target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
+            is_good,
+        )  # fmt: skip
         x = warp(x, this_temperature, load_cutoffs(cutoffs_ptr, row + positions, counts))
         d = load_tokens(
             draft_ptr,
@@ -95,9 +99,9 @@ def block_masses_kernel(
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write chunk sums of the residuals max(rho * p - q, 0) at positions 1 .. K-1, to `masses_ptr` [B, K-1, chunks].
+    """Write chunk sums of the residuals max(rho * p - q, 0) at positions 1 .. K-1.
 
-    Grid: (B * (K-1), programs per row).
+    Grid: (B * (K-1), programs per row). `masses_ptr` is [B, K-1, chunks].
     """
     num_pairs = num_draft_tokens - 1
     pair = tl.program_id(0)
@@ -131,13 +135,13 @@ def block_masses_kernel(
 @entry_point
 def entropies_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
-    lens_ptr, temperature, temperatures_ptr, cutoffs_ptr, floats_ptr, ints_ptr, plane, sums_ptr, epsilon,
-    num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
+    lens_ptr, temperature, temperatures_ptr, cutoffs_ptr, floats_ptr, ints_ptr, plane, sums_ptr,
+    epsilon, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write chunk sums of p * log(p + epsilon) to `sums_ptr` [B, K+1, chunks]; bonus rows are skipped.
+    """Write chunk sums of p * log(p + epsilon) to `sums_ptr` [B, K+1, chunks].
 
-    Grid: (B * (K+1), programs per row).
+    Bonus rows are skipped. Grid: (B * (K+1), programs per row).
     """
     row = tl.program_id(0)
     sequence = row // (num_draft_tokens + 1)

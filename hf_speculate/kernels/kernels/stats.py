@@ -21,7 +21,7 @@ from .rows import (
 
 @triton.jit
 def chain_len(lens_ptr, sequence, num_draft_tokens):
-    """Number of valid drafted tokens of a sequence, clamped to 0..K."""
+    """Return the number of valid drafted tokens of a sequence, clamped to 0..K."""
     if lens_ptr is None:
         return num_draft_tokens
     else:
@@ -31,7 +31,7 @@ def chain_len(lens_ptr, sequence, num_draft_tokens):
 
 @triton.jit
 def load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence):
-    """Noise keys of a sequence, int64; zeros if nothing is sampled."""
+    """Load the noise keys of a sequence, int64; zeros if nothing is sampled."""
     if seeds_ptr is None:
         zero = tl.zeros([], tl.int64)
         return zero, zero, zero
@@ -82,13 +82,13 @@ def row_stats_kernel(
     seeds_ptr, rounds_ptr, positions_ptr,
     floats_ptr, ints_ptr, arrivals_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
-    TOP_IDS: tl.constexpr, SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr, STREAM: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    TOP_IDS: tl.constexpr, SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr, STREAM:
+    tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows if `draft_ptr` is not None.
+    """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows.
 
-    Grid: (rows, programs per row). Rows past the length of a sequence are skipped. `arrivals_ptr`
-    [B] is set to 0.
+    Grid: (rows, programs per row). The draft is skipped if `draft_ptr` is None, and so are rows
+    past the length of a sequence. `arrivals_ptr` [B] is set to 0.
     """
     row = tl.program_id(0)
     num_positions = num_draft_tokens + 1
@@ -124,8 +124,10 @@ def row_stats_kernel(
                 target_row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS
             )
             x = warp(x, this_temperature, load_cutoff(cutoffs_ptr, row))
-            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, TOP_IDS, SUMS, SPREADS,
-                        RACES)  # fmt: skip
+            store_chunk(
+                x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, TOP_IDS, SUMS,
+                SPREADS, RACES,
+            )  # fmt: skip
         elif draft_ptr is not None:
             draft_row_ptr = draft_ptr + row_offset(
                 sequence, position, draft_stride_b, draft_stride_i, ROWS

@@ -3,13 +3,13 @@
 With target distributions p, draft distributions q, drafted tokens x_1 .. x_K and rho_0 = 1:
 
     rho_i  = min(rho_{i-1} * p(x_i) / q(x_i), 1)
-    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), with p and q of the position after x_1 .. x_i
+    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), p and q of the position after x_1 .. x_i
     h_i    = mass_i / (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
 
 Position i passes if its uniform random number u_i < h_i. The longest prefix whose last position
 passes is accepted. With s the cumulative sum of the log ratios, log rho_i = s_i - max(0, s_1, ..,
-s_i), so the recursion needs no loop. The draft is cut before its first id outside [0, V) or row
-that is not a valid distribution.
+s_i), so the recursion needs no loop. The draft ends before its first id outside [0, V) or its first
+row without a valid distribution.
 """
 
 import torch
@@ -40,14 +40,17 @@ MAX_LOG_RATIO = 1e4
 
 
 def _log_ratios(target_of_token: Tensor, draft_of_token: Tensor) -> Tensor:
-    """Log rho_1 .. log rho_K, [B, K] float64 <= 0, from log-probabilities [B, K] of the drafted tokens."""
+    """Compute log rho_1 .. log rho_K, [B, K] float64 <= 0.
+
+    Both arguments are log-probabilities [B, K] of the drafted tokens.
+    """
     gains = (target_of_token.double() - draft_of_token.double()).clamp_(max=MAX_LOG_RATIO)
     sums = gains.masked_fill_(target_of_token == -torch.inf, -torch.inf).cumsum(-1)
     return sums - sums.cummax(-1).values.clamp_(min=0.0)
 
 
 def _residual_masses(target: Masses, draft: Draft, ratios: Tensor) -> Tensor:
-    """mass_1 .. mass_{K-1}, [B, K-1] float32, from rho_1 .. rho_{K-1} [B, K-1] float32."""
+    """Compute mass_1 .. mass_{K-1}, [B, K-1] float32, from rho_1 .. rho_{K-1} [B, K-1] float32."""
     parts = []
     for chunk in chunks(draft.logits[:, 1:]):
         draft_rows = row_masses(draft.logits[chunk, 1:])

@@ -50,7 +50,7 @@ def make_chain(round_: Round) -> Chain:
 
 
 def find_end(chain: Chain, accepted: Tensor) -> End:
-    """End each row at its first position that is not `accepted` [B, K] bool."""
+    """End each row at its first position with False in `accepted` [B, K] bool."""
     return end_at(chain, (accepted & chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))
 
 
@@ -66,7 +66,10 @@ def end_at(chain: Chain, num_accepted: Tensor) -> End:
 
 
 def make_verdict(chain: Chain, end: End, final_ids: Tensor, status: Tensor) -> Verdict:
-    """Accepted tokens, then `final_ids` [B] int64, then -1; adds BAD_DRAFT_ID to `status` [B] int32."""
+    """Assemble accepted tokens, then `final_ids` [B] int64, then -1.
+
+    BAD_DRAFT_ID is added to `status` [B] int32.
+    """
     columns = torch.arange(chain.token_ids.shape[1] + 1, device=final_ids.device)
     here, final_column = end.num_accepted.unsqueeze(-1), final_ids.unsqueeze(-1)
     ids = torch.cat((chain.token_ids, final_column), dim=-1)  # [B, K+1]
@@ -76,7 +79,7 @@ def make_verdict(chain: Chain, end: End, final_ids: Tensor, status: Tensor) -> V
 
 
 def choose_rows(rows: Tensor, yes: Verdict, no: Verdict) -> Verdict:
-    """`yes` where `rows` [B] bool, else `no`."""
+    """Take `yes` in the rows with True in `rows` [B] bool, else `no`."""
     return Verdict(
         torch.where(rows.unsqueeze(-1), yes.token_ids, no.token_ids),
         torch.where(rows, yes.num_accepted, no.num_accepted),

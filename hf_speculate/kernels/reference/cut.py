@@ -9,18 +9,18 @@ from .rows import scale
 
 def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
     """See `warp_logits`."""
-    kept = scale(
+    scaled = scale(
         logits, temperature, torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     )
-    top = kept.amax(-1, keepdim=True)  # [B, 1], NaN where an entry is
-    distance = top - kept
+    top = scaled.amax(-1, keepdim=True)  # [B, 1], NaN where an entry is
+    distance = top - scaled
     bins = (distance * BINS_PER_NAT).nan_to_num_(0.0).clamp_(0.0, NUM_BINS - 1.0).to(torch.int64)
-    counts = torch.zeros(len(kept), NUM_BINS, dtype=torch.int64, device=kept.device)
+    counts = torch.zeros(len(scaled), NUM_BINS, dtype=torch.int64, device=scaled.device)
     counts.scatter_add_(1, bins, torch.ones_like(bins))[:, -1] = 0  # its entries are always dropped
     is_kept = counts.cumsum(-1) - counts < rule.top_k
-    indices = torch.arange(NUM_BINS, dtype=torch.float32, device=kept.device)
+    indices = torch.arange(NUM_BINS, dtype=torch.float32, device=scaled.device)
     masses = torch.where(is_kept, counts * (-(indices + 0.5) / BINS_PER_NAT).exp(), 0.0)
     is_kept &= masses.cumsum(-1) - masses < rule.top_p * masses.sum(-1, keepdim=True)
     last = is_kept.sum(-1, keepdim=True) - 1  # [B, 1]
     is_dropped = (bins > last) | (distance > rule.most_below)
-    return kept.masked_fill_(is_dropped & (top.abs() < torch.inf), -torch.inf)
+    return scaled.masked_fill_(is_dropped & (top.abs() < torch.inf), -torch.inf)

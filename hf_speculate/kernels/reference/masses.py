@@ -40,7 +40,7 @@ class KeptMasses(NamedTuple):
 
 
 def piece_masses(pieces: Pieces, raw: Tensor, warp: Warp, bases: Tensor) -> Tensor:
-    """exp(x - base) of pieces of logits, [P, S] float32 in new memory; 0 for masked entries.
+    """Compute exp(x - base) of pieces of logits, [P, S] float32 in new memory; 0 if masked.
 
     Args:
         pieces: pieces of logits [B, ..., V].
@@ -65,7 +65,7 @@ def piece_masses(pieces: Pieces, raw: Tensor, warp: Warp, bases: Tensor) -> Tens
 
 
 def _kept_masses(logits: Tensor, warp: Warp) -> KeptMasses | None:
-    """Masses of the kept pieces; None if full rows are faster."""
+    """Compute the masses of the kept pieces; None if full rows are faster."""
     pieces, tops = kept_pieces(logits, warp)
     return (
         None
@@ -81,7 +81,11 @@ def write_masses(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tens
 
 
 def _write_exponents(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
-    """Write log2 of the masses into `rows` from `padded_like`; returns the row maxima and a mask (1.0 = masked)."""
+    """Write log2 of the masses into `rows` from `padded_like`.
+
+    Returns:
+        The row maxima, and a mask (1.0 = masked) or None.
+    """
     scaled = _scaled(logits, warp.temperature, rows)
     tops = scaled.amax(-1)
     cutoffs = None if warp.row_cutoffs is None else warp.row_cutoffs.to(torch.float32)
@@ -91,11 +95,15 @@ def _write_exponents(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, 
 
 
 def _scaled(logits: Tensor, temperature: float | Tensor, rows: Tensor) -> Tensor:
-    """Logits over temperature: the logits themselves if nothing changes, otherwise the front of `rows`."""
+    """Divide logits by the temperature.
+
+    Returns:
+        The logits themselves if nothing changes, otherwise the front of `rows`.
+    """
     is_plain = (
         not isinstance(temperature, Tensor) and temperature == 1.0 and logits.dtype == torch.float32
     )
-    # a compiler takes no `out` that is part of another tensor
+    # A compiler takes no slice of another tensor as `out`.
     if is_plain and not torch.compiler.is_compiling():
         return logits
     return scale(logits, temperature, rows[..., : logits.shape[-1]])
@@ -104,10 +112,11 @@ def _scaled(logits: Tensor, temperature: float | Tensor, rows: Tensor) -> Tensor
 def _to_exponents(
     rows: Tensor, scaled: Tensor, cutoffs: Tensor | None, bases: Tensor
 ) -> Tensor | None:
-    """Write log2(exp(x - base)) of `scaled` [..., V] to the front of `rows` [..., W]; returns a mask (1.0 = masked).
+    """Write log2(exp(x - base)) of `scaled` [..., V] to the front of `rows` [..., W].
 
-    The mask is float, because a multiplication takes a tenth of the time of a bool mask with
-    masked_fill on a CPU (V = 151,936).
+    Returns:
+        A mask (1.0 = masked), or None without cutoffs. It is float: on a CPU, a multiplication
+        takes a tenth of the time of masked_fill with a bool mask (V = 151,936).
     """
     dropped = (
         None
@@ -133,12 +142,15 @@ def _masked_sum(rows: Tensor, width: int, dropped: Tensor | None) -> Tensor:
 
 
 def logsumexp_of(tops: Tensor, sums: Tensor) -> Tensor:
-    """Log-sum-exps of rows from their maxima and sums; an invalid row gets its maximum (NaN, +inf or -inf)."""
+    """Return log-sum-exps of rows from their maxima and sums.
+
+    An invalid row gets its maximum (NaN, +inf or -inf).
+    """
     return torch.where(sums > 0, sums.log() + tops, tops)
 
 
 def _write_masses_sparsely(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
-    """Like `write_masses`, bit for bit, but computes the kept pieces only."""
+    """Write masses like `write_masses`, bit for bit, but compute the kept pieces only."""
     kept = _kept_masses(logits, warp)
     if kept is None:
         return write_masses(rows, logits, warp)
@@ -147,13 +159,13 @@ def _write_masses_sparsely(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Te
 
 
 def _sum_of_kept(kept: KeptMasses) -> Tensor:
-    """Sums of rows from their pieces, in the order of `row_sum`."""
+    """Sum rows from their pieces, in the order of `row_sum`."""
     sums = kept.pieces.scatter(kept.masses.sum(-1))
     return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % (TILE_SIZE // PIECE_SIZE))).sum(-1)
 
 
 def row_masses(logits: Tensor, warp: Warp = PLAIN) -> Masses:
-    """Masses of rows of logits [B, ..., V], any float dtype, in new memory.
+    """Compute the masses of logits [B, ..., V], any float dtype, in new memory.
 
     exp2 takes half the time of exp on a CPU (V = 151,936, AVX2), but computes the remainder of a
     vector with another routine. Rows padded to tiles have no remainder if the threads split them
@@ -172,7 +184,7 @@ def row_masses(logits: Tensor, warp: Warp = PLAIN) -> Masses:
 
 
 def row_sums(logits: Tensor, warp: Warp = PLAIN) -> Sums:
-    """Log-sum-exps of rows of logits [B, ..., V], equal to those of `row_masses` bit for bit."""
+    """Compute log-sum-exps of logits [B, ..., V], equal to those of `row_masses` bit for bit."""
     kept = _kept_masses(logits, warp)
     if kept is not None:
         return Sums(logsumexp_of(kept.tops, _sum_of_kept(kept)), kept.pieces)
@@ -184,7 +196,7 @@ def row_sums(logits: Tensor, warp: Warp = PLAIN) -> Sums:
 
 
 def masses_and_exponents(logits: Tensor, warp: Warp) -> tuple[Masses, Tensor]:
-    """The result of `row_masses`, and log2 of the masses [..., W], masked entries included; both in new memory."""
+    """Compute `row_masses`, and log2 of the masses [..., W] with masked entries; in new memory."""
     exponents = padded_like(logits)
     tops, dropped = _write_exponents(exponents, logits, warp)
     rows = exponents.exp2()

@@ -1,4 +1,4 @@
-"""Sparse rows: the pieces of a row with nonzero probability; few remain after top-k, and the others are skipped."""
+"""Sparse rows: few pieces of a row keep a nonzero probability after top-k; others are skipped."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from .rows import PIECE_SIZE, TILE_SIZE, pick_rows, scale
 
 # Pieces are faster than full rows up to this share of kept pieces.
 MAX_KEPT_SHARE = 0.25
-# A cutoff that masks only -inf.
+# Cutoff below all finite logits: it masks only -inf.
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -23,13 +23,16 @@ class Pieces(NamedTuple):
     size: int  # S
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The pieces [P, S] of `rows` [..., V]; full rows may be a view."""
+        """Gather the pieces [P, S] of `rows` [..., V]; full rows may be a view."""
         if self.indices is None:
             return rows.reshape(-1, self.size)
         return torch.unflatten(rows, -1, (-1, self.size))[self.indices]
 
     def select(self, positions: Tensor) -> "Pieces":
-        """From pieces of [B, R, V], those of row `positions[b]` [B] int64 of every batch row, as pieces of [B, V]."""
+        """Select the pieces of one row `positions[b]` [B] int64 per batch row.
+
+        These are pieces of [B, R, V]; the selected ones are pieces of [B, V].
+        """
         if self.indices is None:
             return Pieces(None, (self.shape[0], 1), self.size)
         row, position, piece = self.indices
@@ -37,7 +40,10 @@ class Pieces(NamedTuple):
         return Pieces((row[chosen], piece[chosen]), (self.shape[0], self.shape[-1]), self.size)
 
     def gather_at(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """For pieces of [B, V]: pieces [P, S] of row `positions[b]` [B] int64 of every batch row of [B, R, V]."""
+        """Gather the entries [P, S] of row `positions[b]` [B] int64 per batch row.
+
+        These are pieces of [B, V], and the rows are [B, R, V].
+        """
         if self.indices is None:
             return pick_rows(rows, positions)
         row, piece = self.indices
@@ -56,12 +62,12 @@ class Pieces(NamedTuple):
         return scattered
 
     def row_max(self, entries: Tensor) -> Tensor:
-        """The largest of the entries [P, S] of every row, [...]; 0 at least if the row is not full."""
+        """Return the largest of the entries [P, S] of every row, [...]; at least 0 if not full."""
         tops = entries.amax(-1)
         return tops.view(self.shape[:-1]) if self.indices is None else self.scatter(tops).amax(-1)
 
     def token_ids(self, device: torch.device) -> Tensor:
-        """Token ids of the entries, [P, S] or [S] int32."""
+        """Return the token ids of the entries, [P, S] or [S] int32."""
         inside = torch.arange(self.size, dtype=torch.int32, device=device)
         if self.indices is None:
             return inside
@@ -69,12 +75,17 @@ class Pieces(NamedTuple):
 
 
 def full_rows(rows: Tensor) -> Pieces:
-    """All of `rows` [..., V], one piece per row."""
+    """Wrap `rows` [..., V] as one piece per row."""
     return Pieces(None, (*rows.shape[:-1], 1), rows.shape[-1])
 
 
 def _split(rows: Tensor) -> Tensor | None:
-    """`rows` [..., V] as [..., N, PIECE_SIZE]; None if V is too small or odd, or off the CPU, where it would sync."""
+    """View `rows` [..., V] as [..., N, PIECE_SIZE].
+
+    Returns:
+        None if V is too small or no multiple of PIECE_SIZE, or on other devices than the CPU, where
+        reading the pieces would sync.
+    """
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     if rows.shape[-1] % PIECE_SIZE or rows.shape[-1] <= TILE_SIZE:
@@ -83,7 +94,7 @@ def _split(rows: Tensor) -> Tensor | None:
 
 
 def _select_kept(is_kept: Tensor) -> Pieces | None:
-    """Pieces where `is_kept` [..., N]; None if they are too many."""
+    """Return the pieces with True in `is_kept` [..., N]; None if they are too many."""
     indices = is_kept.nonzero(as_tuple=True)
     if indices[0].numel() > MAX_KEPT_SHARE * is_kept.numel():
         return None
@@ -91,20 +102,23 @@ def _select_kept(is_kept: Tensor) -> Pieces | None:
 
 
 def _is_likely_dense(split: Tensor) -> bool:
-    """Whether a sample of about 32 pieces of `split` [B, ..., N, PIECE_SIZE] has no piece of only -inf."""
+    """Return whether a sample of pieces of `split` [B, ..., N, PIECE_SIZE] looks dense.
+
+    The sample has about 32 pieces; in a dense row none has only -inf.
+    """
     sample = split.flatten(0, -3)[0, :: max(split.shape[-2] // 32, 1)]
     return bool((sample.amax(-1) > -torch.inf).all())
 
 
 def nonzero_pieces(weights: Tensor) -> Pieces:
-    """Pieces of `weights` [..., V] with an entry > 0 or a NaN."""
+    """Return the pieces of `weights` [..., V] with an entry > 0 or a NaN."""
     split = _split(weights)
     pieces = None if split is None else _select_kept((split.amax(-1) <= 0).logical_not_())
     return full_rows(weights) if pieces is None else pieces
 
 
 def kept_pieces(logits: Tensor, warp: Warp) -> tuple[Pieces, Tensor | None]:
-    """Pieces of `logits` [B, ..., V] with an entry that is neither masked by a cutoff nor -inf.
+    """Return the pieces of logits [B, ..., V] with an entry above -inf and the cutoff.
 
     Returns:
         The pieces, and the largest kept logit of every row, [B, ...] float32; None for full rows.

@@ -1,4 +1,7 @@
-"""Sampling with the exponential race: argmax of weight / exponential noise, equivalent to the Gumbel-max trick."""
+"""Sampling with the exponential race: argmax of weight / exponential noise.
+
+It is equivalent to the Gumbel-max trick.
+"""
 
 import torch
 from torch import Tensor
@@ -40,7 +43,7 @@ def race(
 
 
 def race_rows(weights: Tensor, keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
-    """Like `race`, for full rows of weights [B, ..., V]. Overwrites `weights`."""
+    """Sample like `race`, for full rows of weights [B, ..., V]. Overwrites `weights`."""
     offsets = position_offsets.expand(weights.shape[:-1])
     parts = []
     for chunk in chunks(weights):

@@ -1,4 +1,4 @@
-"""Torch reference of rejection sampling, with the parts that block verification shares."""
+"""Torch reference of rejection sampling, with helpers shared by block verification."""
 
 from typing import NamedTuple
 
@@ -51,30 +51,30 @@ def make_draft(proposal: Proposal) -> Draft:
 
 
 def acceptance_uniforms(chain: Chain, keys: NoiseKeys) -> Tensor:
-    """Uniform random numbers of the acceptance tests, [B, K] float32 in (0, 1)."""
+    """Return uniform random numbers of the acceptance tests, [B, K] float32 in (0, 1)."""
     offsets = torch.arange(chain.token_ids.shape[1], device=chain.token_ids.device).unsqueeze(0)
     return uniforms(keys, Stream.ACCEPT, offsets, chain.token_ids)
 
 
 def target_logprobs(target: Target, chain: Chain) -> Tensor:
-    """Log-probabilities [B, K] of the drafted tokens under the target distributions."""
+    """Compute log-probabilities [B, K] of the drafted tokens under the target distributions."""
     return logits_at(target.logits[:, :-1], target.warp, chain.token_ids) - target.logsumexp[:, :-1]
 
 
 def draft_logprobs(draft: Draft, chain: Chain) -> Tensor:
-    """Log-probabilities [B, K] of the drafted tokens under the draft distributions."""
+    """Compute log-probabilities [B, K] of the drafted tokens under the draft distributions."""
     logits = draft.logits.gather(-1, chain.token_ids.unsqueeze(-1)).squeeze(-1).to(torch.float32)
     return logits - draft.logsumexp
 
 
 def _accept(target_of_token: Tensor, draft: Draft | None, chain: Chain, keys: NoiseKeys) -> Tensor:
-    """Acceptance test of every position by itself, [B, K] bool; False for an invalid row."""
+    """Test every position by itself, [B, K] bool; False for an invalid row."""
     log_u = acceptance_uniforms(chain, keys).log_()  # [B, K]
     if draft is None:
         return log_u < target_of_token
     draft_of_token = draft_logprobs(draft, chain)
-    # A +inf in a draft row gives its other tokens the log-probability -inf, which would accept all
-    # of them.
+    # A +inf in a draft row gives its other tokens the log-probability -inf. All of them would be
+    # accepted.
     possible = (target_of_token > -torch.inf) & (draft.logsumexp.abs() < torch.inf)
     return possible & (
         (target_of_token >= draft_of_token) | (log_u < target_of_token - draft_of_token)
@@ -84,7 +84,7 @@ def _accept(target_of_token: Tensor, draft: Draft | None, chain: Chain, keys: No
 def final_distribution(
     target: Target, draft: Draft | None, chain: Chain, end: End, ratios: Tensor | None = None
 ) -> FinalDistribution:
-    """Distribution of the correction or bonus token: the residual max(ratio * p - q, 0), or p.
+    """Compute the residual max(ratio * p - q, 0), or p, for the correction or bonus token.
 
     Args:
         target: target distributions p.
@@ -132,7 +132,7 @@ def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
     """See `verify_rejection`."""
     if warp.is_greedy:
         return greedy(round_)
-    # K = 0: most of the other operators would run on empty tensors
+    # With K = 0, most of the other operators would run on empty tensors.
     if round_.target_logits.shape[1] == 1:
         verdict = _sample_without_draft(round_.target_logits[:, 0], warp, keys)
     else:
@@ -141,7 +141,7 @@ def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
 
 
 def _sample_without_draft(logits: Tensor, warp: Warp, keys: NoiseKeys) -> Verdict:
-    """The verdict for K = 0 from logits [B, V]; equals that of `_reject` bit for bit."""
+    """Compute the verdict for K = 0 from logits [B, V]; equal to `_reject` bit for bit."""
     with torch.inference_mode():
         if warp.row_cutoffs is not None:
             warp = Warp(warp.temperature, warp.row_cutoffs.squeeze(1))
@@ -165,8 +165,9 @@ def reject_and_test(round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple
 def _reject(
     chain: Chain, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
 ) -> tuple[Verdict, Tensor]:
-    """The verdict, and the acceptance test of every position by itself, [B, K] bool."""
-    # an eighth less time for many small operations; results are made outside of it
+    """Return the verdict, and the acceptance test of every position by itself, [B, K] bool."""
+    # Inference mode takes an eighth less time for many small operations. Results are made outside
+    # of it.
     with torch.inference_mode():
         draft = None if proposal is None else make_draft(proposal)
         # Only log-sum-exps are kept. Computing the final row again is cheaper than writing the

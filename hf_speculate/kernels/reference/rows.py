@@ -1,4 +1,7 @@
-"""Operations on rows of logits: argmax, sum, temperature, chunking; each row's result depends on that row only."""
+"""Operations on rows of logits: argmax, sum, temperature, chunking.
+
+Each row's result depends on its own entries only.
+"""
 
 import math
 from typing import NamedTuple
@@ -32,25 +35,34 @@ class FirstMax(NamedTuple):
     """The largest entry of every row."""
 
     values: Tensor  # [...] float32
-    indices: Tensor  # [...] int64, the lowest index of that value
+    indices: Tensor  # [...] int64, the lowest index of the value
 
 
 def scale(logits: Tensor, temperature: float | Tensor, out: Tensor) -> Tensor:
-    """Write `logits` [B, ...] / temperature (a float > 0, or [B] >= 0 with 0 treated as 1) into `out`."""
+    """Write `logits` [B, ...] / temperature into `out`.
+
+    Args:
+        logits: [B, ...], any float dtype.
+        temperature: a float > 0, or [B] >= 0 with 0 treated as 1.
+        out: float32, the shape of the logits.
+    """
     divisor: float | Tensor = temperature
     if isinstance(temperature, Tensor):
         divisor = temperature.to(torch.float32).view((-1,) + (1,) * (logits.dim() - 1))
         divisor = torch.where(divisor == 0, 1.0, divisor)
     elif temperature == 1.0:
         return out.copy_(logits)
-    # A compiler takes no `out` that is part of another tensor.
+    # A compiler takes no slice of another tensor as `out`.
     if logits.dtype == torch.float32 and not torch.compiler.is_compiling():
         return torch.div(logits, divisor, out=out)
     return out.copy_(logits).div_(divisor)
 
 
 def logits_at(logits: Tensor, warp: Warp, token_ids: Tensor) -> Tensor:
-    """Logits [B, K] float32 of `token_ids` [B, K] after temperature and cutoffs, from raw logits [B, K, V]."""
+    """Return the logits of `token_ids` [B, K] after temperature and cutoffs, [B, K] float32.
+
+    The raw logits are [B, K, V].
+    """
     raw = logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     if isinstance(warp.temperature, Tensor) or warp.temperature != 1.0:
         scaled = scale(
@@ -66,7 +78,10 @@ def logits_at(logits: Tensor, warp: Warp, token_ids: Tensor) -> Tensor:
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """Lowest index [...] int64 of the largest entry of [..., V] in float32; NaN counts as the largest."""
+    """Return the lowest index of the largest entry of [..., V] in float32, [...] int64.
+
+    NaN counts as the largest.
+    """
     entries = logits.detach().to(torch.float32)
     if not is_on_host(entries):
         return entries.argmax(-1)
@@ -76,19 +91,22 @@ def first_argmax(logits: Tensor) -> Tensor:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether a tensor may be read without torch's operators: it is on the CPU, and nothing records them."""
+    """Return whether a tensor may be read without torch's operators.
+
+    It is on the CPU, and nothing records operators.
+    """
     is_observed = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_observed
 
 
 def first_max(logits: Tensor) -> FirstMax:
-    """Largest entry in float32 and its lowest index, see `first_argmax`."""
+    """Return the largest entry in float32 and its lowest index, see `first_argmax`."""
     indices = first_argmax(logits)
     return FirstMax(logits.gather(-1, indices.unsqueeze(-1)).squeeze(-1).to(torch.float32), indices)
 
 
 def row_sum(terms: Tensor) -> Tensor:
-    """Sum of rows [..., W] float32 from `padded_like`, in an order that depends only on W.
+    """Sum rows [..., W] float32 from `padded_like`, in an order given by W alone.
 
     `sum(-1)` splits a single row between threads; the sums inside torch's softmax lose two digits
     at V = 50,257.
@@ -99,7 +117,10 @@ def row_sum(terms: Tensor) -> Tensor:
 
 
 def padded_like(logits: Tensor) -> Tensor:
-    """New contiguous rows [..., W] float32 with W >= V a multiple of the tile size; entries past V are 0."""
+    """Allocate contiguous rows [..., W] float32, with entries past V set to 0.
+
+    W >= V is a multiple of the tile size.
+    """
     width = logits.shape[-1]
     unit = TILE_SIZE if width > TILE_SIZE else VECTOR_SIZE
     rows = logits.new_empty((*logits.shape[:-1], -(-width // unit) * unit), dtype=torch.float32)
@@ -109,9 +130,12 @@ def padded_like(logits: Tensor) -> Tensor:
 
 
 def chunks(logits: Tensor) -> list[slice]:
-    """Slices of batch rows of `logits` [B, ..., V] that fit into the CPU caches; all rows at once on other devices."""
+    """Split the batch rows of `logits` [B, ..., V] into slices that fit into the CPU caches.
+
+    On other devices one slice holds all rows.
+    """
     if torch.compiler.is_compiling() or logits.device.type != "cpu":
-        # a slice with bounds would specialise a compiled graph to its batch size
+        # A slice with bounds would specialise a compiled graph to its batch size.
         return [slice(None)]
     num_rows = logits.shape[0]
     limit = CHUNK_NUMEL * torch.get_num_threads()
@@ -122,7 +146,7 @@ def chunks(logits: Tensor) -> list[slice]:
 
 
 def warp_of(warp: Warp, rows: slice) -> Warp:
-    """Temperature and cutoffs of some batch rows."""
+    """Return temperature and cutoffs of some batch rows."""
     temperature, cutoffs = warp
     return Warp(
         temperature[rows] if isinstance(temperature, Tensor) else temperature,
@@ -131,9 +155,13 @@ def warp_of(warp: Warp, rows: slice) -> Warp:
 
 
 def row_status(logsumexp: Tensor) -> Tensor:
-    """`Status` flags of rows, int32, from their log-sum-exps or maxima of any shape; 0 for a valid row."""
+    """Return `Status` flags of rows, int32; 0 for a valid row.
+
+    Args:
+        logsumexp: log-sum-exps or maxima of any shape.
+    """
     if is_on_host(logsumexp) and all(map(math.isfinite, logsumexp.flatten().tolist())):
-        # a quarter of the time of the operators below
+        # This takes a quarter of the time of the operators below.
         return torch.zeros(logsumexp.shape, dtype=torch.int32, device="cpu")
     flags = logsumexp.masked_fill(logsumexp.abs() < torch.inf, 0.0)
     flags.nan_to_num_(**STATUS_FLAGS)
@@ -141,14 +169,14 @@ def row_status(logsumexp: Tensor) -> Tensor:
 
 
 def warp_at(warp: Warp, positions: Tensor) -> Warp:
-    """Temperature and cutoffs of row `positions[b]` [B] int64 of every batch row."""
+    """Return temperature and cutoffs of row `positions[b]` [B] int64 of every batch row."""
     if warp.row_cutoffs is None:
         return warp
     return Warp(warp.temperature, warp.row_cutoffs.gather(1, positions.unsqueeze(-1)).squeeze(-1))
 
 
 def pick_rows(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Row `positions[b]` of every batch row: [B, N, V] and [B] int64 -> [B, V] in new memory."""
+    """Pick row `positions[b]` of every batch row: [B, N, V], [B] int64 -> [B, V] in new memory."""
     rows = torch.arange(tensor.shape[0], device=tensor.device)
     if tensor.stride(0) == tensor.shape[1] * tensor.stride(1):
         # index_select is five times as fast as advanced indexing.

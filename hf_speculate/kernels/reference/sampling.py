@@ -14,7 +14,7 @@ from .rows import PLAIN, first_argmax, first_max, padded_like
 
 
 class Drawn(NamedTuple):
-    """One sampled token per row, with the terms of its log-sum-exp."""
+    """Sampled tokens and terms of their log-sum-exps."""
 
     token_ids: Tensor  # [B] int64
     tops: Tensor  # [B] float32, row maxima of the logits
@@ -41,14 +41,14 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
 
 
 def draw(logits: Tensor, noise: Tensor) -> Drawn:
-    """Sample from logits [B, V] with given exponential noise [B, V] float32; equals `sample` bit for bit."""
+    """Sample from logits [B, V] with noise [B, V] float32; equals `sample` bit for bit."""
     rows = padded_like(logits)
     tops, sums = write_masses(rows, logits, PLAIN)
     return Drawn(first_argmax(rows[..., : logits.shape[-1]].div_(noise)), tops, sums)
 
 
 def logsumexps(drawn: Sequence[Drawn]) -> Tensor:
-    """Log-sum-exps of N draws, [B, N] float32."""
+    """Compute log-sum-exps of N draws, [B, N] float32."""
     tops, sums = (
         torch.stack([getattr(step, name) for step in drawn], dim=1) for name in ("tops", "sums")
     )

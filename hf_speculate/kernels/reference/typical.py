@@ -17,7 +17,10 @@ MIN_EXPONENT = -300.0
 
 
 def _accept(logits: Tensor, warp: Warp, token_ids: Tensor, rule: TypicalRule) -> Tensor:
-    """Acceptance test of every position by itself, [B, K] bool; False for an invalid row of `logits` [B, K, V]."""
+    """Test every position by itself, [B, K] bool; False for an invalid row.
+
+    The logits are [B, K, V].
+    """
     target, exponents = masses_and_exponents(logits, warp)
     if rule.entropy_epsilon > 0.0:
         terms = exponents[..., : logits.shape[-1]]

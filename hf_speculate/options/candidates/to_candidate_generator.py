@@ -57,7 +57,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self._shown: Tensor | None = None  # [1, T] the prefix of the previous round
         self._seen: Tensor | None = None  # [1, T'] tokens in the draft cache
 
-    def get_candidates(  # type: ignore[override]  # transformers' own generators return None for logits too
+    # transformers' own generators return None for logits too.
+    def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Propose a continuation.

@@ -1,7 +1,7 @@
-"""Attention backends on CUDA in half precision: flash attention without a mask, memory-efficient with one.
+"""Attention backends on CUDA in half precision.
 
-Few queries under a mask of our caches go to a kernel of our own where it was seen to be right and
-faster.
+Flash attention runs without a mask, memory-efficient attention with one. Few queries under a mask
+of our caches use our own kernel if a trial found it right and faster.
 
 torch may choose cuDNN, which builds a plan for every new set of sizes and strides. The number of
 keys grows with every forward, so nearly every forward would build one: tens of milliseconds, when
@@ -18,16 +18,16 @@ from hf_speculate.options.cuda import split_attention
 
 _DEVICE_TYPE = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16)
-_UNIT = 8  # entries of 16 bytes: what the kernels load at once
+_UNIT = 8  # entries of 16 bytes, the unit of the kernels' loads
 _MAX_FLASH_WIDTH = 256
 _OLDEST = (8, 0)  # older devices have neither flash attention nor cuDNN's
 
-# by the index of a CUDA device; filled before anything is traced, which cannot ask
+# By the index of a CUDA device. Filled before tracing, where devices cannot be queried.
 _served: dict[int, bool] = {}
 
 
 def find_devices() -> None:
-    """See which of the CUDA devices have flash attention; again is harmless."""
+    """Find the CUDA devices with flash attention; further calls change nothing."""
     if not _served and torch.cuda.is_available() and torch.version.hip is None:
         has_flash = torch.backends.cuda.is_flash_attention_available()
         for index in range(torch.cuda.device_count()):
@@ -35,18 +35,18 @@ def find_devices() -> None:
 
 
 def is_chosen(devices: Iterable[torch.device]) -> bool:
-    """Whether the backend of attention on any of the devices is left to the functions below."""
+    """Return whether the functions below choose the attention backend on any of the devices."""
     find_devices()
     return any(_is_served(device) for device in devices)
 
 
 def chooses_backend(query: Tensor, value: Tensor) -> bool:
-    """Whether attention of these [B, H, Q, D] and [B, H, T, D'] is left to the functions below."""
+    """Return whether attention of [B, H, Q, D] and [B, H, T, D'] uses the functions below."""
     if query.dtype not in _DTYPES or not _is_served(query.device):
         return False
     if query.shape[-1] % _UNIT or value.shape[-1] % _UNIT:
         return False  # nor does cuDNN take these
-    if torch.compiler.is_compiling():  # which cannot ask what a user has switched off
+    if torch.compiler.is_compiling():  # a trace cannot read the user's switches
         return True
     return bool(
         torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -56,9 +56,17 @@ def chooses_backend(query: Tensor, value: Tensor) -> bool:
 def attend_all(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scaling: float | None
 ) -> Tensor:
-    """Attention [B, g*H, Q, D'] without a mask of [B, g*H, Q, D] to [B, H, T, D or D'], in memory [B, Q, g*H, D'].
+    """Compute attention without a mask.
 
-    If `is_causal`, query i sees the keys up to i only, and Q is T.
+    Args:
+        query: [B, g*H, Q, D].
+        key: [B, H, T, D].
+        value: [B, H, T, D'].
+        is_causal: whether query i sees only the keys up to i; Q is then T.
+        scaling: factor of the scores; None for 1 / sqrt(D).
+
+    Returns:
+        [B, g*H, Q, D'], in memory [B, Q, g*H, D'].
     """
     outputs: Sequence[Tensor]
     if query.shape[-1] == value.shape[-1] <= _MAX_FLASH_WIDTH:
@@ -75,7 +83,10 @@ def attend_all(
 def attend_masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Attention [B, H, Q, D'], in memory [B, Q, H, D'], under an `additive_mask` [B or 1, H or 1, Q or 1, T]."""
+    """Compute attention [B, H, Q, D'] under an `additive_mask` [B or 1, H or 1, Q or 1, T].
+
+    It is in memory [B, Q, H, D'].
+    """
     shape = (*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     outputs: Sequence[Tensor] = efficient(
@@ -85,7 +96,7 @@ def attend_masked(
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Find out in a prompt's forward what serves the few queries of later forwards."""
+    """Find out in a prompt's forward how later forwards attend few queries."""
     if query.shape[2] == key.shape[2] and key.shape == value.shape:
         groups = query.shape[1] // key.shape[1]
         convert = partial(additive_mask, groups=groups, dtype=query.dtype)
@@ -95,26 +106,29 @@ def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
 def serves_few(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_captured: bool
 ) -> bool:
-    """Whether few queries are left to `attend_few`, which takes the spans of columns that they see."""
+    """Return whether `attend_few` computes attention of few queries, from spans of columns."""
     return split_attention.serves(query, key, value, scaling, is_captured)
 
 
 def spans_of(mask: Tensor, _: int) -> Tensor:
-    """The columns [B or 1, Q, 2] int32 that queries see, of a mask that shows spans."""
+    """Return the columns [B or 1, Q, 2] int32 seen by queries under a mask of spans."""
     return split_attention.key_spans(mask)
 
 
 def attend_few(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None
 ) -> Tensor:
-    """Attention [B, Q, g*H, D], contiguous, of [B, g*H, Q, D] to [B, H, T, D]."""
+    """Compute attention [B, Q, g*H, D], contiguous, of [B, g*H, Q, D] to [B, H, T, D]."""
     return split_attention.attend(query, key, value, spans, scaling)
 
 
 def _attend_folded(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Attention [B, Q, g*H, D] as forwards compute it without our kernel, with the heads of a group folded."""
+    """Compute attention [B, Q, g*H, D] without our kernel, as other forwards do.
+
+    The heads of a group are folded.
+    """
     batch_size, num_query_heads, num_query, width = query.shape
     folded = query.reshape(batch_size, key.shape[1], -1, width)  # [B, H, g*Q, D]
     output = attend_masked(folded, key, value, mask, scaling).unflatten(2, (-1, num_query))
@@ -125,10 +139,15 @@ def _attend_folded(
 
 
 def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A mask [B or 1, H or 1, g*Q, T] as memory-efficient attention takes it: added to the scores, of aligned rows.
+    """Convert a mask for memory-efficient attention: added to the scores, with aligned rows.
 
-    The given one is [B or 1, H or 1, Q, T], bool (True: seen) or floating (added); it is returned
-    if it is such a mask.
+    Args:
+        mask: [B or 1, H or 1, Q, T], bool (True: seen) or floating (added).
+        groups: g, query heads of a KV head.
+        dtype: of the result.
+
+    Returns:
+        [B or 1, H or 1, g*Q, T]. It is the given mask if this needs no conversion.
     """
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
@@ -144,7 +163,7 @@ def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def repeated(states: Tensor, groups: int) -> Tensor:
-    """[B, g*H, T, D]: each head [B, H, T, D] g times."""
+    """Repeat each head of [B, H, T, D] g times, to [B, g*H, T, D]."""
     return states if groups == 1 else states.repeat_interleave(groups, dim=1)
 
 
@@ -153,7 +172,7 @@ def _is_served(device: torch.device) -> bool:
 
 
 def _is_aligned(mask: Tensor) -> bool:
-    # rows of compiled forwards are, and where memory begins cannot be traced
+    # Rows of compiled forwards are aligned, and the start of memory cannot be traced.
     if torch.compiler.is_compiling():
         return True
     return mask.stride(-1) == 1 and all(

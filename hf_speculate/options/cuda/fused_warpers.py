@@ -15,7 +15,7 @@ from transformers import (
 from hf_speculate.kernels import warp_logits
 from hf_speculate.processors.registry import OwnProcessor, Reads
 
-# By type, the argument of `warp_logits` that stands for a warper; they are applied in this order.
+# By type, the argument of `warp_logits` for a warper; they are applied in this order.
 _ARGUMENTS: dict[type, str] = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -25,7 +25,7 @@ _ARGUMENTS: dict[type, str] = {
 
 
 class FusedWarpers(LogitsProcessor, OwnProcessor):
-    """Replaces up to four warpers by one `warp_logits`."""
+    """One `warp_logits` in place of up to four warpers."""
 
     reads = Reads.NOTHING
     takes_half = True  # scores may come in half precision
@@ -36,12 +36,15 @@ class FusedWarpers(LogitsProcessor, OwnProcessor):
         self.backend = backend
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """[N, V] float32 from scores [N, V] of any floating dtype; the ids are not read."""
+        """Return [N, V] float32 from scores [N, V] of any floating dtype; the ids are not read."""
         return warp_logits(scores, **self.arguments, backend=self.backend)
 
 
 def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
-    """The processors of a draft, with one `FusedWarpers`, which may round differently, for each run of warpers."""
+    """Replace each run of warpers in a draft's processors by one `FusedWarpers`.
+
+    Its rounding may differ.
+    """
     fused: list[Any] = []
     order = list(_ARGUMENTS.values())
     for processor in processors:

@@ -1,4 +1,7 @@
-"""Verification kernels behind one signature, and rounds to try them on: ordinary ones, and ones with hostile rows."""
+"""Verification kernels behind one signature, and rounds for their trial.
+
+There are ordinary rounds, and rounds with hostile rows.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -26,14 +29,14 @@ Operation = Callable[..., Verdict]
 
 
 def warp_of(target: Tensor, keys: NoiseKeys) -> dict[str, Tensor]:
-    """A temperature of 0, 0.5 or 1 by each row's seed, and cutoffs 3 below the top of every row."""
+    """Return a temperature of 0, 0.5 or 1 by each row's seed, and cutoffs 3 below its maximum."""
     temperature = (keys.seeds % 3).float() / 2
     tops = target.float().amax(-1) / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(-1)
     return {"temperature": temperature, "row_cutoffs": tops - 3.0}
 
 
 def sums_of(draft: Tensor, keys: NoiseKeys, backend: str) -> Tensor:
-    """Log-sum-exps [B, K] of the drafts, as a drafter keeps them."""
+    """Compute log-sum-exps [B, K] of the drafts, as a drafter keeps them."""
     sums = [
         sample(row, keys=keys, stream=Stream.DRAFT, backend=backend).logsumexp
         for row in draft.unbind(1)
@@ -51,7 +54,7 @@ def _operation(
     is_warped: bool = False,
     **settings: Any,
 ) -> Operation:
-    """`verify` as an `Operation`; dense: it reads the draft's logits."""
+    """Wrap `verify` as an `Operation`; dense: it reads the draft's logits."""
 
     def run(
         target: Tensor,
@@ -89,16 +92,19 @@ OPERATIONS: dict[str, Operation] = {
     "typical": _operation(verify_typical),
     "typical, sampled": _operation(verify_typical, correction="sample", entropy_epsilon=1e-5),
 }
-# That read the draft's logits.
+# Operations with a dense draft.
 DENSE = ["rejection", "rejection with draft sums", "block", "block with draft sums"]
-# What a row may hold in place of a distribution, and the status that names it.
+# Value of a hostile row -> its status.
 HOSTILE = {torch.nan: Status.NAN, -torch.inf: Status.ALL_MASKED, torch.inf: Status.POSITIVE_INF}
 
 
 def make_round(
     num_rows: int, num_draft_tokens: int, vocab_size: int, *, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Target [B, K+1, V], ids [B, K] of which most are likely, and a draft near the target [B, K, V]."""
+    """Make a round: target [B, K+1, V], ids [B, K] and draft [B, K, V].
+
+    Most of the ids are likely, and the draft is near the target.
+    """
     generator = torch.Generator().manual_seed(seed)
     target = (
         torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator, device="cpu")
@@ -122,21 +128,27 @@ def spoil(rows: Tensor, value: float) -> None:
 
 
 class FaultyRound(NamedTuple):
-    """A round of which each row has one fault: a hostile row of target or draft, or bad ids from a position on."""
+    """Round with one fault in each row.
+
+    A fault is a hostile row of target or draft, or bad ids from a position on.
+    """
 
     target: Tensor
     ids: Tensor
     draft: Tensor
     positions: Tensor  # [B] int64, of the fault
-    flags: Tensor  # [B] int64, status that names it
-    # [B] bool, whether the target's row is hostile: the token there is then any one
+    flags: Tensor  # [B] int64, status of the fault
+    # [B] bool, whether the target's row is hostile; any token is then right there
     is_target: Tensor
 
 
 def make_faulty_round(
     name: str, rows_per_fault: int, num_draft_tokens: int, vocab_size: int
 ) -> FaultyRound:
-    """Every fault at every position, each in `rows_per_fault` rows; `name` is that of the operation."""
+    """Make a round with every fault at every position, each in `rows_per_fault` rows.
+
+    `name` is the operation's.
+    """
     hostile: list[tuple[str, float]] = [
         ("id", 0.0),
         *itertools.product(("target", "draft"), HOSTILE),

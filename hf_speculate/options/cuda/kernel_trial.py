@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 SAMPLE, WARP, WARPED_DRAW = "sample", "warp_logits", "warped draw"
 RULE: dict[str, Any] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 NUM_ROWS, NUM_DRAFT_TOKENS = 2, 3
-# Verifier -> the operations that its calls may launch. Rejection may take the place of block.
+# Verifier -> operations of its calls. Rejection may take the place of block.
 _REJECTION = ("point mass", "rejection with draft sums")
 _OF_VERIFIER = {
     "greedy": ("greedy",),
@@ -48,7 +48,7 @@ def with_working_kernels(
     is_processed: bool,
     stats: SpeculationStats,
 ) -> SpeculationConfig:
-    """Return the settings with torch in place of kernels that fail on one of the devices.
+    """Return the settings, with torch in place of Triton if a kernel fails on one of the devices.
 
     An operation is compared at its first use on a device, in a dtype and with a vocabulary. The
     process remembers the result.
@@ -88,13 +88,17 @@ def with_working_kernels(
 def _problem(name: str, device: torch.device, dtype: torch.dtype, vocab_size: int) -> str:
     """Describe how an operation fails; empty if it agrees with its reference."""
     try:
-        num = num_different(name, device, dtype, vocab_size, NUM_DRAFT_TOKENS)
+        num_unequal_numbers = num_different(name, device, dtype, vocab_size, NUM_DRAFT_TOKENS)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001, whatever Triton, its compiler or the driver raises
         line = next(iter(str(error).strip().splitlines()), "")
         return f"because {name} raises {type(error).__name__}: {line[:200]}"
-    return f"because {name} differs from its reference in {num} numbers on {device}" if num else ""
+    return (
+        f"because {name} differs from its reference in {num_unequal_numbers} numbers on {device}"
+        if num_unequal_numbers
+        else ""
+    )
 
 
 def num_different(
@@ -106,7 +110,7 @@ def num_different(
     *,
     is_hostile: bool = False,
 ) -> int:
-    """Count the numbers that an operation gives otherwise than its reference.
+    """Count the numbers that differ between an operation and its reference.
 
     Args:
         name: key of `OPERATIONS`, or one of the three names above.
@@ -149,7 +153,7 @@ def results_of(
 
 
 def _draw_warped(logits: Tensor, keys: NoiseKeys, *, backend: str) -> list[Tensor]:
-    """The warped logits, and the token and the log-sum-exp that they give."""
+    """Return the warped logits, the drawn token and the log-sum-exp."""
     if WarpedDraws.can_run(backend, logits.device):
         draws = WarpedDraws(keys, Stream.DRAFT, 1, True, RULE)
         token_ids, warped = draws.draw(logits)
@@ -158,14 +162,17 @@ def _draw_warped(logits: Tensor, keys: NoiseKeys, *, backend: str) -> list[Tenso
     return [warped, *sample(warped, keys=keys, stream=Stream.DRAFT, backend=backend)]
 
 
-def num_unequal(mine: Tensor, reference: Tensor) -> int:
-    """Count unequal entries: floating-point numbers may differ by `TOLERANCE`, and NaN equals NaN."""
-    if not mine.is_floating_point():
-        return int((mine != reference).sum())
+def num_unequal(result: Tensor, reference: Tensor) -> int:
+    """Count unequal entries.
+
+    Floating-point numbers may differ by `TOLERANCE`, and NaN equals NaN.
+    """
+    if not result.is_floating_point():
+        return int((result != reference).sum())
     is_close = (
-        (mine == reference)
-        | ((mine - reference).abs() <= TOLERANCE)
-        | (mine.isnan() & reference.isnan())
+        (result == reference)
+        | ((result - reference).abs() <= TOLERANCE)
+        | (result.isnan() & reference.isnan())
     )
     return int(is_close.logical_not().sum())  # infinities are equal
 
@@ -173,10 +180,18 @@ def num_unequal(mine: Tensor, reference: Tensor) -> int:
 def _forgive_any_token(
     faulty: FaultyRound, kernel: list[Tensor], reference: list[Tensor], vocab_size: int
 ) -> None:
-    """Let tokens of the vocabulary that come from a hostile row of the target count as those of the reference."""
-    (mine, *_), (expected, num_accepted, *_) = kernel, reference  # token_ids, num_accepted, status
-    positions, is_target = faulty.positions.to(mine.device), faulty.is_target.to(mine.device)
-    columns = torch.arange(mine.shape[1], device=mine.device)
+    """Accept any token of the vocabulary from a hostile row of the target."""
+    (token_ids, *_), (expected, num_accepted, *_) = (
+        kernel,
+        reference,
+    )  # token_ids, num_accepted, status
+    positions, is_target = (
+        faulty.positions.to(token_ids.device),
+        faulty.is_target.to(token_ids.device),
+    )
+    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
     # [B, K+1]
     is_any = (columns == positions[:, None]) & (is_target & (num_accepted == positions))[:, None]
-    kernel[0] = torch.where(is_any & (mine >= 0) & (mine < vocab_size), expected, mine)
+    kernel[0] = torch.where(
+        is_any & (token_ids >= 0) & (token_ids < vocab_size), expected, token_ids
+    )

@@ -1,4 +1,4 @@
-"""Split attention: our own kernel for few queries, used where a trial in this process finds it right and faster.
+"""Split attention: our own kernel for few queries, if a trial finds it right and faster.
 
 The trial runs once for each device, dtype, group and width of the heads, in the forward of a
 prompt: no graph is being captured there. It compares the kernel with memory-efficient attention,
@@ -21,20 +21,21 @@ from hf_speculate.kernels.backends import is_interpreting, operations, runs_kern
 
 _LOGGER = logging.getLogger("hf_speculate")
 
-# Of outputs between -3 and 3. Both round their weights and results, a few steps apart.
+# Tolerances of outputs between -3 and 3. Both round their weights and results, a few steps apart.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
-# groups of 1 to 16 heads meet all tiles of the kernel that they ever use
+# With groups of 1 to 16 heads, these lengths use all tiles of the kernel.
 QUERY_LENS = (1, 2, 4, 6, 12, MAX_QUERY)
 TIMED_QUERY_LEN = 6
-# So many keys take memory-efficient attention 0.3 ms on an H200: longer than the host takes to
-# launch two kernels.
+# With this number of keys memory-efficient attention takes 0.3 ms on an H200: longer than the host
+# takes to launch two kernels.
 BATCH_SIZE, NUM_KEYS = 2, 4096
-NUM_TIMED, NUM_CALLS = 3, 10  # times that each is timed, and calls in one of them
-_MULTIPLIERS = 739982445, 695872825  # of a hash; products wrap
+NUM_TIMED, NUM_CALLS = 3, 10  # timings of each implementation, and calls in one timing
+_MULTIPLIERS = 739982445, 695872825  # multipliers of a hash; products wrap
 
-# Keys from which eager forwards use the kernel. With fewer, they wait for the host, which launches
-# two kernels here in place of one: an estimate, not measured yet. An eager forward of 8 billion
-# parameters takes an H100's host 22 ms, and memory-efficient attention 0.08 us a key and layer.
+# Smallest number of keys for eager forwards with the kernel. With fewer keys they wait for the
+# host, and here it launches two kernels in place of one. An estimate, not measured yet: an eager
+# forward of 8 billion parameters takes an H100's host 22 ms, and memory-efficient attention 0.08 us
+# a key and layer.
 MIN_EAGER_KEYS = 4096
 
 
@@ -43,12 +44,12 @@ class Contender(NamedTuple):
 
     # a mask [B, 1, Q, T] with the entries 0 and -inf, once for all layers
     convert: Callable[[Tensor], Tensor]
-    # [B, Q, g*H, D]; with what it made
+    # [B, Q, g*H, D]; its mask is the converted one
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 class Build(NamedTuple):
-    """The kernels of one kind of layer on one device."""
+    """Kernels of one kind of layer on one device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -58,11 +59,11 @@ class Build(NamedTuple):
 
 
 verdicts: dict[Build, str] = {}
-"""Why a build is not used, by build; empty if it is. A build without a verdict is not used either."""
+"""Reason not to use a build; empty if it is used. A build without a verdict is not used either."""
 
 
 def build_of(query: Tensor, key: Tensor) -> Build:
-    """The build that serves query [B, g*H, Q, D] and key [B, H, T, D]."""
+    """Return the build for query [B, g*H, Q, D] and key [B, H, T, D]."""
     num_heads = key.shape[1]
     return Build(query.device, query.dtype, query.shape[1] // num_heads, num_heads, query.shape[3])
 
@@ -70,7 +71,15 @@ def build_of(query: Tensor, key: Tensor) -> Build:
 def serves(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_captured: bool
 ) -> bool:
-    """Return whether the kernel computes this attention, in a forward that graphs replay or in another."""
+    """Return whether the kernel computes this attention.
+
+    Args:
+        query: [B, g*H, Q, D].
+        key: [B, H, T, D].
+        value: [B, H, T, D].
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        is_captured: whether the forward is replayed from graphs.
+    """
     if not is_captured and key.shape[2] < MIN_EAGER_KEYS:
         return False
     if query.shape[2] > MAX_QUERY or verdicts.get(build_of(query, key), "no trial"):
@@ -87,7 +96,10 @@ def serves(
 
 
 def key_spans(mask: Tensor) -> Tensor:
-    """Return the columns that each query sees, [B or 1, Q, 2] int32, of a mask [B or 1, 1, Q, T] that shows spans."""
+    """Return the columns seen by each query, [B or 1, Q, 2] int32.
+
+    The mask [B or 1, 1, Q, T] shows spans of columns.
+    """
     spans: Tensor = _kernels(mask.device).key_spans(mask if mask.stride(0) else mask[:1])
     return spans
 
@@ -101,7 +113,10 @@ def attend(
 
 
 def run_trial(query: Tensor, key: Tensor, efficient: Contender) -> None:
-    """Decide whether layers of this kind use the kernel, once in a process, beside `efficient` attention."""
+    """Decide whether layers of this kind use the kernel, by a comparison with `efficient`.
+
+    It is decided once in a process.
+    """
     build = build_of(query, key)
     if build in verdicts:
         return
@@ -119,18 +134,18 @@ def _reason(build: Build, efficient: Contender) -> str:
     try:
         with torch.no_grad():
             return examine(build, Contender(key_spans, attend), efficient, time.perf_counter)
-    except Exception as error:  # noqa: BLE001  # of a compiler, a driver or the memory: no call may end by a trial
+    except Exception as error:  # noqa: BLE001, no call may end by a trial
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def examine(build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]) -> str:
-    """Return in which way `ours` is wrong or not faster than `efficient` attention; empty if it is right and faster.
+    """Return how `ours` is wrong or not faster than `efficient` attention; else empty.
 
     `clock` gives seconds.
     """
     for num_query in QUERY_LENS:
         gap = _gap(build, num_query, ours, efficient)
-        if not gap <= TOLERANCES[build.dtype]:  # nor NaN
+        if not gap <= TOLERANCES[build.dtype]:  # also True for NaN
             words = f"results differ by {gap:.3g} with {num_query} query tokens"
             _LOGGER.warning(
                 "the kernel of attention for few queries is wrong on %s: %s", build.device, words
@@ -143,7 +158,10 @@ def examine(build: Build, ours: Contender, efficient: Contender, clock: Callable
 
 
 def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) -> float:
-    """Largest difference of two results, one of which is given NaN where no query looks."""
+    """Return the largest difference of the two results.
+
+    One of them gets NaN in the columns outside of every query's span.
+    """
     query, key, value, mask = _inputs(build, num_query)
     expected = efficient.attend(query, key, value, efficient.convert(mask), None)
     is_unseen = mask.amax(2).isneginf()[..., None]  # [B, 1, T, 1]
@@ -155,7 +173,7 @@ def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) ->
 def _seconds(
     build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Median seconds of a call of each, timed in turn."""
+    """Return the median seconds of a call of each, timed in turn."""
     query, key, value, mask = _inputs(build, TIMED_QUERY_LEN)
     contenders = [(contender, contender.convert(mask)) for contender in (ours, efficient)]
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -177,15 +195,16 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and mask of a trial: rows of different lengths and paddings, over the first columns of buffers.
+    """Make query, key, value and mask of a trial.
 
-    No generator is used, as the state of a user's must not change.
+    Rows differ in length and padding, over the first columns of buffers. No generator is used: a
+    user's generator must keep its state.
     """
 
     def states(num_heads: int, num_tokens: int, seed: int) -> Tensor:
         shape = BATCH_SIZE, num_heads, num_tokens, build.width
-        num = BATCH_SIZE * num_heads * num_tokens * build.width
-        mixed = torch.arange(num, dtype=torch.int32, device=build.device) + (seed << 28)
+        num_entries = BATCH_SIZE * num_heads * num_tokens * build.width
+        mixed = torch.arange(num_entries, dtype=torch.int32, device=build.device) + (seed << 28)
         for multiplier in _MULTIPLIERS:
             mixed = (mixed ^ (mixed >> 15)) * multiplier
         return (mixed.view(shape) * (3 / 2**31)).to(build.dtype)  # between -3 and 3
@@ -207,4 +226,4 @@ def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 @cache
 def _kernels(device: torch.device) -> Any:
-    return operations("auto", device)  # which looks for Triton anew at every call
+    return operations("auto", device)  # looks for Triton anew at every call

@@ -3,7 +3,8 @@
 For one row, let n be the number of tokens read by the target, h the target's state after the final
 norm at the last of them, and t the newest token:
 
-    x = pre_projection([E(t), h]),    z = norm(layers(x)),    logits = lm_head(z),    h' = post_projection(z)
+    x = pre_projection([E(t), h]),    z = norm(layers(x))
+    logits = lm_head(z),    h' = post_projection(z)
 
 E is the target's scaled embedding table. The layers compute no keys and values. Each attends to the
 n tokens in the target's last layer of the same type with stored states. For the next step, the

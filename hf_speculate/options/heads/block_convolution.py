@@ -3,8 +3,9 @@
 With T taps, G groups of g = H / G channels, and the normed input x [B, b, H] of the sublayer, side
 0 acts on the sublayer's input and side 1 on its output:
 
-    D = kernel_projection(x)                                                                  [B, b, 2, T, G]
-    conv(y)[j, c] = sum over tau = 0..min(T - 1, j) of (base[side, tau, c] + D[j, side, tau, c // g]) * y[j - tau, c]
+    D = kernel_projection(x)                                               [B, b, 2, T, G]
+    conv(y)[j, c] = sum over tau = 0..min(T - 1, j) of
+                    (base[side, tau, c] + D[j, side, tau, c // g]) * y[j - tau, c]
 
 Slot j reads slots of its own row's block alone, never the context.
 """

@@ -204,7 +204,8 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), offsets, seen, buffers)
         # chains do not end rows
         settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")
-        name = f"chain of {num_steps}, {'greedy' if keys is None else settings}{'' if offsets is None else ', axes'}"
+        axes = "" if offsets is None else ", axes"
+        name = f"chain of {num_steps}, {'greedy' if keys is None else settings}{axes}"
         return self._compilation.run(
             name, chain_steps, inputs, self.parts, num_steps, settings, keys
         )

@@ -3,7 +3,8 @@
 With the logits u_j of slot j, its state z_j, the ids C_j of its k largest logits, and the token p
 before it, the score of a candidate c is
 
-    s_j[c] = u_j[c] + sum over rho of P[p, rho] * (W z_j)[rho] * S[c, rho]        c in C_j, -inf elsewhere
+    s_j[c] = u_j[c] + sum over rho of P[p, rho] * (W z_j)[rho] * S[c, rho]
+    for c in C_j, -inf elsewhere
 
 The draft is the argmax of s_j, or a sample of its softmax, the distribution recorded for the
 verifier. It depends on earlier drafted tokens alone, so drafts are exact samples of the recorded

@@ -112,7 +112,8 @@ class Rotary:
 
     def __init__(self, config: Qwen3Config, device: torch.device):
         with torch.device(device):
-            self._embedding = PhiRotaryEmbedding(config)  # type: ignore[arg-type]  # reads common fields alone
+            # It reads common fields alone.
+            self._embedding = PhiRotaryEmbedding(config)  # type: ignore[arg-type]
         is_dynamic = (config.rope_parameters or {}).get("rope_type") == "dynamic"
         # Past the context, dynamic frequencies would change for shorter rows too.
         self._last_position = (context_len(config) or 0) - 1 if is_dynamic else None
@@ -235,4 +236,5 @@ class DecoderLayer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Add attention's output, then the MLP's, to the residual stream [B, N, H]."""
         residual = residual + attended
-        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return output

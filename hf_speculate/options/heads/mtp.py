@@ -45,7 +45,8 @@ class SpeculatorsMtpLayer(DecoderLayer):
         joined = torch.cat(
             [self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1
         )
-        return self.final_layernorm(super().forward(self.input_proj(joined), rotation, view, 0))  # type: ignore[no-any-return]
+        output = super().forward(self.input_proj(joined), rotation, view, 0)
+        return self.final_layernorm(output)  # type: ignore[no-any-return]
 
 
 class SpeculatorsMtpNetwork(ChainNetwork):
@@ -63,7 +64,8 @@ class SpeculatorsMtpNetwork(ChainNetwork):
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         embeddings = pairs.embedded(parts.embedded(pairs.token_ids))
         rotation = self.rotary(pairs.positions, embeddings.dtype)
-        return self.layers[0](embeddings, pairs.states, rotation, pairs.view)  # type: ignore[no-any-return]
+        states: Tensor = self.layers[0](embeddings, pairs.states, rotation, pairs.view)
+        return states
 
 
 def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:

@@ -75,7 +75,10 @@ class HeadSource(FactorySource):
         if not AcceptanceTallies.of(target).add(self.head, first, FIRST_TOKENS_BOUND):
             return
         if FINAL_STATE in spec.hidden_layers:
-            cause = "it may belong to another target, or to weights that this one had before it was changed"
+            cause = (
+                "it may belong to another target, or to weights that this one had before it was "
+                "changed"
+            )
         elif spec.hidden_layers:
             cause = (
                 "it may read other layers than it was trained on: measure it with "

@@ -165,10 +165,10 @@ class SteppedMixer:
         hidden [B, Q, D]
             | _feed_first_token  calls the mixer with token 0 alone, and a cache layer of its own
             v
-        input projections      _project_all: each reads all Q tokens; _hand_out_first: returns the output for token 0
-            |
-            +-- token 0 ------> the mixer itself ----------------------------> states after token 0
-            +-- tokens 1..Q-1 > its copy, one by one (_step_through_rest) ---> states after each of them
+        input projections      _project_all: each reads all Q tokens
+            |                  _hand_out_first: returns the output for token 0
+            +-- token 0 ------> the mixer itself -------------------------> states after token 0
+            +-- tokens 1..Q-1 > its copy, one by one (_step_through_rest) > states after each
             v
         output projection      _run_rest: calls _step_through_rest, and reads all Q tokens
             | _record_states     records the states; without an output projection, joins the outputs

@@ -132,7 +132,10 @@ def join_obstacle(decoder: SpeculativeDecoder) -> str:
         return f"compiled forwards ({', '.join(plan.compiled)}) have a fixed number of rows"
     for part, kv_cache in (("target", decoder.target.kv_cache), ("draft", decoder.drafts.kv_cache)):
         if kv_cache is not None and kv_cache.join_obstacle:
-            return f"rows cannot join the {kv_cache.kind} cache of the {part} model: {kv_cache.join_obstacle}"
+            return (
+                f"rows cannot join the {kv_cache.kind} cache of the {part} model: "
+                f"{kv_cache.join_obstacle}"
+            )
     if not (call.target_inputs.is_empty and call.draft_inputs.is_empty):
         return "the models read more than tokens"
     if any(find_reads(processor) is Reads.HISTORY for processor in call.processors):

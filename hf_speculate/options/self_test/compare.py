@@ -74,7 +74,8 @@ def check_decoding(call: Call, source: DraftSource) -> str:
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance
     if call.ranks.max(int(has_failed)):
-        got = f"a difference of {difference:.2g} with {padding} padding and {counted(call.batch_size, 'row')}"
+        rows = counted(call.batch_size, "row")
+        got = f"a difference of {difference:.2g} with {padding} padding and {rows}"
         raise UnsupportedModelError(
             f"{type(model).__name__} must give the same logits for several tokens in one forward "
             "as one by one, to "

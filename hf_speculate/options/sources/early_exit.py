@@ -60,7 +60,8 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
             "ones; leave more layers"
         )
     short_base = _with_parts(base, config, {"layers": nn.ModuleList(layers[:num_layers])})
-    return _with_parts(model, config, {model.base_model_prefix: short_base})  # type: ignore[no-any-return]
+    short_model: PreTrainedModel = _with_parts(model, config, {model.base_model_prefix: short_base})
+    return short_model
 
 
 def _has_recurrence_alone(config: PreTrainedConfig) -> bool:

@@ -144,7 +144,8 @@ class Drift(NamedTuple):
     num_best: int = 0  # tokens equal to the target's greedy choice
     num_tokens: int = 0  # tokens of the outputs
 
-    def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]  # `+` of tuples joins them
+    # `+` of tuples would join them.
+    def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]
         return Drift(*map(operator.add, self, other))
 
     @property

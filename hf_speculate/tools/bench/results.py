@@ -187,7 +187,10 @@ def counted_runs(runs: Runs, methods: Sequence[Method], reasons: list[str]) -> t
     """
     equal, plain = of_equal_texts(runs, methods), methods[0].name
     num_equal, num_runs = len(equal[plain]), len(runs[plain])
-    words = f"{num_equal} of {num_runs} calls of each method, whose greedy texts are equal in all exact methods"
+    words = (
+        f"{num_equal} of {num_runs} calls of each method, whose greedy texts are equal in all "
+        "exact methods"
+    )
     if num_equal or not num_runs:
         return equal, words
     reasons.append(

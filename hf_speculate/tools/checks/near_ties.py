@@ -68,7 +68,8 @@ class ParityRow:
             f", {name} {value:.3g}" for name, value in numbers.items() if value is not None
         )
         ids = f"plain {self.plain_id}, speculative {self.speculative_id}"
-        return f"row {self.index}, position {self.position}: {self.verdict}, {ids}{details}; {self.reason}"
+        place = f"row {self.index}, position {self.position}"
+        return f"{place}: {self.verdict}, {ids}{details}; {self.reason}"
 
 
 class _LogitNoise(NamedTuple):
@@ -291,7 +292,7 @@ def logits_in_call(
 
 
 class _ForcedTokens(LogitsProcessor):
-    """Logits processor that forces given tokens.
+    """Logits processor for given tokens.
 
     It is not registered as row-wise: each call gets the scores of all rows, like `token_ids` [B, T]
     int64.

@@ -30,8 +30,8 @@ LEVELS = ("ok", "warning", "does not fit", "not supported")
 class Finding:
     """A fact about a pair."""
 
-    #: one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if one of the two models
-    #: is not supported in any pair
+    #: one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if one
+    #: of the two models is not supported in any pair
     level: str
     text: str  #: the fact in words
 
@@ -323,7 +323,8 @@ def vocabulary_findings(
         except UnsupportedModelError as error:
             yield Finding("does not fit", str(error))
             return
-        shared = f"{int(vocabulary.table.is_shared.sum())} of the target's {overlap.num_target} tokens can be drafted"
+        num_shared = int(vocabulary.table.is_shared.sum())
+        shared = f"{num_shared} of the target's {overlap.num_target} tokens can be drafted"
         yield _warning(
             f"different tokenizers: {shared}; pass tokenizer= and assistant_tokenizer= to "
             "generate()"

@@ -57,7 +57,8 @@ class ParityReport:
         counts = {
             name: sum(row.verdict == name for row in self.rows) for name in ("equal", "tie", "bug")
         }
-        line = f"{counts['equal']} of {counted(len(self.rows), 'row')} equal plain greedy decoding in {self.dtype}"
+        rows = counted(len(self.rows), "row")
+        line = f"{counts['equal']} of {rows} equal plain greedy decoding in {self.dtype}"
         lines = [f"{line}, {counts['tie']} differ at a near-tie, {counts['bug']} by a bug"]
         if self.num_drafted == 0:
             lines.append("nothing was drafted, so nothing was compared: set num_assistant_tokens")

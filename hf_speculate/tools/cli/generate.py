@@ -28,11 +28,14 @@ from hf_speculate.tools.dataset.rows import Row, check_settings, encode_rows, to
 
 _EXITS = ("/exit", "/quit", "/bye")
 _COMMAND = re.compile(r"/[a-z?]+", re.IGNORECASE)  # with a space in front it is sent to the model
-_COMMANDS = "/clear starts over, /exit or Ctrl-D ends the chat, Ctrl-C ends an answer, /help shows this line"
+_COMMANDS = (
+    "/clear starts over, /exit or Ctrl-D ends the chat, Ctrl-C ends an answer, /help shows this "
+    "line"
+)
 
 
 class _Printer(TextStreamer):
-    """Streamer that keeps the printed text."""
+    """Streamer with a copy of the printed text."""
 
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

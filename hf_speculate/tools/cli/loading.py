@@ -89,7 +89,7 @@ def with_named_target(models: AnyModels) -> AnyModels:
         revision=None,
         draft=head,
         draft_revision=models.revision or models.draft_revision,
-        trust_remote_code=False,  # heads have no code that runs
+        trust_remote_code=False,  # heads contain no code
     )
 
 
@@ -172,7 +172,8 @@ def _load(models: Models, name: str, revision: str | None = None) -> PreTrainedM
     if models.device == "map":
         return model
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(automatic if models.device == "auto" else models.device)  # type: ignore[arg-type,no-any-return]
+    device = automatic if models.device == "auto" else models.device
+    return model.to(device)  # type: ignore[arg-type,no-any-return]
 
 
 def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:

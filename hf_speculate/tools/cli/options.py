@@ -58,8 +58,8 @@ Prompts = Annotated[
     Path,
     typer.Argument(
         callback=_prompts,
-        help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, -, a .parquet file, or a data "
-        "set of the Hub by its name.",
+        help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, -, "
+        "a .parquet file, or a data set of the Hub by its name.",
     ),
 ]
 Lookup = Annotated[
@@ -90,8 +90,8 @@ class Models:
     target: Annotated[
         str,
         typer.Argument(
-            help="Model to decode with: a folder, or a name on the Hugging Face Hub. A draft head whose config names "
-            "its target drafts for that."
+            help="Model to decode with: a folder, or a name on the Hugging Face Hub. A draft head "
+            "whose config names its target drafts for that."
         ),
     ]
     draft: Annotated[
@@ -153,8 +153,9 @@ class Generation:
         _generation(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other field of SpeculationConfig or GenerationConfig, with a JSON value; can be repeated. "
-            "Advanced: speculation_cache, speculation_graphs, verifier_backend, entropy_epsilon.",
+            help="Any other field of SpeculationConfig or GenerationConfig, with a JSON value; can "
+            "be repeated. Advanced: speculation_cache, speculation_graphs, verifier_backend, "
+            "entropy_epsilon.",
         ),
     ] = None
 
@@ -164,7 +165,8 @@ class Drafting:
     num_assistant_tokens: Annotated[
         str | None,
         _draft_lens(
-            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16; 0 drafts none.",
+            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16; 0 drafts "
+            "none.",
             show_default="adaptive",
         ),
     ] = None
@@ -195,8 +197,8 @@ class StoredModels(Drafting, Models):
         _speculation(
             dir_okay=False,
             callback=_writable,
-            help="File with outputs of earlier runs, from which --lookup (10 if it is left out) copies too; written at "
-            "the end.",
+            help="File with outputs of earlier runs, from which --lookup (10 if it is left out) "
+            "copies too; written at the end.",
         ),
     ] = None
     store_tokens: Annotated[
@@ -361,8 +363,8 @@ class Tune(Measurement):
         typer.Option(
             "--quality",
             "-q",
-            help="exact for lossless methods only, or bounds for lossy ones: agreement=0.95 (share of greedy tokens), "
-            "drop=0.05 (nats per token).",
+            help="exact for lossless methods only, or bounds for lossy ones: agreement=0.95 (share "
+            "of greedy tokens), drop=0.05 (nats per token).",
         ),
     ] = "exact"
     write: Annotated[
@@ -400,8 +402,8 @@ class Serve(StoredModels):
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of the target's cache: rows that are decoded at once, times the tokens of the longest. Other "
-            "requests wait; longer ones are refused.",
+            help="Tokens of the target's cache: rows that are decoded at once, times the tokens of "
+            "the longest. Other requests wait; longer ones are refused.",
             show_default="no limit",
         ),
     ] = None
@@ -431,8 +433,8 @@ class Serve(StoredModels):
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="Name of this machine in requests, besides --host, localhost and IP addresses; can be repeated. * for "
-            "all.",
+            help="Name of this machine in requests, besides --host, localhost and IP addresses; "
+            "can be repeated. * for all.",
         ),
     ] = None
     name: Annotated[

@@ -36,12 +36,19 @@ _IDS = Check(
     "be a token id or a list of them", lambda value: is_int(value) or is_list(value, is_int), _HINT
 )
 _NAMES = {
-    _COUNT: "encoder_no_repeat_ngram_size max_cache_len max_length min_length min_new_tokens prefill_chunk_size",
-    _REAL: "encoder_repetition_penalty epsilon_cutoff eta_cutoff guidance_scale length_penalty max_time top_h",
-    _FLAG: "disable_compile is_assistant remove_invalid_values renormalize_logits token_healing use_cache use_mtp",
+    _COUNT: """
+        encoder_no_repeat_ngram_size max_cache_len max_length min_length min_new_tokens
+        prefill_chunk_size""",
+    _REAL: """
+        encoder_repetition_penalty epsilon_cutoff eta_cutoff guidance_scale length_penalty max_time
+        top_h""",
+    _FLAG: """
+        disable_compile is_assistant remove_invalid_values renormalize_logits token_healing
+        use_cache use_mtp""",
     _TEXT: "cache_implementation",
-    _IDS: "begin_suppress_tokens bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id "
-    "forced_eos_token_id pad_token_id suppress_tokens",
+    _IDS: """
+        begin_suppress_tokens bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id
+        forced_eos_token_id pad_token_id suppress_tokens""",
 }
 _CHECKS = {name: check for check, names in _NAMES.items() for name in names.split()}
 _CHECKS |= {name: check._replace(hint=_HINT) for name, check in ROW_SETTINGS.items()}

@@ -91,7 +91,8 @@ def check_texts(graphs: str, device: torch.device, sizes: Sizes) -> str:
                     raise WrongResultError("; ".join(wrong))
                 slow = slow or bool(stats.fallbacks)
                 _disturb(device)
-    equal = f"{num_texts['equal']} of {num_texts.total()} texts equal plain decoding, the others differ at near-ties"
+    num_equal, num_all = num_texts["equal"], num_texts.total()
+    equal = f"{num_equal} of {num_all} texts equal plain decoding, the others differ at near-ties"
     return f"{equal}; graphs were not faster" if slow else equal
 
 

@@ -19,7 +19,10 @@ from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.verify.base import is_lossless
 
 # A line of every card written here. Cards without it belong to users and are not replaced.
-CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; remove this line to keep your changes. -->"
+CARD_MARK = (
+    "<!-- hf_speculate.save_config wrote this card and replaces it; remove this line to keep your "
+    "changes. -->"
+)
 TITLES = {  # verifier -> title
     "greedy": "greedy verification",
     "rejection": "rejection sampling",

@@ -30,13 +30,13 @@ _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
 _NOTHING = Said()
 _NO_PIECE = Piece("", [])
-# characters that are split beside the event loop: 32,000 brackets take 0.6 s
+# Longer texts are split beside the event loop: 32,000 brackets take 0.6 s.
 _NUM_CHARS_IN_THREAD = 8_192
-_NUM_IN_THREAD = 512  # tokens whose log probabilities are formatted beside the event loop
+_NUM_IN_THREAD = 512  # more tokens' log probabilities are formatted beside the event loop
 
 
 class Asked(NamedTuple):
-    """What a request asks for: texts, and the format of the answer."""
+    """Texts of a request, and its answer's format."""
 
     texts: list[TextRequest]
     num_choices: int  # texts of each prompt
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     readers: Sequence[ResponseReader] = ()
 
     def head(self, model: str) -> dict[str, Any]:
-        """The fields that all parts of an answer share."""
+        """Return the common fields of all parts of an answer."""
         prefix, whole, chunk = _CHAT_NAMES if self.is_chat else _COMPLETION_NAMES
         head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -79,7 +79,10 @@ class Asked(NamedTuple):
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def reader(self, index: int) -> ResponseReader | ToolCallReader | None:
-        """Return what splits a text; None for a text that is content alone. To be called once for each."""
+        """Return the splitter of a text; None for a text of content alone.
+
+        Call it once for each text.
+        """
         if self.readers:
             return self.readers[index]
         return ToolCallReader() if self.has_tools else None
@@ -87,7 +90,10 @@ class Asked(NamedTuple):
     def logprobs(
         self, index: int, tokens: list[TokenLogprob], offset: int = 0
     ) -> dict[str, Any] | None:
-        """Log probabilities of a text's tokens, after so many characters; None if they are not asked for."""
+        """Format the log probabilities of a text's tokens after `offset` characters.
+
+        None if they were not requested.
+        """
         if self.texts[index].num_top is None:
             return None
         is_begin = self._is_begin(index, offset)
@@ -96,18 +102,24 @@ class Asked(NamedTuple):
         return completion_format(tokens, self.token_bytes, offset, is_begin)
 
     def num_chars(self, index: int, tokens: list[TokenLogprob], offset: int) -> int:
-        """Number of characters of the tokens that follow so many characters of a text."""
+        """Count the characters of a text's tokens after its first `offset` characters."""
         return num_chars(tokens, self.token_bytes, self._is_begin(index, offset))
 
     def _is_begin(self, index: int, offset: int) -> bool:
-        """Whether a text begins here: a completion without its prompt goes on with that."""
+        """Return whether a text begins here.
+
+        A completion without its prompt continues the prompt's text.
+        """
         return offset == 0 and (self.is_chat or bool(self.texts[index].echoed))
 
 
 def asked_of(
     request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None
 ) -> Asked:
-    """Translate a request, or raise `RequestError` if it is not supported; `grammar` as for `text_requests`."""
+    """Translate a request, or raise `RequestError` if it is not supported.
+
+    See `text_requests` for `grammar`.
+    """
     texts, options = text_requests(request, engine, grammar), request.stream_options
     has_usage = options is not None and options.include_usage
     is_chat, has_tools = (
@@ -123,14 +135,14 @@ def asked_of(
         or not isinstance(request, ChatRequest)
     ):
         return asked
-    # of all texts of a chat
+    # All texts of a chat share the prompt and the tools.
     token_ids, tools = list(texts[0].prompt.token_ids), request.template_options.get("tools")
     prompt = str(engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
     return asked._replace(readers=[engine.response_template.reader(prompt, tools) for _ in texts])
 
 
 async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer with all texts; None if the client has left before."""
+    """Return the answer with all texts; None if the client left before."""
     texts: list[list[Piece]] = [[] for _ in asked.texts]
     results: dict[int, DecodeResult] = {}
     async for index, piece in pieces:
@@ -159,7 +171,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
 async def events(
     asked: Asked, pieces: Pieces, first: tuple[int, Piece | DecodeResult], head: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """Server-sent events of an answer whose first piece is known."""
+    """Yield server-sent events of an answer, beginning with its `first` piece."""
 
     def event(*choices: dict[str, Any], **more: Any) -> str:
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
@@ -197,9 +209,9 @@ async def events(
                 return
             if asked.has_usage:
                 yield event(usage=_usage(asked, results))
-        except Exception as error:  # noqa: BLE001  # the status is sent, and the client waits for an end
-            told = error if isinstance(error, RequestError) else request_error(error)
-            yield f"data: {json.dumps(error_body(told))}\n\n"
+        except Exception as error:  # noqa: BLE001  # the client waits for an end
+            sent_error = error if isinstance(error, RequestError) else request_error(error)
+            yield f"data: {json.dumps(error_body(sent_error))}\n\n"
         yield "data: [DONE]\n\n"
 
 
@@ -212,21 +224,27 @@ def _read(
 
 
 def _deltas(said: Said) -> list[Said]:
-    """Split what is said into reasoning and content, which many clients expect in events of their own."""
+    """Split into reasoning and content; many clients expect separate events."""
     return [part for part in (Said(reasoning=said.reasoning), Said(said.content)) if any(part)]
 
 
 async def _logprobs(
     asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0
 ) -> dict[str, Any] | None:
-    """Format log probabilities, those of a whole prompt in a thread: 20,000 tokens may take a second."""
+    """Format log probabilities, in a thread for a whole prompt.
+
+    20,000 tokens may take a second.
+    """
     if len(tokens) < _NUM_IN_THREAD:
         return asked.logprobs(index, tokens, offset)
     return await asyncio.to_thread(asked.logprobs, index, tokens, offset)
 
 
 def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:
-    """OpenAI's counts of all texts, a prompt counted once, and statistics of speculative decoding."""
+    """Count the tokens of all texts in OpenAI's format, with statistics of speculative decoding.
+
+    A prompt counts once.
+    """
     rows = [result.row for result in results]
     num_prompt = sum(len(text.prompt.token_ids) for text in asked.texts[:: asked.num_choices])
     num_new, num_rounds = (

@@ -159,7 +159,7 @@ async def _answer(engine: Engine, asked: Asked | None, http: Request, timer: Req
     head = asked.head(engine.name)
     if not asked.is_streamed:
         return await whole_answer(asked, pieces, head)
-    # an error of generate() is then an error response, not a broken stream
+    # An error of generate() becomes an error response, not a broken stream.
     first = await anext(pieces, None)
     if first is None:
         return None

@@ -1,4 +1,4 @@
-"""Engine: a queue of requests in front of a decoder in a thread of its own, which streams their texts."""
+"""Engine: a queue of requests in front of a decoder, whose thread streams their texts."""
 
 import asyncio
 import importlib.util
@@ -40,9 +40,9 @@ from hf_speculate.tools.server.token_origins import TokenPiece, TokenTexts
 from hf_speculate.types import RoundReport
 
 _CHARS_PER_TOKEN = 16  # characters of the longest prompt; texts have about 4
-_USUAL_LENGTH = 131_072  # tokens, for the longest prompt of a target whose context has no end
-_POLL_S = 0.2  # between two checks for a client that has left, while no text comes
-# Errors of a row that is decoded alone; one of another class ends all requests.
+_USUAL_LENGTH = 131_072  # tokens of the longest prompt, for a target with an unlimited context
+_POLL_S = 0.2  # between two checks for a disconnected client, while no text comes
+# Errors of a single row; an error of another class ends all requests.
 _ROW_ERRORS = (
     SpeculateError,
     ArithmeticError,
@@ -56,16 +56,19 @@ _ROW_ERRORS = (
 
 @dataclass(eq=False)
 class Engine:
-    """Decodes up to `num_rows` requests at once; a finished row's place is given to the next request."""
+    """Decoder of up to `num_rows` requests at once.
+
+    The place of a finished row goes to the next request.
+    """
 
     target: PreTrainedModel  # enabled
     tokenizer: PreTrainedTokenizerBase  # the target's
-    name: str  # under which the target is served
+    name: str  # name of the served target
     options: dict[str, Any]  # arguments of `generate()` for all requests, such as the draft model
-    num_rows: int = 8  # requests that are decoded at once, >= 1
-    max_queued: int = 64  # requests that wait for a row at most, >= 0
-    # tokens of the target's cache: rows that are decoded at once, times those that the longest may
-    # get, with its prompt
+    num_rows: int = 8  # rows decoded at once, >= 1
+    max_queued: int = 64  # largest number of waiting requests, >= 0
+    # tokens of the target's cache: rows decoded at once, times the largest length of a row, prompt
+    # included
     max_cache_tokens: int | None = None
     # limits of compiling a `response_format`
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
@@ -83,7 +86,7 @@ class Engine:
         self.response_template = ResponseTemplate.of(self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
         self._decoder = self._make_decoder()
-        # why requests are decoded one by one; empty if they are not, or if that is asked for
+        # why requests are decoded one by one; empty if they are not, or if the user chose it
         self.obstacle = ""
         if self.num_rows > 1:
             greedy = RowPrompt([0], None, {"max_new_tokens": 1, "do_sample": False})
@@ -94,15 +97,15 @@ class Engine:
         if self.obstacle:
             self.num_rows = 1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
-        self._lock = threading.RLock()  # guards what follows
+        self._lock = threading.RLock()  # guards the following fields
         self._open: set[Answer] = set()
         self._waiting: deque[Answer] = deque()
-        self._begun: set[Answer] = set()  # rows of the decoder, those of clients that have left too
-        # Answers that will have a row once the log probabilities of their prompts are known; the
+        self._begun: set[Answer] = set()  # rows of the decoder, with those of disconnected clients
+        # Answers without a row until the log probabilities of their prompts are known. The
         # decoder's thread reads the first one, chunk by chunk.
         self._echoing: deque[tuple[Answer, Iterator[list[TokenLogprob]]]] = deque()
         self._observers: list[Callable[[RowResult], object]] = []
-        # of decoders that were replaced, and of rows that were decoded one by one
+        # forwards of former decoders, and of rows decoded one by one
         self._num_other_forwards = 0
         self._has_overtaken = False  # whether a prompt has begun since the latest of these chunks
         self._is_decoding = self._is_closed = False
@@ -123,7 +126,7 @@ class Engine:
 
     @property
     def draft_source(self) -> str:
-        """What drafts for all requests; "none" if nothing does, or nothing can."""
+        """Description of the draft source for all requests; "none" without a usable one."""
         arguments, generate = dict(self.options), cast(Callable[..., Any], self.target.generate)
         try:
             source = find_source_of(self.target, generate, arguments, {}).source
@@ -133,7 +136,10 @@ class Engine:
         return "none" if source is None else source.description
 
     def observe_rows(self, observer: Callable[[RowResult], object]) -> None:
-        """Let a function be called with each finished row, in the decoder's thread; it must raise no error."""
+        """Register a function to be called with each finished row, in the decoder's thread.
+
+        It must raise no error.
+        """
         self._observers.append(observer)
 
     @property
@@ -143,17 +149,17 @@ class Engine:
 
     @property
     def max_texts(self) -> int:
-        """How many texts may be open at once, those of one request too."""
+        """Largest number of open texts, those of one request included."""
         return self.num_rows + self.max_queued
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The ids that end a text whose request names no others."""
+        """End-of-text ids for requests without their own."""
         eos: Any = self.target.generation_config.eos_token_id
         return [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
 
     def check_room(self, num_texts: int = 1) -> None:
-        """Raise `RequestError` if so many further texts are not taken now."""
+        """Raise `RequestError` if the engine is full for `num_texts` further texts."""
         with self._lock:
             if self._is_closed:
                 raise closing_error()
@@ -230,7 +236,10 @@ class Engine:
                 return
 
     def _lost_space(self, token_ids: Sequence[int]) -> str:
-        """A space with which a text continues its prompt's, if its first token loses it where it is decoded alone."""
+        """Return a space if a text continues its prompt's with one that decoding would lose.
+
+        A first token may lose its space if it is decoded alone.
+        """
         bytes_of = self.token_bytes
         shown = next(
             (token_id for token_id in token_ids if token_id not in bytes_of.hidden_ids), None
@@ -255,7 +264,10 @@ class Engine:
         self._thread.shutdown()
 
     def _next(self) -> RowPrompt | None:
-        """The `RowSource` of the decoder: in order of arrival, those that echo their log probabilities once read."""
+        """Return the next prompt, in order of arrival; the `RowSource` of the decoder.
+
+        Prompts with requested log probabilities wait until these are read.
+        """
         if self._echoing and self._has_overtaken:
             return self._read_echoing()
         while True:
@@ -275,7 +287,11 @@ class Engine:
         return self._read_echoing() if self._echoing else None
 
     def _read_echoing(self) -> RowPrompt | None:
-        """Read a chunk for log probabilities of a prompt; the prompt once all is read and its row fits."""
+        """Read a chunk for log probabilities of a prompt.
+
+        Returns:
+            The prompt once all of it is read and its row fits, else None.
+        """
         self._has_overtaken = False
         answer, chunks = self._echoing[0]
         try:
@@ -288,7 +304,7 @@ class Engine:
             return None
         with self._lock:
             if chunk is None and not self._fits(answer):
-                self._has_overtaken = True  # nobody else may now
+                self._has_overtaken = True  # no other prompt may begin now
                 return None
             self._echoing.popleft()
             if chunk is None:
@@ -298,7 +314,7 @@ class Engine:
 
     @property
     def _chunk_size(self) -> int | None:
-        """Tokens of a forward that reads a prompt for its log probabilities; None to read all in one."""
+        """Tokens per forward over a prompt for its log probabilities; None for a single forward."""
         if recurrent_cache(self.target) is not None or not cache_name(self.target):
             return None
         return self.target.generation_config.prefill_chunk_size or PREFILL_CHUNK_TOKENS
@@ -309,7 +325,7 @@ class Engine:
 
     @property
     def _with_grammar(self) -> dict[str, Any]:
-        """Return arguments of `generate()` that draft what a grammar forces, unless that is off."""
+        """Arguments of `generate()` to draft text forced by a grammar, unless this is off."""
         has_grammars = importlib.util.find_spec("xgrammar") is not None
         is_off = getattr(self.target.generation_config, "grammar_draft", None) is False
         return (
@@ -320,7 +336,7 @@ class Engine:
 
     def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
-        # for all rows, because those without a grammar share the batch
+        # For all rows, because rows without a grammar share the batch.
         options = {**self._with_grammar, **self.options}
         return ContinuousDecoder(
             self.target, self.num_rows, options, pad_id, on_tokens=_add_tokens, ends_rows=True
@@ -353,7 +369,7 @@ class Engine:
                     return
 
     def _checked(self, result: RowResult) -> RowResult:
-        """A result with an error if its grammar led to no JSON."""
+        """Return the result, with an error if its grammar led to no JSON."""
         for processor in (
             result.prompt.arguments.get("logits_processor", ()) if result.error is None else ()
         ):
@@ -362,7 +378,10 @@ class Engine:
         return result
 
     def _decode_together(self) -> Iterator[list[RowResult]]:
-        """As `ContinuousDecoder.decode`; the speed-up of a row is that of all rows so far."""
+        """Decode as `ContinuousDecoder.decode`.
+
+        The speed-up of a row is the one of all rows so far.
+        """
         for results in self._decoder.decode(self._next):
             for prompt in [result.prompt for result in results]:
                 if prompt.on_round is not None:
@@ -370,18 +389,21 @@ class Engine:
             yield results
 
     def _decode_one_by_one(self) -> Iterator[list[RowResult]]:
-        """As `ContinuousDecoder.decode`, for models and drafters whose rows cannot be refilled."""
+        """Decode as `ContinuousDecoder.decode`, but one row after another.
+
+        This serves models and drafters without support for joining rows.
+        """
         decode: Any = self.target.generate
         while (prompt := self._next()) is not None:
             stats, streamer = SpeculationStats(), _Streamer(prompt)
             input_ids = torch.tensor([prompt.token_ids], device=self.target.device)  # [1, T]
-            own = (
+            grammar_options = (
                 self._with_grammar
                 if any(map(_is_grammar, prompt.arguments.get("logits_processor", ())))
                 else {}
             )
             arguments = {
-                **own,
+                **grammar_options,
                 **self.options,
                 **prompt.arguments,
                 "streamer": streamer,
@@ -414,7 +436,11 @@ class Engine:
             ]
 
     def _score(self, prompt: RowPrompt, token_ids: list[int]) -> Exception | None:
-        """Read a whole text again for the log probabilities of its new tokens; returns an error of the target."""
+        """Read a whole text again for the log probabilities of its new tokens.
+
+        Returns:
+            An error of the target, or None.
+        """
         answer: Answer = prompt.key
         ids = [*prompt.token_ids, *token_ids]
         try:
@@ -427,7 +453,7 @@ class Engine:
         return None
 
     def _on_end(self, done: "Future[None]") -> None:
-        """Fail all requests after an error that is no row's; later ones get a new decoder."""
+        """Fail all requests after an error of no single row; later ones get a new decoder."""
         error = done.exception()
         if error is not None:
             with self._lock:
@@ -460,7 +486,7 @@ class _CancelledError(Exception):
 
 
 class _Streamer(BaseStreamer):
-    """Hands on the tokens so far after each round."""
+    """Streamer of the tokens so far, after each round."""
 
     def __init__(self, prompt: RowPrompt):
         self.ids: list[int] = []
@@ -475,11 +501,14 @@ class _Streamer(BaseStreamer):
             raise _CancelledError
 
     def on_round(self, report: RoundReport) -> None:
-        """Hand on the origins of a round's tokens, as `speculation_callback`; the tokens follow."""
+        """Report the origins of a round's tokens, as `speculation_callback`.
+
+        The tokens follow.
+        """
         on_round, num_emitted = self._prompt.on_round, report.num_emitted[0]
         if on_round is not None:
             num_accepted = min(report.num_accepted[0], num_emitted)
             on_round(RowRound(len(self.ids), num_emitted, num_accepted, report.drafted_by[0]))
 
     def end(self) -> None:
-        """Does nothing: the result has all tokens."""
+        """End the stream; the result has all tokens."""

@@ -1,4 +1,4 @@
-"""Fair reading: a connection that is slow to parse, as with tiny chunks, does not stall others."""
+"""Fair reading: a slowly parsed connection, as with tiny chunks, does not stall others."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ _NUM_AT_ONCE = 8192
 
 
 class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """HTTP protocol that parses in small steps.
+    """HTTP protocol with parsing in small steps.
 
     After each step it rests for as long as the step took.
     """

@@ -1,10 +1,9 @@
 """Worker process for compiling JSON schemas; a schema that takes too long can be ended.
 
 The server runs this file by its path; it imports nothing of this package. Input and output have one
-JSON value per
-line: first the tokenizer and the limits, then schemas. An empty schema stands for any JSON. With
-`fork`, each schema is compiled in a child process, after the imports are done. Without it the
-server ends this process at the time limit.
+JSON value per line: first the tokenizer and the limits, then schemas. An empty schema stands for
+any JSON. With `fork`, each schema is compiled in a child process, after the imports are done.
+Without it the server ends this process at the time limit.
 """
 
 import json

@@ -13,7 +13,7 @@ _OPEN = {"0.0.0.0", "::"}
 
 
 class HostCheck:
-    """ASGI middleware that checks the Host header.
+    """ASGI middleware for checks of the Host header.
 
     Requests to `localhost`, to an IP address and to the `names` pass. All requests pass if the
     names have "*", or none but 0.0.0.0 and ::, the addresses of a server open to all.

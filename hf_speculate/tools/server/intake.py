@@ -29,7 +29,7 @@ class Intake:
     """Reader of requests, within limits.
 
     Long texts are read one after another, and so are short texts beside them. The total bytes of
-    bodies before tokenisation are limited too, which bounds the memory.
+    bodies before tokenisation are limited too. This bounds the memory.
     """
 
     def __init__(self, engine: Engine):

@@ -87,7 +87,7 @@ def completion_format(
         tokens: consecutive tokens of a text.
         token_bytes: bytes of the tokens.
         offset: number of characters before these tokens.
-        is_begin: whether the first of these tokens begins a text that continues no other.
+        is_begin: whether the first of these tokens begins a new text.
     """
     spelled = _spelled(tokens, token_bytes, offset, is_begin)
     tops: list[dict[str, float] | None] = []
@@ -165,7 +165,7 @@ def _is_inside(spelled: bytes) -> bool:
 
 
 def _num_begun(spelled: bytes) -> int:
-    """Count the characters that begin in UTF-8 bytes."""
+    """Count the characters beginning in UTF-8 bytes."""
     return sum(byte & 0xC0 != 0x80 for byte in spelled)
 
 

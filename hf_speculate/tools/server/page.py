@@ -1,4 +1,4 @@
-"""Chat page: a self-contained HTML file, and headers that forbid loading anything."""
+"""Chat page: a self-contained HTML file, with headers against loading anything else."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ def chat_page(model: str) -> str:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Return headers that allow only the page's script and style, and requests to this server."""
+    """Return headers allowing only the page's script and style, and requests to this server."""
     sources = {f"{name}-src": f"'sha256-{_digest(text)}'" for name, text in _INLINE.findall(page)}
     policy = {
         "default-src": "'none'",

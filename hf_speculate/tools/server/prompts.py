@@ -1,4 +1,4 @@
-"""Translates requests into prompts with arguments of `generate()`, one for each text that is asked for."""
+"""Translates requests into prompts with arguments of `generate()`, one for each text."""
 
 import json
 import reprlib
@@ -19,19 +19,26 @@ from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Re
 from hf_speculate.tools.server.text_request import TextRequest
 from hf_speculate.tools.server.token_bytes import StopTexts
 
-_DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
+_DEFAULT_NUM_TOKENS = 256  # tokens of an answer without a limit in its request
 _MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
-# smallest temperature and penalty: both divide logits, which must stay finite in float32
-_LEAST_DIVISOR = 1e-10
+# Smallest temperature and penalty: both divide logits, which must stay finite in float32.
+_MIN_DIVISOR = 1e-10
 
 
 def text_requests(
     request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None
 ) -> list[TextRequest]:
-    """The texts of a request, `n` for each prompt; `RequestError` if something is not supported.
+    """Return the texts of a request, `n` for each prompt.
 
-    The choices of a prompt have the seeds `seed`, `seed + 1` and so on. `grammar` is the compiled
-    grammar of the request's answers; None to compile it here.
+    The choices of a prompt have the seeds `seed`, `seed + 1` and so on.
+
+    Args:
+        request: the request.
+        engine: the engine for it.
+        grammar: the compiled grammar of the answers. None to compile it here.
+
+    Raises:
+        RequestError: a part of the request is not supported.
     """
     if request.model is not None:
         check_model(request.model, engine)
@@ -46,7 +53,7 @@ def text_requests(
     prompts = [_token_ids(content, request, engine) for content in contents]
     shared, num_top, texts = _shared_options(request, engine), request.num_top, []
     is_chat = isinstance(request, ChatRequest)
-    # a grammar allows no tags, and the quotes of its JSON may hold their text
+    # A grammar allows no tags, and the quotes of its JSON may hold their text.
     is_parsed = is_chat and not request.has_grammar and engine.response_template is not None
     has_origins = isinstance(request, ChatRequest) and request.speculation
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
@@ -55,8 +62,8 @@ def text_requests(
             processors = _processors(
                 request, len(token_ids), engine, options.get("eos_token_id"), grammar
             )
-            own = options | ({"logits_processor": processors} if processors else {})
-            row = RowPrompt(token_ids, _seed(request, engine, choice), own)
+            row_options = options | ({"logits_processor": processors} if processors else {})
+            row = RowPrompt(token_ids, _seed(request, engine, choice), row_options)
             texts.append(TextRequest(row, echoed, num_top, not is_chat, is_parsed, has_origins))
     return texts
 
@@ -64,7 +71,7 @@ def text_requests(
 def _echoed(
     request: ChatRequest | CompletionRequest, prompts: list[list[int]], engine: Engine
 ) -> list[str]:
-    """What the texts of each prompt begin with: the prompt if the request asks for that."""
+    """Return the text before each prompt's answers: the prompt if the request echoes it."""
     if not (isinstance(request, CompletionRequest) and request.echo):
         return [""] * len(prompts)
     if isinstance(request.prompt, str):
@@ -85,7 +92,7 @@ def _text_of(token_ids: list[int], engine: Engine) -> str:
 
 
 def check_model(name: str, engine: Engine) -> None:
-    """Check that a name is the served model's, in full or its last part."""
+    """Raise `RequestError` unless a name is the served model's, in full or its last part."""
     if name not in (engine.name, engine.name.rstrip("/").rpartition("/")[2]):
         raise RequestError(
             f"model must be {engine.name!r}, got {reprlib.repr(name)}",
@@ -100,15 +107,15 @@ def _seed(request: Request, engine: Engine, choice: int) -> int | None:
         return None
     if request.seed is not None:
         return request.seed + choice
-    # sampled rows share a batch, so that all of them use one verifier
+    # Sampled rows share a batch, and all of them use one verifier.
     return secrets.randbits(63) if engine.num_rows > 1 else None
 
 
 def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
-    """Arguments of `generate()` that do not depend on the prompt."""
+    """Return arguments of `generate()` common to all prompts."""
     for name in ("temperature", "repetition_penalty"):
         value = getattr(request, name)
-        if value and not _LEAST_DIVISOR <= value <= 1 / _LEAST_DIVISOR:
+        if value and not _MIN_DIVISOR <= value <= 1 / _MIN_DIVISOR:
             allowed = "0 or at least 1e-10" if name == "temperature" else "from 1e-10 to 1e10"
             raise RequestError(
                 f"{name} must be {allowed}, got {value}; logits divided by it could overflow", name
@@ -126,7 +133,7 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
         }
         if request.min_p:
             options["min_p"] = request.min_p
-        # only this verifier gives the same text for any draft
+        # Only this verifier gives the same text for any draft.
         if request.seed is not None or engine.num_rows > 1:
             options["verifier"] = "coupled"
     if request.verifier is not None:
@@ -158,25 +165,29 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
         ends = sorted(
             {*(request.stop_token_ids or ()), *(() if request.ignore_eos else engine.eos_token_ids)}
         )
-        options["eos_token_id"] = ends or [engine.vocab_size]  # an id that no token has
+        options["eos_token_id"] = ends or [engine.vocab_size]  # no token has this id
     return options
 
 
 def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str, Any]:
-    """Arguments of `generate()` for a prompt of so many tokens."""
-    num: int | None = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    """Return arguments of `generate()` for a prompt of `num_prompt` tokens."""
+    num_requested: int | None = (
+        getattr(request, "max_completion_tokens", None) or request.max_tokens
+    )
     max_answer_len = _DEFAULT_NUM_TOKENS
     if engine.max_length is not None:
         max_answer_len = engine.max_length - num_prompt
-        if max_answer_len < (num or 1):
+        if max_answer_len < (num_requested or 1):
             raise RequestError(
                 f"prompt and answer must have at most {engine.max_length} tokens, got {num_prompt} "
-                f"+ {num or 1}; "
+                f"+ {num_requested or 1}; "
                 "send less text, or ask for fewer tokens",
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
-    options: dict[str, Any] = {"max_new_tokens": num or min(max_answer_len, _DEFAULT_NUM_TOKENS)}
+    options: dict[str, Any] = {
+        "max_new_tokens": num_requested or min(max_answer_len, _DEFAULT_NUM_TOKENS)
+    }
     if stops := tuple([request.stop] if isinstance(request.stop, str) else request.stop or ()):
         is_chat = isinstance(request, ChatRequest)
         options["stopping_criteria"] = [StopTexts(engine.token_bytes, stops, num_prompt, is_chat)]
@@ -184,7 +195,7 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
 
 
 def check_ends(request: Request, engine: Engine) -> None:
-    """Check that an answer in JSON can end."""
+    """Raise `RequestError` unless an answer in JSON can end."""
     if request.ignore_eos or not (request.stop_token_ids or engine.eos_token_ids):
         raise RequestError(
             "response_format must be text if no EOS id ends the answer, got another type; leave "
@@ -196,7 +207,7 @@ def check_ends(request: Request, engine: Engine) -> None:
 def _processors(
     request: Request, num_prompt: int, engine: Engine, end_ids: list[int] | None, grammar: Any
 ) -> list[LogitsProcessor]:
-    """Logits processors of a text, which are not shared with others."""
+    """Make the logits processors of a single text."""
     processors: list[LogitsProcessor] = []
     frequency, presence = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
     if frequency or presence:
@@ -213,7 +224,7 @@ def _processors(
 
 
 def _contents(request: ChatRequest | CompletionRequest) -> list[Any]:
-    """The prompts of a request: texts, token ids, or messages."""
+    """Return the prompts of a request: texts, token ids, or messages."""
     if isinstance(request, ChatRequest):
         return [[message.as_dict() for message in request.messages]]
     prompt: Any = request.prompt

@@ -26,14 +26,17 @@ from hf_speculate.tools.server.errors import RequestError
 _CACHE_BYTES = 2**28  # bytes of compiled grammars
 _MAX_CACHED = 1024  # grammars and errors
 _START_S = 120.0  # for the worker's imports, on a busy machine too
-_GRACE_S = 5.0  # for a worker that ends what takes too long by itself
-# clock and C++ file before xgrammar's own words
+_GRACE_S = 5.0  # for a worker to end slow compilations by itself
+# Clock and C++ file before xgrammar's own words.
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|cpp|h):\d+: ")
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """Bounds of compiling one schema; a request that needs more gets status 400."""
+    """Limits of compiling one schema.
+
+    Requests beyond them get status 400.
+    """
 
     seconds: float = 10.0  # > 0
     schema_bytes: int = 1_000_000  # length of the schema as JSON
@@ -41,11 +44,11 @@ class GrammarLimits:
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests for a tokenizer; equal schemas are compiled once.
+    """Compiler of requests' grammars for a tokenizer.
 
-    A worker process compiles a schema first, within limits. If it succeeds, the schema is compiled
-    here: handing over a compiled grammar takes far longer than compiling it. xgrammar releases
-    Python's lock meanwhile.
+    Equal schemas are compiled once. A worker process compiles a schema first, within limits. If it
+    succeeds, the schema is compiled here: handing over a compiled grammar takes far longer than
+    compiling it. xgrammar releases Python's lock meanwhile.
     """
 
     def __init__(
@@ -55,11 +58,10 @@ class GrammarCompiler:
         limits: GrammarLimits | None = None,
     ):
         self.limits = limits or GrammarLimits()
-        # One schema at a time, in a thread of its own: those of the event loop are never kept
-        # waiting.
+        # One schema at a time, in a separate thread: the threads of the event loop never wait.
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the following fields
         self._compiler: Any = None
         self._info_json = ""  # the tokenizer, for the worker
         self._worker: _Worker | None = None
@@ -69,7 +71,7 @@ class GrammarCompiler:
         self._num_bytes = 0  # size of these grammars
 
     def compile(self, schema: dict[str, Any] | None) -> Any:
-        """The grammar of a JSON schema, or of all JSON; `RequestError` if there is none."""
+        """Return the grammar of a JSON schema, or of all JSON; raise `RequestError` without one."""
         try:
             xgrammar = import_extra("xgrammar", "grammar")
         except MissingExtraError as error:
@@ -99,14 +101,18 @@ class GrammarCompiler:
         return compiled
 
     def close(self) -> None:
-        """End the worker, also one that compiles."""
+        """End the worker, even while it compiles."""
         self._is_closed = True
         if self._worker is not None:
             self._worker.end()
         self.thread.shutdown(cancel_futures=True)
 
     def _compile(self, xgrammar: Any, schema: str) -> Any:
-        """The grammar, or a string with what is wrong with the schema; `RequestError` if a limit is exceeded."""
+        """Compile a schema; return the grammar, or a string with the schema's error.
+
+        Raises:
+            RequestError: a limit is exceeded.
+        """
         if self._compiler is None:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer, vocab_size=self._vocab_size
@@ -119,7 +125,7 @@ class GrammarCompiler:
             error = self._worker.error_of(schema)
         finally:
             if not (self._worker.is_running or self._is_closed):
-                # which imports until the next schema comes
+                # It imports until the next schema comes.
                 self._worker = _Worker(self._info_json, self.limits)
         if error:
             reason = error.strip().splitlines()[-1]
@@ -137,12 +143,12 @@ def _refused(needed: str) -> RequestError:
 
 
 def _size_of(compiled: Any) -> int:
-    """Bytes of a compiled grammar, or of an error."""
+    """Return the bytes of a compiled grammar, or of an error."""
     return len(compiled) if isinstance(compiled, str) else int(compiled.memory_size_bytes)
 
 
 class _Worker:
-    """A process that compiles schemas, see `grammar_worker.py`."""
+    """Process for compiling schemas, see `grammar_worker.py`."""
 
     def __init__(self, info_json: str, limits: GrammarLimits):
         self._info_json, self._limits, self._is_ready = info_json, limits, False
@@ -166,7 +172,7 @@ class _Worker:
         return self._process.poll() is None
 
     def error_of(self, schema: str) -> str:
-        """Why a schema cannot be compiled; empty if it can."""
+        """Return why a schema cannot be compiled; empty if it can."""
         if not self._is_ready:
             settings = {"tokenizer": self._info_json, **asdict(self._limits)}
             if self._ask(settings, _START_S) is None:
@@ -184,7 +190,7 @@ class _Worker:
         return str(answer)
 
     def end(self) -> None:
-        """End the process, and the one in which it compiles."""
+        """End the process and its compiling child."""
         if self.is_running and hasattr(os, "killpg"):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -194,7 +200,10 @@ class _Worker:
                 pipe.close()
 
     def _ask(self, message: Any, seconds: float) -> Any:
-        """The answer to a message; None if there is none after so many seconds, or the worker has ended."""
+        """Return the answer to a message.
+
+        None if there is none after `seconds`, or the worker has ended.
+        """
         process: Any = self._process
         clock = threading.Timer(seconds, process.kill)
         clock.start()
@@ -213,13 +222,13 @@ class _Worker:
 
 @register_row_wise
 class GrammarProcessor(LogitsProcessor):
-    """Allows what a grammar allows after the answer so far; for one text, though draft and target may take turns.
+    """Logits processor for a grammar of one text.
 
-    The result depends on the ids alone. The matcher follows them: it is rolled back to the tokens
-    that the ids have in common with those of the call before, such as the accepted tokens of a
-    block. After a token that the grammar forbids, as a rejected draft may have, all tokens are
-    allowed; no such position counts. Where the grammar allows no token, only those that end the
-    text are allowed, and `error_of` says so of a text that ended there.
+    It allows the grammar's tokens after the answer so far. Draft and target may take turns: the
+    result depends on the ids alone. The matcher follows the ids: it is rolled back to their common
+    prefix with the previous call, such as the accepted tokens of a block. After a forbidden token,
+    as in a rejected draft, all tokens are allowed; no such position counts. If the grammar allows
+    no token, only end-of-text tokens are allowed, and `error_of` reports a text that ended there.
     """
 
     def __init__(self, grammar: Any, prompt_len: int, end_ids: Sequence[int]):
@@ -230,7 +239,15 @@ class GrammarProcessor(LogitsProcessor):
         self._followed: list[int] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[N, V] float32; `input_ids` are [N, n] int64, the prompt and the answer so far."""
+        """Mask the forbidden tokens.
+
+        Args:
+            input_ids: [N, n] int64, the prompt and the answer so far.
+            scores: [N, V].
+
+        Returns:
+            [N, V] float32.
+        """
         # all are allowed
         bitmask = self._xgrammar.allocate_token_bitmask(len(input_ids), self._num_known)
         for row, ids in enumerate(input_ids[:, self._prompt_len :].tolist()):
@@ -244,19 +261,22 @@ class GrammarProcessor(LogitsProcessor):
         return scores
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
-        """Return the text that must follow `input_ids` [n] int64; "" if there is a choice."""
+        """Return the forced text after `input_ids` [n] int64; "" if there is a choice."""
         is_right = self._follow(input_ids[self._prompt_len :].tolist())
         if not is_right or self._matcher.is_terminated():
             return ""
         try:
             return str(self._matcher.find_jump_forward_string())
-        except UnicodeDecodeError as error:  # a choice of characters that begin with the same bytes
+        except UnicodeDecodeError as error:  # several characters with the same first bytes
             return bytes(error.object[: error.start]).decode()
 
     def error_of(
         self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
     ) -> ConfigError | None:
-        """The error of a finished answer: it ended where its grammar allows no token, or is no JSON."""
+        """Return the error of a finished answer, or None.
+
+        It ended where its grammar allows no token, or it is no JSON.
+        """
         # not cut by its length or a stop string
         is_ended = bool(token_ids) and token_ids[-1] in self._end_ids
         ids = list(token_ids[:-1] if is_ended else token_ids)
@@ -276,7 +296,11 @@ class GrammarProcessor(LogitsProcessor):
         )
 
     def _fill(self, bitmask: Tensor, row: int) -> bool:
-        """Allow in a row of the bitmask [N, V / 32] what comes next; False if that is nothing but the end."""
+        """Allow a grammar's next tokens in a row of the bitmask [N, V / 32].
+
+        Returns:
+            False if only the end is allowed.
+        """
         self._matcher.fill_next_token_bitmask(bitmask, row)
         if bitmask[row].any():
             return True
@@ -305,14 +329,14 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def _signed(word: int) -> int:
-    """32 bits as an int32."""
+    """Convert 32 bits to an int32."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
 def _is_json(text: str) -> bool:
     try:
         json.loads(text, strict=False)
-    except RecursionError:  # too deep for this parser, and not wrong for that
+    except RecursionError:  # too deep for this parser, but not wrong
         return True
     except ValueError:
         return False

@@ -1,4 +1,7 @@
-"""Reasoning, content and tool calls of an answer, which transformers reads by a tokenizer's `response_template`."""
+"""Reasoning, content and tool calls of an answer.
+
+transformers reads them by a tokenizer's `response_template`.
+"""
 
 import copy
 import re
@@ -13,9 +16,9 @@ from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.tool_calls import Said, call_of
 
 _CONTENT, _CALLS = "content", "tool_calls"
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates give to it
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
 # Most delimiters begin with one of these. Text is fed up to the next one, because the parser loses
-# the events of a feed that fails.
+# the events of a failed feed.
 _MARK = re.compile(r"(?=[<\[])")
 
 
@@ -29,7 +32,7 @@ class ResponseTemplate:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ResponseTemplate | None":
-        """Return a tokenizer's template; None if it has none, or none that transformers can read."""
+        """Return a tokenizer's template; None if it has none, or an unreadable one."""
         template = getattr(tokenizer, "response_template", None)
         if template is None:
             return None
@@ -37,7 +40,7 @@ class ResponseTemplate:
             made = cls(tokenizer, template)
             made.reader("", [])
             made.reader("", None)
-        except Exception as error:  # noqa: BLE001  # whatever is wrong with a file of others
+        except Exception as error:  # noqa: BLE001  # the file may be wrong in any way
             LOGGER.warning(
                 "the tokenizer's response_template is not used, as it cannot be read: %s", error
             )
@@ -49,24 +52,25 @@ class ResponseTemplate:
 
         Args:
             prompt: text before the answer, with its special tokens; it may have begun a field.
-            tools: functions that the model may call; with None, calls are content.
+            tools: functions for calls of the model; with None, calls are content.
         """
         # transformers 5.17 adds to its defaults
         template = copy.deepcopy(self._by_tools[tools is not None])
         make_parser = partial(self._tokenizer.get_response_parser, template)
         try:
             parser = make_parser(prefix=prompt, tools=tools)
-        except Exception:  # noqa: BLE001  # earlier messages, or descriptions of tools, in another form
+        except Exception:  # noqa: BLE001  # messages or tools in another form
             parser = make_parser(prefix="")
         make_next = partial(make_parser, prefix="", tools=tools)
         return ResponseReader(parser, make_next, template["fields"])
 
 
 class ResponseReader:
-    """Splits an answer that comes in pieces into reasoning, content and calls.
+    """Splitter into reasoning, content and calls.
 
-    A field that the template cannot read, such as a call of malformed JSON, is content, and so is
-    an answer in which it finds nothing. Fields of other names are left out.
+    It reads an answer piece by piece. A field that the template cannot read, such as a call of
+    malformed JSON, is content, and so is an answer without any field. Fields of other names are
+    left out.
     """
 
     def __init__(self, parser: Any, make_parser: Callable[[], Any], fields: Mapping[str, Any]):
@@ -81,11 +85,11 @@ class ResponseReader:
             _FieldText(is_stripped.get(name, True)) for name in (_CONTENT, reasoning)
         )
         self._texts = {_CONTENT: self._content, reasoning: self._reasoning}
-        self._raw = MarkedText()  # text since the newest part of a field that is given away
-        self._num_closed = 0  # characters of it up to the end of a field that has closed since
+        self._raw = MarkedText()  # text after the newest returned part of a field
+        self._num_closed = 0  # characters of it up to the end of a field closed since then
 
     def read(self, text: MarkedText, is_end: bool = False) -> Said:
-        """Return what is final; at the end all of the rest."""
+        """Return the final parts; at the end all remaining text."""
         begin = 0
         for part in filter(None, _MARK.split(text.text)):
             self._raw, begin = self._raw + text[begin : begin + len(part)], begin + len(part)
@@ -107,7 +111,7 @@ class ResponseReader:
                 if event["field"] == _CALLS
                 for call in _calls_of(event["value"])
             ]
-        except Exception:  # noqa: BLE001  # of templates, and of the text that they read
+        except Exception:  # noqa: BLE001  # of templates, or of their text
             self._give_raw()
             self._parser = self._make_parser()
             return
@@ -116,7 +120,7 @@ class ResponseReader:
             if event["field"] != _CALLS:
                 self._take_event(event["type"], event["field"], event)
         if closed and events[-1] is closed[-1]:
-            self._num_closed = len(self._raw)  # the parser may hold spaces of it for a later part
+            self._num_closed = len(self._raw)  # the parser may hold its spaces for a later part
 
     def _take_event(self, kind: str, field: str, event: Mapping[str, Any]) -> None:
         if kind == "region_chunk":
@@ -131,7 +135,7 @@ class ResponseReader:
             self._texts[field].join(self._joins[field])
 
     def _give_raw(self) -> None:
-        """Give text as content that no field has."""
+        """Return text outside of all fields as content."""
         self._content.add(self._raw[self._num_closed :].shown)
         self._raw, self._num_closed = MarkedText(), 0
 
@@ -148,14 +152,14 @@ def _calls_of(value: Any) -> list[dict[str, Any]]:
 
 
 class _FieldText:
-    """Text of a field, without the spaces around it if `is_stripped`."""
+    """Text of a field; surrounding spaces are dropped if `is_stripped`."""
 
     def __init__(self, is_stripped: bool):
         self.is_begun = False  # whether it has more than spaces
         self._is_stripped = is_stripped
-        # text that is not taken; spaces that are not known to be inside
+        # text to return; spaces that may be surrounding ones
         self._new = self._spaces = ""
-        # for the next text, whose first spaces are left out; None inside
+        # prefix of the next text, stripped on its left; None inside
         self._begin: str | None = ""
 
     def add(self, text: str) -> None:
@@ -169,7 +173,7 @@ class _FieldText:
             self.is_begun, self._begin = True, None
 
     def join(self, text: str) -> None:
-        """Let a further region of the field begin, after a text that joins it to the one before."""
+        """Begin a further region of the field, joined to the previous one by a text."""
         if self._begin is None:
             self._begin, self._spaces = text, ""
 

@@ -1,4 +1,4 @@
-"""A text that a request asks for, and what the decoder's thread hands to the event loop for it."""
+"""Text of a request, and the decoder thread's results for the event loop."""
 
 import asyncio
 import time
@@ -16,33 +16,36 @@ from hf_speculate.tools.server.token_origins import TARGET, SpeculationTotals, T
 
 
 class TextRequest(NamedTuple):
-    """One of the texts that a request asks for."""
+    """One text of a request."""
 
     prompt: RowPrompt
-    echoed: str = ""  # what the text begins with: the prompt if that is asked for
+    echoed: str = ""  # beginning of the text: the prompt if the request echoes it
     # most likely tokens of every position; None without log probabilities
     num_top: int | None = None
     continues: bool = False  # whether the text goes on with its prompt's, as completions do
-    # whether pieces have the special tokens, which a response template reads
+    # whether pieces have special tokens, for a response template
     shows_special: bool = False
-    has_origins: bool = False  # whether the origins of its tokens are asked for
+    has_origins: bool = False  # whether the request has `speculation`: origins of the tokens
 
 
 class Piece(NamedTuple):
-    """A piece of a text, with the tokens that were decoded for it if log probabilities are asked for."""
+    """Piece of a text.
+
+    It has its tokens if log probabilities were requested.
+    """
 
     text: str
     logprobs: list[TokenLogprob]
-    tokens: Sequence[TokenPiece] = ()  # the text's, if origins are asked for
-    marked: MarkedText = MarkedText()  # with special tokens, if a response template reads the text
+    tokens: Sequence[TokenPiece] = ()  # the text's, if origins were requested
+    marked: MarkedText = MarkedText()  # with special tokens, for a response template
 
 
 class DecodeResult(NamedTuple):
-    """Why a text ended, and the row with its tokens and counts of its rounds."""
+    """End of a text, with its row of tokens and counts."""
 
     finish_reason: Literal["stop", "length"]
     row: RowResult
-    totals: SpeculationTotals | None = None  # None unless origins are asked for
+    totals: SpeculationTotals | None = None  # None unless origins were requested
 
 
 # by index of the text in its request
@@ -50,10 +53,10 @@ Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]
 
 
 class Answer:
-    """What the decoder's thread hands to the event loop for one text: tokens, then a result or an error.
+    """Channel from the decoder's thread to the event loop for one text.
 
-    Only the newest is kept, which has all tokens so far, so that a client that does not read costs
-    no memory.
+    It passes tokens, then a result or an error. Only the newest item is kept. It has all tokens so
+    far, so a client that does not read costs no memory.
     """
 
     def __init__(self, request: TextRequest):
@@ -62,27 +65,32 @@ class Answer:
         self.prompt = replace(request.prompt, key=self, on_logits=on_logits, on_round=on_round)
         self.is_wanted = True
         self.prompt_logprobs: list[TokenLogprob] = []
-        # those of all tokens so far; stays if the row is decoded again
+        # log probabilities of all tokens so far; kept if the row is decoded again
         self.logprobs: list[TokenLogprob] = []
-        self.origins: list[str] = []  # of all tokens so far; changes if the row is decoded again
+        self.origins: list[
+            str
+        ] = []  # origins of all tokens so far; replaced if the row is decoded again
         self.speedup: float | None = None  # estimated once the text has ended
-        self._times_s: list[float] = []  # of the first and the latest token
+        self._times_s: list[float] = []  # times of the first and the latest token
         self._loop = asyncio.get_running_loop()
         self._newest: Sequence[int] | RowResult | RequestError = ()
         self._is_new = asyncio.Event()
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that the row may get, prompt included."""
+        """Largest number of tokens of the row, prompt included."""
         return len(self.prompt.token_ids) + int(self.prompt.arguments["max_new_tokens"])
 
     def pieces(self, texts: Sequence[str], num_before: int) -> list[TokenPiece]:
-        """Tokens with their origins, after `num_before` others; those of no round are the target's."""
+        """Return tokens with their origins, after `num_before` others.
+
+        Tokens outside of rounds are the target's.
+        """
         origins = self.origins[num_before : num_before + len(texts)]
         return [*map(TokenPiece, texts, origins + [TARGET] * (len(texts) - len(origins)))]
 
     def totals(self, row: RowResult) -> SpeculationTotals:
-        """The totals of the finished row."""
+        """Return the totals of the finished row."""
         seconds, counts = self._times_s[-1] - self._times_s[0], (row.num_drafted, row.num_accepted)
         return SpeculationTotals(*counts, row.num_rounds, seconds, self.speedup)
 
@@ -93,15 +101,15 @@ class Answer:
         return self._newest
 
     def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        """Put an item, unless nobody waits for it."""
+        """Put an item, unless the client has left."""
         if item:
             self._times_s[1:] = [time.perf_counter()]
         if self.is_wanted:
             self._loop.call_soon_threadsafe(self._set, item)
 
     def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        # an error of others comes too late after a result, as do tokens of the decoder's thread
-        # after an error
+        # After a result an error of others comes too late, as do tokens of the decoder's thread
+        # after an error.
         if not isinstance(self._newest, RowResult | RequestError):
             self._newest = item
         self._is_new.set()

@@ -1,4 +1,4 @@
-"""Streams the text of a generation in pieces that no later token changes."""
+"""Stream the text of a generation in final pieces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from itertools import compress
 
 from transformers import PreTrainedTokenizerBase
 
-# what decode() makes of bytes that are not a whole character
+# Character in place of incomplete bytes.
 _PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-_MAX_HELD = 3  # tokens that a later one may still complete: a character has four bytes at most
-# Special tokens that clients need as text: they mark tool calls and reasoning, and most tokenizers
+_MAX_HELD = 3  # tokens of an incomplete character: it has at most four bytes
+# Special tokens needed by clients as text: they mark tool calls and reasoning, and most tokenizers
 # list them as text.
 TAGS = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"}
 
 
 @dataclass(frozen=True)
 class MarkedText:
-    """Text with its special tokens, and marks of the characters that answers show."""
+    """Text with special tokens, and marks of shown characters."""
 
     text: str = ""
-    marks: bytes = b""  # one for each character: 1 if it is shown, 0 for those of special tokens
+    marks: bytes = b""  # one for each character: 1 if it is shown, 0 in special tokens
 
     @classmethod
     def of(cls, text: str, is_shown: bool = True) -> "MarkedText":
@@ -31,7 +31,7 @@ class MarkedText:
 
     @property
     def shown(self) -> str:
-        """The text without special tokens."""
+        """Text without special tokens."""
         return self.text if 0 not in self.marks else "".join(compress(self.text, self.marks))
 
     def __len__(self) -> int:
@@ -45,12 +45,13 @@ class MarkedText:
 
 
 class TextStream:
-    """Gives text as soon as it is final: whole characters, and no beginning of a stop string.
+    """Splitter of a text into final pieces.
 
-    Stop strings are searched for in the text with its special tokens, as `StopStringCriteria` does.
-    Special tokens are not shown, but for tags of tool calls and of reasoning. They are given whole
-    or not at all: a text whose stop string begins inside one ends before it. Tags are cut as other
-    text, unless a response template reads them (`is_parsed`).
+    A piece has whole characters and no beginning of a stop string. Stop strings are searched for in
+    the text with its special tokens, as `StopStringCriteria` does. Special tokens are not shown,
+    but for tags of tool calls and of reasoning. They are given whole or not at all: if a stop
+    string begins inside one, the text ends before it. Tags are cut as other text, unless a response
+    template reads them (`is_parsed`).
     """
 
     def __init__(
@@ -65,21 +66,23 @@ class TextStream:
         self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
         self._is_empty = True  # whether no ordinary token has come
         self._ids: list[int] = []  # the latest ordinary tokens
-        # those of them whose text is known; they are decoded again, as a first token loses its
-        # space
+        # number of these with known text; they are decoded again, as a first token loses its space
         self._num_given = 0
-        self._pending = MarkedText()  # text that is not given
-        # begin and end in the pending text of tokens that are never cut
+        self._pending = MarkedText()  # text not returned yet
+        # begin and end of uncut tokens in the pending text
         self._whole: list[tuple[int, int]] = []
-        # index in the pending text of a space that only stop strings see
+        # index in the pending text of a space seen by stop strings only
         self._lost_space: int | None = None
 
     def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
-        """Return shown text that is final with these tokens, all so far; at the end all of the rest."""
+        """Return shown text made final by these tokens, all so far.
+
+        At the end it is all remaining text.
+        """
         return self.read_marked(token_ids, is_end).shown
 
     def read_marked(self, token_ids: Sequence[int], is_end: bool = False) -> MarkedText:
-        """Return what `read` does, with special tokens."""
+        """Return the text of `read` with special tokens."""
         if len(token_ids) <= self._num_read and not is_end:
             return MarkedText()  # the row is decoded again
         for token_id in token_ids[self._num_read :]:
@@ -103,20 +106,23 @@ class TextStream:
 
     @property
     def num_pending(self) -> int:
-        """Number of characters that were read and not given, with special tokens."""
+        """Number of characters read but not returned, with special tokens."""
         return len(self._pending) - (self._lost_space is not None)
 
     @property
     def num_undecoded(self) -> int:
-        """Number of last tokens that are no whole character yet."""
+        """Number of last tokens without a whole character."""
         return len(self._ids) - self._num_given
 
     def _decode_characters(self, is_end: bool = False) -> None:
-        """Add the text of the tokens so far to the pending text, up to the last whole character unless `is_end`."""
-        num = len(self._ids)
-        first = num if is_end else max(num - _MAX_HELD, self._num_given)
+        """Add the text of the tokens so far to the pending text.
+
+        It ends with the last whole character unless `is_end`.
+        """
+        num_ids = len(self._ids)
+        first = num_ids if is_end else max(num_ids - _MAX_HELD, self._num_given)
         text = ""
-        for end in range(num, first - 1, -1):
+        for end in range(num_ids, first - 1, -1):
             text = self._decode(self._ids[:end])
             if is_end or not text.endswith(_PARTIAL_CHARACTER):
                 break
@@ -128,7 +134,7 @@ class TextStream:
         self._ids, self._num_given = self._ids[self._num_given :], end - self._num_given
 
     def _add_lost_space(self, first_id: int) -> None:
-        """Add the space that decoding takes from a first token: a stop string may begin with it."""
+        """Add the space lost by a decoded first token: a stop string may begin with it."""
         self._is_empty = False
         text = self._decode([first_id])
         if self._decode([first_id, first_id])[len(text) :] == f" {text}":
@@ -145,21 +151,24 @@ class TextStream:
         return taken
 
     def _num_held(self) -> int:
-        """Number of last characters that a stop string may begin with."""
+        """Count the last characters that may begin a stop string."""
         longest = max(map(len, self.stop_strings), default=1) - 1
-        nums = range(min(longest, len(self._pending)), 0, -1)
+        lens = range(min(longest, len(self._pending)), 0, -1)
         pending = self._pending.text
         return next(
             (
-                num
-                for num in nums
-                if any(stop.startswith(pending[-num:]) for stop in self.stop_strings)
+                num_chars
+                for num_chars in lens
+                if any(stop.startswith(pending[-num_chars:]) for stop in self.stop_strings)
             ),
             0,
         )
 
     def _special_text(self, token_id: int) -> str:
-        """The text of a special token, which decoding can skip; empty for an ordinary token."""
+        """Return the text of a special token; empty for an ordinary token.
+
+        Decoding can skip special tokens.
+        """
         text = self._special_texts.get(token_id)
         if text is None:
             is_special = not self._decode([token_id])

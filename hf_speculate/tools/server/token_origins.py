@@ -1,4 +1,4 @@
-"""Origins of an answer's tokens: what drafted each of them, with its piece of the text."""
+"""Origins of an answer's tokens: the draft source of each, with its piece of the text."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,30 +10,33 @@ TARGET = "target"
 
 
 class TokenPiece(NamedTuple):
-    """The text of one token; of several tokens that spell one character, the last one has it."""
+    """Text of one token.
+
+    Several tokens may spell one character; the last of them has it.
+    """
 
     text: str
     origin: str  # TARGET, or the draft source of an accepted token as in `stats.plan`
 
 
 class TokenTexts:
-    """Splits the text of a stream into its tokens' texts, which join to it.
+    """Splitter of a stream's text into its tokens' texts.
 
-    A token is given once all of its text is final, so that none is given in parts.
+    The texts join to the stream's text. A token is returned whole, once all of its text is final.
     """
 
     def __init__(self, stream: TextStream):
         self._stream = stream
-        self._text = MarkedText()  # final text that belongs to no given token yet
-        # characters of the text up to the first token that is not given, then up to each later one
+        self._text = MarkedText()  # final text of tokens not returned yet
+        # characters of the text up to the first token not returned, then up to each later one
         self._ends: list[int] = [0]
         self._num_final = 0  # characters of the final text
         self._num_read = 0  # tokens of the row
 
     def read(self, token_ids: Sequence[int], is_end: bool = False) -> list[MarkedText]:
-        """Return texts that are final with these tokens, all so far; at the end all of the rest."""
-        for num in range(self._num_read + 1, len(token_ids) + 1):
-            self._add(self._stream.read_marked(token_ids[:num]))
+        """Return texts made final by these tokens, all so far; at the end all remaining texts."""
+        for num_tokens in range(self._num_read + 1, len(token_ids) + 1):
+            self._add(self._stream.read_marked(token_ids[:num_tokens]))
             self._ends.append(self._num_final + self._stream.num_pending)
         self._num_read = max(self._num_read, len(token_ids))
         num_decoded = len(self._ends) - 1 - self._stream.num_undecoded
@@ -55,13 +58,13 @@ class TokenTexts:
 
 
 class SpeculationTotals(NamedTuple):
-    """Totals of an answer's rounds, and the estimated speed-up over plain decoding."""
+    """Totals of an answer's rounds."""
 
     num_drafted: int
     num_accepted: int
     num_rounds: int
     seconds: float  # from the first token to the last
-    speedup: float | None  # None where no plain step was measured
+    speedup: float | None  # estimate over plain decoding; None without a measured plain step
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -27,13 +27,13 @@ class ToolCallReader:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []  # in OpenAI's form
-        self._pending = ""  # text that may hold a call
+        self._pending = ""  # text with a possible call
         self._num_searched = 0  # characters of the pending text without the start of an end tag
         # spaces beside a call; whether content follows it
         self._spaces, self._has_content = "", False
 
     def read(self, text: str, is_end: bool = False) -> Said:
-        """Return the content that became final; at the end all remaining text."""
+        """Return the content made final by the text; at the end all remaining text."""
         self._pending += text
         content = ""
         while (begin := self._pending.find(_BEGIN)) >= 0:
