@@ -46,15 +46,19 @@ nitpick_ignore_regex = [
     # Other libraries, whose indexes a build without network cannot read.
     (
         r"py:.*",
-        r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum"
-        r"|logging)\..*",
+        (
+            r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum"
+            r"|logging)\..*"
+        ),
     ),
     (r"py:class", r"(Tensor|PreTrainedModel|PreTrainedTokenizerBase|GenerateOutput|HfApi|Path)"),
     # Names of signatures only: aliases, and internal objects of a round.
     (
         r"py:class",
-        r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState"
-        r"|StageSeconds|TokenRows)",
+        (
+            r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState"
+            r"|StageSeconds|TokenRows)"
+        ),
     ),
 ]
 
