@@ -30,12 +30,12 @@ GeneratorFactory = Callable[..., CandidateGenerator]
 def make_generator(
     source: CandidateGenerator | GeneratorFactory, **prepared: Any
 ) -> CandidateGenerator:
-    """Return the call's generator; call a factory with its arguments of `prepared`.
+    """Return the call's generator; call a factory with its arguments from `prepared`.
 
     transformers passes `prepared` to its own generators.
 
     Raises:
-        UnsupportedGenerationError: the generator is of an unsupported kind.
+        UnsupportedGenerationError: this kind of generator is not supported.
     """
     # Other processors follow the text and must not see drafts.
     prepared["logits_processor"] = BlockLogitsProcessorList(
@@ -51,7 +51,7 @@ def make_generator(
             "return an instance of a subclass"
         )
     name = type(generator).__name__
-    # transformers 5.17's MTP generator has none
+    # transformers 5.17's MTP generator has no processors
     draft = getattr(generator, "assistant_model", None)
     if isinstance(generator, AssistedCandidateGenerator) and draft is not None:
         cache = recurrent_cache(draft)
@@ -79,9 +79,9 @@ def make_generator(
 
 
 def layers_read(generator: CandidateGenerator) -> list[int] | None:
-    """Return the layer ids of hidden states read by a generator; None without states.
+    """Return the ids of the layers whose states a generator reads; None if it reads no states.
 
-    Ids are those of the target's forward.
+    The ids count the layers of the target's forward.
 
     Raises:
         UnsupportedGenerationError: the generator reads other outputs, or all layers.
@@ -119,9 +119,9 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
 def samples_its_logits(generator: CandidateGenerator) -> bool:
     """Return whether a generator's logits are known to be its sampling distribution.
 
-    If not, its proposals are point masses.
+    Otherwise, its proposals are treated as point masses.
     """
-    # by exact type: a subclass may translate ids and logits, or do anything else to them
+    # Compare exact types, since a subclass may translate or otherwise change ids and logits.
     if type(generator) is DraftModelCandidateGenerator:
         return generator.sample_strategy is SampleStrategy.RANDOM
     known: Any = generator
@@ -137,13 +137,13 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
 
     The generator sees the arguments of transformers' own loop. It chooses the draft length, up to
     `num_draft_tokens`, and samples with its own randomness. After each round it gets empty scores
-    [1, K+1, 0]: only their number counts.
+    [1, K+1, 0], of which only the number of columns counts.
     """
 
     def __init__(self, generator: CandidateGenerator):
         self.generator, self.hidden_layers = generator, layers_read(generator)
         self._returns_distribution = samples_its_logits(generator)
-        self._text: Tensor | None = None  # [1, T] at the last call
+        self._text: Tensor | None = None  # [1, T], sequence at the last call
         self._shown_len = 0  # length of the last prefix passed to the generator
         self._num_proposed = 0  # number of candidates after the last prefix
 
@@ -173,9 +173,9 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
         )
 
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
-        """Draft after the prompt without its last token; drop the first candidate if it equals it.
+        """Draft after the prompt without its last token; drop the first candidate if it matches.
 
-        Otherwise, draft after the whole prompt.
+        If the first candidate is another token, draft after the whole prompt.
         """
         if text.shape[1] > 1:
             first = self._draft(text[:, :-1], num_draft_tokens + 1)
@@ -194,7 +194,7 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
         return self._draft(text, num_draft_tokens)
 
     def _draft(self, text: Any, num_draft_tokens: int, **outputs: Any) -> DraftOut:
-        """Propose tokens after a sequence [1, T] int64; candidates beyond K are dropped."""
+        """Propose tokens after a sequence [1, T] int64; drop candidates beyond K."""
         if self._text is not None:  # report the previous round
             num_matches = min(text.shape[1] - self._shown_len - 1, self._num_proposed)
             scores = torch.empty(1, self._num_proposed + 1, 0, device=text.device)
@@ -217,9 +217,9 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
     def _draft_with_states(
         self, layers: Sequence[int], query: Tensor, kept: Kept | None, num_draft_tokens: int
     ) -> DraftOut:
-        """Propose tokens after those read by the target in this call, with their states.
+        """Propose tokens after the tokens read by the target in this call, with their states.
 
-        Prompts are without padding.
+        Prompts must not be padded.
         """
         if kept is None or kept.hidden_states is None:
             raise ShapeError(

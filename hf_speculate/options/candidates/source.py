@@ -1,4 +1,4 @@
-"""The source of candidate generators: drafts with a transformers `CandidateGenerator`."""
+"""The draft source for transformers' candidate generators."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +17,9 @@ from hf_speculate.options.candidates.from_candidate_generator import (
 
 
 class CandidateSource(FactorySource):
-    """The draft source of a candidate generator.
+    """The draft source for a candidate generator.
 
-    A function makes a new generator for each run.
+    A factory function makes a new generator for each run.
     """
 
     argument = "candidate_generator"
@@ -28,7 +28,7 @@ class CandidateSource(FactorySource):
     reads_embeds = False
     reads_prepared = True
     unsynced = argument
-    takes_turns = False  # a generator takes the emitted tokens for its own candidates
+    takes_turns = False  # a generator mistakes emitted tokens for its own candidates
     reads_outputs = "whose hidden states a candidate generator reads"
     drafter: CandidateGeneratorDrafter
 
@@ -52,5 +52,5 @@ class CandidateSource(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> CandidateSource:
-    """Make the source of `candidate_generator`."""
+    """Make the draft source for `candidate_generator`."""
     return CandidateSource(values["candidate_generator"])

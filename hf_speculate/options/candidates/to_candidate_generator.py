@@ -22,16 +22,16 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     """A candidate generator over a `Drafter`.
 
     It drafts one row, without the nested `generate()` of transformers' own generator. A greedy
-    drafter returns no logits. Then transformers compares its own sample with the draft, and samples
-    keep the target's distribution.
+    drafter returns no logits. In that case, transformers compares its own sample with the draft,
+    and samples keep the target's distribution.
 
     Args:
-        drafter: makes the proposals. One with a `draft_model` gets a suitable KV cache, also with
-            recurrent layers.
+        drafter: proposes the tokens. A drafter with a `draft_model` gets a suitable KV cache, even
+            if the model has recurrent layers.
         num_draft_tokens: K, >= 1.
         sample_strategy: argmax or sampling.
         max_length: no token is drafted at or past this length.
-        seed: row seed of the drafts' noise.
+        seed: row seed for the noise of the drafts.
         device: device of the draft model.
 
     Raises:
@@ -57,7 +57,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self._shown: Tensor | None = None  # [1, T] the prefix of the previous round
         self._seen: Tensor | None = None  # [1, T'] tokens in the draft cache
 
-    # transformers' own generators return None for logits too.
+    # transformers' own generators also return None for logits..
     def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -65,10 +65,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids: [1, T] int64, prompt and text so far.
-            **kwargs: transformers' arguments for readers of the target's outputs; ignored.
+            **kwargs: arguments of transformers with the target's outputs; ignored.
 
         Returns:
-            [1, T+K] prefix and proposal, and [1, K, V] logits for sampling; None for a point mass.
+            [1, T+K] prefix and proposal, and [1, K, V] logits for sampling, or None for a point
+            mass.
 
         Raises:
             ShapeError: there is more than one row.

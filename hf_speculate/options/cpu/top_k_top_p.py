@@ -1,14 +1,13 @@
-"""Top-k and top-p on a CPU, by the smallest remaining score of each row.
+"""Top-k and top-p on a CPU, from the smallest remaining score of each row.
 
 transformers sorts scores together with their indices. numpy sorts the scores alone in a tenth of
-the time (V = 4,096 and 32,000, 2 cores of an AMD EPYC), and the sums over sorted rows are equal,
-bit for bit: indices only matter if scores tie at the border and top-p drops some of them. Such rows
-go through transformers' own class. numpy also does the small operations, in a third of torch's
-time.
+the time (V = 4,096 and 32,000, 2 cores of an AMD EPYC), and the sums over sorted rows are bitwise
+equal. Indices only matter if scores tie at the threshold and top-p drops some of them. Such rows go
+through transformers' own class. numpy also does the small operations, in a third of torch's time.
 
-After top-k, rows are nearly empty, and top-p sorts only the remaining scores: in a half to a ninth
+After top-k, rows are nearly empty, and top-p sorts only the remaining scores, in a half to a ninth
 of the time (48 rows of V = 4,096 to 151,936, k = 50). Shorter sums are rounded differently, so rows
-sensitive to rounding go through transformers' own class too.
+that are sensitive to rounding go through transformers' own class as well.
 """
 
 from collections.abc import Callable
@@ -20,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-# Above this number of scores, torch finds the k-th largest faster, with several threads.
+# Above this number of scores, torch finds the k-th largest score faster, with several threads.
 _MANY_SCORES = 1 << 21
-# Rows are nearly empty if at most one in `_NEARLY_EMPTY` scores is above -inf. Below
-# `_FEW_SCORES` scores, the check costs more than it saves.
+# A row is nearly empty if at most one in `_NEARLY_EMPTY` scores is above -inf. Below `_FEW_SCORES`
+# scores, this check costs more than it saves.
 _NEARLY_EMPTY, _FEW_SCORES = 16, 1 << 13
 
 
@@ -31,12 +30,12 @@ class Cutoffs(NamedTuple):
     """The smallest remaining score of each row."""
 
     lowest: NDArray[np.float32]  # [N], smallest remaining score
-    is_unsure: NDArray[np.bool_] | None  # [N], whether ties or rounding matter; None for no row
-    scratch: Tensor  # [N, V] float32, memory for the result, already in the CPU's caches
+    is_unsure: NDArray[np.bool_] | None  # [N], whether ties or rounding matter; None if nowhere
+    scratch: Tensor  # [N, V] float32, memory for the result, already in the CPU's cache
 
 
 def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
-    """Return the processor's result for scores [N, V] as a new tensor, equal bit for bit.
+    """Return the processor's bitwise equal result for scores [N, V] as a new tensor.
 
     Return None if the processor must run itself.
     """
@@ -56,10 +55,11 @@ def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
 
 
 def _drop_below(scores: Tensor, lowest: Tensor, filter_value: float, out: Tensor) -> None:
-    """Write scores [N, V] to `out`; replace those below `lowest` [N, 1] by `filter_value`.
+    """Write scores [N, V] to `out`, with `filter_value` for scores below `lowest` [N, 1].
 
-    For -inf, the smaller of a score and its signed distance times infinity takes half the time of a
-    comparison and a masked fill. The product is NaN for equal scores, and fmin ignores a NaN.
+    If `filter_value` is -inf, `fmin` of a score and its signed distance times infinity takes half
+    the time of a comparison and a masked fill. The product is NaN for equal scores, and `fmin`
+    ignores NaN.
     """
     if filter_value != -torch.inf:
         out.copy_(scores).masked_fill_(scores < lowest, filter_value)

@@ -1,11 +1,11 @@
 """Attention backends on CUDA in half precision.
 
-Flash attention runs without a mask, memory-efficient attention with one. Few queries under a mask
-of our caches use our own kernel if a trial found it right and faster.
+Flash attention runs without a mask, memory-efficient attention with a mask. A few queries under a
+mask of our caches use our own kernel if a trial found it correct and faster.
 
 torch may choose cuDNN, which builds a plan for every new set of sizes and strides. The number of
-keys grows with every forward, so nearly every forward would build one: tens of milliseconds, when
-the forward itself takes a few.
+keys grows with every forward, so nearly every forward would build a plan. This takes tens of
+milliseconds, while the forward itself takes a few.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,14 +20,14 @@ _DEVICE_TYPE = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16)
 _UNIT = 8  # entries of 16 bytes, the unit of the kernels' loads
 _MAX_FLASH_WIDTH = 256
-_OLDEST = (8, 0)  # older devices have neither flash attention nor cuDNN's
+_OLDEST = (8, 0)  # older devices have neither flash attention nor cuDNN attention
 
-# By the index of a CUDA device. Filled before tracing, where devices cannot be queried.
+# Keyed by CUDA device index. Filled before tracing, since traced code cannot query devices.
 _served: dict[int, bool] = {}
 
 
 def find_devices() -> None:
-    """Find the CUDA devices with flash attention; further calls change nothing."""
+    """Find the CUDA devices that have flash attention; further calls change nothing."""
     if not _served and torch.cuda.is_available() and torch.version.hip is None:
         has_flash = torch.backends.cuda.is_flash_attention_available()
         for index in range(torch.cuda.device_count()):
@@ -41,11 +41,11 @@ def is_chosen(devices: Iterable[torch.device]) -> bool:
 
 
 def chooses_backend(query: Tensor, value: Tensor) -> bool:
-    """Return whether attention of [B, H, Q, D] and [B, H, T, D'] uses the functions below."""
+    """Return whether attention from [B, H, Q, D] to [B, H, T, D'] uses the functions below."""
     if query.dtype not in _DTYPES or not _is_served(query.device):
         return False
     if query.shape[-1] % _UNIT or value.shape[-1] % _UNIT:
-        return False  # nor does cuDNN take these
+        return False  # cuDNN does not take these either
     if torch.compiler.is_compiling():  # a trace cannot read the user's switches
         return True
     return bool(
@@ -62,11 +62,11 @@ def attend_all(
         query: [B, g*H, Q, D].
         key: [B, H, T, D].
         value: [B, H, T, D'].
-        is_causal: whether query i sees only the keys up to i; Q is then T.
+        is_causal: whether query i sees only the keys up to i; in that case, Q = T.
         scaling: factor of the scores; None for 1 / sqrt(D).
 
     Returns:
-        [B, g*H, Q, D'], in memory [B, Q, g*H, D'].
+        [B, g*H, Q, D'], with the memory layout [B, Q, g*H, D'].
     """
     outputs: Sequence[Tensor]
     if query.shape[-1] == value.shape[-1] <= _MAX_FLASH_WIDTH:
@@ -85,7 +85,7 @@ def attend_masked(
 ) -> Tensor:
     """Compute attention [B, H, Q, D'] under an `additive_mask` [B or 1, H or 1, Q or 1, T].
 
-    It is in memory [B, Q, H, D'].
+    Its memory layout is [B, Q, H, D'].
     """
     shape = (*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -96,7 +96,7 @@ def attend_masked(
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Find out in a prompt's forward how later forwards attend few queries."""
+    """Find out, in a prompt's forward, how later forwards compute attention for a few queries."""
     if query.shape[2] == key.shape[2] and key.shape == value.shape:
         groups = query.shape[1] // key.shape[1]
         convert = partial(additive_mask, groups=groups, dtype=query.dtype)
@@ -106,7 +106,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
 def serves_few(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_captured: bool
 ) -> bool:
-    """Return whether `attend_few` computes attention of few queries, from spans of columns."""
+    """Return whether `attend_few` computes attention for a few queries, from spans of columns."""
     return split_attention.serves(query, key, value, scaling, is_captured)
 
 
@@ -118,7 +118,7 @@ def spans_of(mask: Tensor, _: int) -> Tensor:
 def attend_few(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None
 ) -> Tensor:
-    """Compute attention [B, Q, g*H, D], contiguous, of [B, g*H, Q, D] to [B, H, T, D]."""
+    """Compute attention [B, Q, g*H, D], contiguous, from [B, g*H, Q, D] to [B, H, T, D]."""
     return split_attention.attend(query, key, value, spans, scaling)
 
 
@@ -127,7 +127,7 @@ def _attend_folded(
 ) -> Tensor:
     """Compute attention [B, Q, g*H, D] without our kernel, as other forwards do.
 
-    The heads of a group are folded.
+    The heads of a group are folded into the query axis.
     """
     batch_size, num_query_heads, num_query, width = query.shape
     folded = query.reshape(batch_size, key.shape[1], -1, width)  # [B, H, g*Q, D]
@@ -139,15 +139,15 @@ def _attend_folded(
 
 
 def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Convert a mask for memory-efficient attention: added to the scores, with aligned rows.
+    """Convert a mask for memory-efficient attention to an additive mask with aligned rows.
 
     Args:
         mask: [B or 1, H or 1, Q, T], bool (True: seen) or floating (added).
-        groups: g, query heads of a KV head.
+        groups: g, query heads per KV head.
         dtype: of the result.
 
     Returns:
-        [B or 1, H or 1, g*Q, T]. It is the given mask if this needs no conversion.
+        [B or 1, H or 1, g*Q, T]. This is the given mask if it needs no conversion.
     """
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
@@ -172,7 +172,7 @@ def _is_served(device: torch.device) -> bool:
 
 
 def _is_aligned(mask: Tensor) -> bool:
-    # Rows of compiled forwards are aligned, and the start of memory cannot be traced.
+    # Rows of compiled forwards are aligned, and a memory address cannot be traced.
     if torch.compiler.is_compiling():
         return True
     return mask.stride(-1) == 1 and all(

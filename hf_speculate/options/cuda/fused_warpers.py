@@ -1,4 +1,4 @@
-"""Fused logits warpers: temperature, top-k, top-p and min-p of a draft in one operation."""
+"""Fused logits warpers: a draft's temperature, top-k, top-p and min-p in one operation."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import (
 from hf_speculate.kernels import warp_logits
 from hf_speculate.processors.registry import OwnProcessor, Reads
 
-# By type, the argument of `warp_logits` for a warper; they are applied in this order.
+# The argument of `warp_logits` for each type of warper; warpers are applied in this order.
 _ARGUMENTS: dict[type, str] = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -25,7 +25,7 @@ _ARGUMENTS: dict[type, str] = {
 
 
 class FusedWarpers(LogitsProcessor, OwnProcessor):
-    """One `warp_logits` in place of up to four warpers."""
+    """One call of `warp_logits` in place of up to four warpers."""
 
     reads = Reads.NOTHING
     takes_half = True  # scores may come in half precision
@@ -43,7 +43,7 @@ class FusedWarpers(LogitsProcessor, OwnProcessor):
 def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
     """Replace each run of warpers in a draft's processors by one `FusedWarpers`.
 
-    Its rounding may differ.
+    Rounding may differ.
     """
     fused: list[Any] = []
     order = list(_ARGUMENTS.values())

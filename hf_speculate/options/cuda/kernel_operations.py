@@ -1,6 +1,6 @@
-"""Verification kernels behind one signature, and rounds for their trial.
+"""Verification kernels behind one signature, and example rounds for the kernel trial.
 
-There are ordinary rounds, and rounds with hostile rows.
+Rounds are ordinary or contain hostile rows.
 """
 
 import itertools
@@ -29,14 +29,14 @@ Operation = Callable[..., Verdict]
 
 
 def warp_of(target: Tensor, keys: NoiseKeys) -> dict[str, Tensor]:
-    """Return a temperature of 0, 0.5 or 1 by each row's seed, and cutoffs 3 below its maximum."""
+    """Return a temperature of 0, 0.5 or 1 from each row's seed, and cutoffs 3 below its maximum."""
     temperature = (keys.seeds % 3).float() / 2
     tops = target.float().amax(-1) / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(-1)
     return {"temperature": temperature, "row_cutoffs": tops - 3.0}
 
 
 def sums_of(draft: Tensor, keys: NoiseKeys, backend: str) -> Tensor:
-    """Compute log-sum-exps [B, K] of the drafts, as a drafter keeps them."""
+    """Compute log-sum-exps [B, K] of the drafts, as a drafter does."""
     sums = [
         sample(row, keys=keys, stream=Stream.DRAFT, backend=backend).logsumexp
         for row in draft.unbind(1)
@@ -54,7 +54,7 @@ def _operation(
     is_warped: bool = False,
     **settings: Any,
 ) -> Operation:
-    """Wrap `verify` as an `Operation`; dense: it reads the draft's logits."""
+    """Wrap `verify` as an `Operation`; a dense operation reads the draft's logits."""
 
     def run(
         target: Tensor,
@@ -94,7 +94,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 # Operations with a dense draft.
 DENSE = ["rejection", "rejection with draft sums", "block", "block with draft sums"]
-# Value of a hostile row -> its status.
+# Value in a hostile row -> status of the row.
 HOSTILE = {torch.nan: Status.NAN, -torch.inf: Status.ALL_MASKED, torch.inf: Status.POSITIVE_INF}
 
 
@@ -123,20 +123,20 @@ def make_round(
 
 
 def spoil(rows: Tensor, value: float) -> None:
-    """Make rows [..., V] hostile in place: wholly by -inf, else by one entry in the middle."""
+    """Make rows [..., V] hostile in place: fill them with -inf, or set one entry in the middle."""
     rows[..., slice(None) if value == -torch.inf else rows.shape[-1] // 2] = value
 
 
 class FaultyRound(NamedTuple):
     """Round with one fault in each row.
 
-    A fault is a hostile row of target or draft, or bad ids from a position on.
+    A fault is a hostile row of the target or the draft, or invalid ids from some position on.
     """
 
     target: Tensor
     ids: Tensor
     draft: Tensor
-    positions: Tensor  # [B] int64, of the fault
+    positions: Tensor  # [B] int64, positions of the faults
     flags: Tensor  # [B] int64, status of the fault
     # [B] bool, whether the target's row is hostile; any token is then right there
     is_target: Tensor

@@ -1,4 +1,4 @@
-"""Kernel trial: compares Triton kernels with their torch references before "auto" uses them."""
+"""Kernel trial: compare Triton kernels with their torch references before "auto" uses them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from hf_speculate.options.cuda.kernel_operations import (
 )
 from hf_speculate.stats import SpeculationStats
 
-# Tolerance of numbers up to 20, summed in another order.
+# Tolerance for numbers up to 20 that are summed in another order.
 TOLERANCE = 1e-4
 SAMPLE, WARP, WARPED_DRAW = "sample", "warp_logits", "warped draw"
 RULE: dict[str, Any] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 NUM_ROWS, NUM_DRAFT_TOKENS = 2, 3
-# Verifier -> operations of its calls. Rejection may take the place of block.
+# Verifier -> operations used by its calls. Rejection may replace block verification.
 _REJECTION = ("point mass", "rejection with draft sums")
 _OF_VERIFIER = {
     "greedy": ("greedy",),
@@ -48,10 +48,10 @@ def with_working_kernels(
     is_processed: bool,
     stats: SpeculationStats,
 ) -> SpeculationConfig:
-    """Return the settings, with torch in place of Triton if a kernel fails on one of the devices.
+    """Return the settings, with torch instead of Triton if a kernel fails on one of the devices.
 
-    An operation is compared at its first use on a device, in a dtype and with a vocabulary. The
-    process remembers the result.
+    An operation is compared on its first use with a device, dtype and vocabulary size. The result
+    is remembered for the rest of the process.
 
     Args:
         config: settings of a call whose `verifier_backend` is "auto".
@@ -60,7 +60,7 @@ def with_working_kernels(
         vocab_size: columns of the target's logits.
         samples: whether the call samples.
         is_processed: whether logits processors change the logits, to float32.
-        stats: gets the reason.
+        stats: records the reason.
     """
     verifiers = [config.verifier or ""]
     if config.relax_only_inside is not None:  # a lossless verifier decides elsewhere
@@ -110,7 +110,7 @@ def num_different(
     *,
     is_hostile: bool = False,
 ) -> int:
-    """Count the numbers that differ between an operation and its reference.
+    """Count the numbers that differ between the results of an operation and its reference.
 
     Args:
         name: key of `OPERATIONS`, or one of the three names above.
@@ -118,8 +118,8 @@ def num_different(
         dtype: of the logits.
         vocab_size: V.
         num_draft_tokens: K.
-        is_hostile: whether rows hold NaN, infinities and ids outside of the vocabulary. For keys of
-            `OPERATIONS` alone.
+        is_hostile: whether rows hold NaN, infinities and ids outside the vocabulary; only for keys
+            of `OPERATIONS`.
     """
     sizes = {"num_draft_tokens": num_draft_tokens, "vocab_size": vocab_size}
     faulty = make_faulty_round(name, 1, **sizes) if is_hostile else None
@@ -180,7 +180,7 @@ def num_unequal(result: Tensor, reference: Tensor) -> int:
 def _forgive_any_token(
     faulty: FaultyRound, kernel: list[Tensor], reference: list[Tensor], vocab_size: int
 ) -> None:
-    """Accept any token of the vocabulary from a hostile row of the target."""
+    """Accept any token of the vocabulary for a hostile row of the target."""
     (token_ids, *_), (expected, num_accepted, *_) = (
         kernel,
         reference,

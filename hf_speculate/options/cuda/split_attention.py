@@ -1,7 +1,7 @@
-"""Split attention: our own kernel for few queries, if a trial finds it right and faster.
+"""Split attention: our own kernel for a few queries, if a trial finds it correct and faster.
 
-The trial runs once for each device, dtype, group and width of the heads, in the forward of a
-prompt: no graph is being captured there. It compares the kernel with memory-efficient attention,
+The trial runs once per device, dtype, group size and head width. It runs in the forward of a
+prompt, since no graph is captured there. It compares the kernel with memory-efficient attention,
 and times both in turn.
 """
 
@@ -21,39 +21,40 @@ from hf_speculate.kernels.backends import is_interpreting, operations, runs_kern
 
 _LOGGER = logging.getLogger("hf_speculate")
 
-# Tolerances of outputs between -3 and 3. Both round their weights and results, a few steps apart.
+# Tolerances for outputs between -3 and 3. Both round their weights and results, so they differ by a
+# few rounding steps.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 # With groups of 1 to 16 heads, these lengths use all tiles of the kernel.
 QUERY_LENS = (1, 2, 4, 6, 12, MAX_QUERY)
 TIMED_QUERY_LEN = 6
-# With this number of keys memory-efficient attention takes 0.3 ms on an H200: longer than the host
+# With this number of keys, memory-efficient attention takes 0.3 ms on an H200, longer than the host
 # takes to launch two kernels.
 BATCH_SIZE, NUM_KEYS = 2, 4096
 NUM_TIMED, NUM_CALLS = 3, 10  # timings of each implementation, and calls in one timing
-_MULTIPLIERS = 739982445, 695872825  # multipliers of a hash; products wrap
+_MULTIPLIERS = 739982445, 695872825  # multipliers of a hash; products wrap around
 
-# Smallest number of keys for eager forwards with the kernel. With fewer keys they wait for the
-# host, and here it launches two kernels in place of one. An estimate, not measured yet: an eager
-# forward of 8 billion parameters takes an H100's host 22 ms, and memory-efficient attention 0.08 us
-# a key and layer.
+# Smallest number of keys for eager forwards with the kernel. With fewer keys, forwards wait for the
+# host, and the kernel launches twice per layer instead of once. This is an estimate, not yet
+# measured: an eager forward of 8 billion parameters takes 22 ms on an H100's host, and
+# memory-efficient attention takes 0.08 us per key and layer.
 MIN_EAGER_KEYS = 4096
 
 
 class Contender(NamedTuple):
     """An implementation of attention in a trial."""
 
-    # a mask [B, 1, Q, T] with the entries 0 and -inf, once for all layers
+    # converts a mask [B, 1, Q, T] with entries 0 and -inf, once for all layers
     convert: Callable[[Tensor], Tensor]
-    # [B, Q, g*H, D]; its mask is the converted one
+    # computes [B, Q, g*H, D] with the converted mask
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 class Build(NamedTuple):
-    """Kernels of one kind of layer on one device."""
+    """Kernels for one kind of layer on one device."""
 
     device: torch.device
     dtype: torch.dtype
-    groups: int  # query heads of a KV head
+    groups: int  # query heads per KV head
     num_heads: int  # KV heads
     width: int  # D
 
@@ -98,7 +99,7 @@ def serves(
 def key_spans(mask: Tensor) -> Tensor:
     """Return the columns seen by each query, [B or 1, Q, 2] int32.
 
-    The mask [B or 1, 1, Q, T] shows spans of columns.
+    The mask [B or 1, 1, Q, T] consists of spans of columns.
     """
     spans: Tensor = _kernels(mask.device).key_spans(mask if mask.stride(0) else mask[:1])
     return spans
@@ -107,15 +108,15 @@ def key_spans(mask: Tensor) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None
 ) -> Tensor:
-    """Compute attention [B, Q, g*H, D], contiguous, to the columns `spans`."""
+    """Compute attention [B, Q, g*H, D], contiguous, to the columns in `spans`."""
     output: Tensor = _kernels(query.device).attend(Attention(query, key, value, spans, scaling))
     return output
 
 
 def run_trial(query: Tensor, key: Tensor, efficient: Contender) -> None:
-    """Decide whether layers of this kind use the kernel, by a comparison with `efficient`.
+    """Decide, by comparison with `efficient`, whether layers of this kind use the kernel.
 
-    It is decided once in a process.
+    The decision is made once per process.
     """
     build = build_of(query, key)
     if build in verdicts:
@@ -134,14 +135,14 @@ def _reason(build: Build, efficient: Contender) -> str:
     try:
         with torch.no_grad():
             return examine(build, Contender(key_spans, attend), efficient, time.perf_counter)
-    except Exception as error:  # noqa: BLE001, no call may end by a trial
+    except Exception as error:  # noqa: BLE001, a trial must not fail a call
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def examine(build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]) -> str:
-    """Return how `ours` is wrong or not faster than `efficient` attention; else empty.
+    """Return why `ours` is wrong or not faster than `efficient`; empty if it passes.
 
-    `clock` gives seconds.
+    `clock` returns seconds.
     """
     for num_query in QUERY_LENS:
         gap = _gap(build, num_query, ours, efficient)
@@ -158,9 +159,9 @@ def examine(build: Build, ours: Contender, efficient: Contender, clock: Callable
 
 
 def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) -> float:
-    """Return the largest difference of the two results.
+    """Return the largest difference between the two results.
 
-    One of them gets NaN in the columns outside of every query's span.
+    `ours` reads NaN in the columns outside every query's span.
     """
     query, key, value, mask = _inputs(build, num_query)
     expected = efficient.attend(query, key, value, efficient.convert(mask), None)
@@ -173,7 +174,7 @@ def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) ->
 def _seconds(
     build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Return the median seconds of a call of each, timed in turn."""
+    """Return the median seconds per call of each implementation, timed in turn."""
     query, key, value, mask = _inputs(build, TIMED_QUERY_LEN)
     contenders = [(contender, contender.convert(mask)) for contender in (ours, efficient)]
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -195,10 +196,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Make query, key, value and mask of a trial.
+    """Make the query, key, value and mask of a trial.
 
-    Rows differ in length and padding, over the first columns of buffers. No generator is used: a
-    user's generator must keep its state.
+    Rows differ in length and padding, and use the first columns of buffers. No generator is used,
+    since the state of the user's generator must not change.
     """
 
     def states(num_heads: int, num_tokens: int, seed: int) -> Tensor:
@@ -226,4 +227,4 @@ def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 @cache
 def _kernels(device: torch.device) -> Any:
-    return operations("auto", device)  # looks for Triton anew at every call
+    return operations("auto", device)  # looks for Triton again in every call

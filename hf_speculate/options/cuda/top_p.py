@@ -1,4 +1,4 @@
-"""Top-p on a GPU, without those operators of transformers' class that change nothing."""
+"""Top-p on a GPU, without the operators of transformers' class that have no effect."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ _MIN_TOP_P = 0.1
 
 
 def apply_cutoff(processor: TopPLogitsWarper, scores: Tensor) -> Tensor | None:
-    """Return the processor's result for scores [N, V], bitwise equal, as a new tensor.
+    """Return the processor's bitwise equal result for scores [N, V] as a new tensor.
 
-    None if the processor has to run itself. With one token to keep, the most likely one is kept by
-    its sum: about 1, which is more than 1 - `top_p`.
+    Return None if the processor must run itself. If `min_tokens_to_keep` is 1, the likeliest token
+    needs no special case, since its sum is about 1 and so above 1 - `top_p`.
     """
     if processor.min_tokens_to_keep != 1 or processor.top_p < _MIN_TOP_P:
         return None

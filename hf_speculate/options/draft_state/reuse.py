@@ -19,16 +19,16 @@ from hf_speculate.types import KVState
 class DraftCacheReuse:
     """The draft cache reuse of one call.
 
-    It fills the draft cache from a `DraftState`, and the state at the end of the call. Finished
-    rows stay in the batch.
+    It fills the draft cache from a `DraftState`, and updates the state at the end of the call.
+    Finished rows stay in the batch.
     """
 
     def __init__(
         self, state: DraftState, key: DraftCacheKey, kv_cache: KVCache, num_pads: Sequence[int]
     ):
         self._state, self._key, self._kv_cache = state, key, kv_cache
-        self._num_pads = num_pads  # [B] padding tokens before each prompt
-        # [B] tokens of each row known to be in the draft cache
+        self._num_pads = num_pads  # [B] number of padding tokens before each prompt
+        # [B] number of tokens of each row known to be in the draft cache
         self._num_valid = [0] * len(num_pads)
 
     def recall(self, batch: Batch) -> int:
@@ -46,13 +46,13 @@ class DraftCacheReuse:
             for num_pads, *pair in zip(pads, saved.token_ids, texts, strict=True)
         )
         if num_columns <= min(pads):
-            return 0  # every row would be padding alone
+            return 0  # every row would hold only padding
         self._kv_cache.update([_left_padded(state, pads, num_columns) for state in saved.kv_states])
         self._num_valid = [max(num_columns - num_pads, 0) for num_pads in pads]
         return num_columns
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Record the cached part of the `certain` [B] columns; finished rows keep their count.
+        """Record how many of the `certain` [B] columns are cached; finished rows keep their count.
 
         A finished row is fed tokens of other rows.
         """
@@ -62,7 +62,7 @@ class DraftCacheReuse:
         self._num_valid = [min(count, length) for count, length in zip(valid, lens, strict=True)]
 
     def remember(self, batch: Batch) -> None:
-        """Store the rows' KV states in the `DraftState`, if the cache still has all of them."""
+        """Store the rows' KV states in the `DraftState` if the cache still has all of them."""
         counts = self._num_valid
         states = self._kv_cache.first_tokens(counts) if any(counts) else None
         if states is not None:
@@ -77,9 +77,10 @@ class DraftCacheReuse:
 def make_draft_cache_reuse(
     plan: Plan, draft: PreTrainedModel, kv_cache: KVCache
 ) -> DraftCacheReuse | None:
-    """Make the reuse of a call.
+    """Make the draft cache reuse of a call.
 
-    Return None without a `DraftState`, with draft inputs besides tokens, or for masks with holes.
+    Return None if there is no `DraftState`, if the draft model has inputs besides tokens, or if
+    masks have holes.
     """
     call, vocabulary = plan.call, plan.source.vocabulary
     state, mask = plan.config.draft_state, call.prompts.text_mask

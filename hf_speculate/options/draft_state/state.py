@@ -12,25 +12,23 @@ from hf_speculate.types import KVState
 class DraftCacheKey(NamedTuple):
     """The key of a saved draft cache.
 
-    Cached states depend on it besides tokens. A draft model with an equal key can use them.
+    It holds everything besides tokens that cached states depend on. A draft model with an equal key
+    can use the states.
     """
 
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
     dtype: torch.dtype
     adapters: tuple[Any, ...]  # per PEFT layer: active adapters, whether disabled, merged adapters
-    table: object  # maps target ids to draft ids; None for equal ids
+    table: object  # maps target ids to draft ids; None if ids are equal
 
 
 class SavedDraftCache(NamedTuple):
-    """A draft model's saved KV states.
-
-    They are saved at the end of a call.
-    """
+    """A draft model's KV states, saved at the end of a call."""
 
     key: DraftCacheKey
     token_ids: list[list[int]]  # [B] the tokens of each row, without padding
-    # one per layer, [B, H, N, D] from each row's first token on; N is the longest row
+    # one per layer, [B, H, N, D] from each row's first token on; N is the length of the longest row
     kv_states: list[KVState]
 
 

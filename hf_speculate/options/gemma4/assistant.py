@@ -7,11 +7,11 @@ norm at the last of them, and t the newest token:
     logits = lm_head(z),    h' = post_projection(z)
 
 E is the target's scaled embedding table. The layers compute no keys and values. Each attends to the
-n tokens in the target's last layer of the same type with stored states. For the next step, the
-drafted token replaces t and h' replaces h. The query stays at one position, and sees drafted tokens
-through h alone.
+n tokens in the target's last layer of the same type that stores its states. For the next step, the
+drafted token replaces t and h' replaces h. The query stays at one position, and drafted tokens
+reach it only through h.
 
-With ordered embeddings, each row scores only the tokens of the m centroids with the largest
+With ordered embeddings, each row scores only the tokens of the m centroids with the largest inner
 products with z.
 """
 
@@ -38,17 +38,17 @@ _SLIDING = "sliding_attention"
 class Context(NamedTuple):
     """The target's states for one round's queries."""
 
-    # by type of layer, keys and values [B, H, T, D] of the target
+    # keys and values [B, H, T, D] of the target, by layer type
     states: dict[str, tuple[Tensor, Tensor]]
-    # by type of layer, [B or 1, 1, 1, T] additive; None for all columns
+    # additive masks [B or 1, 1, 1, T] by layer type; None if all columns are visible
     masks: dict[str, Tensor | None]
-    positions: Tensor  # [B or 1, 1] int64, of the queries
+    positions: Tensor  # [B or 1, 1] int64, positions of the queries
 
 
 class Gemma4Assistant:
     """A Gemma 4 assistant for its target.
 
-    `assistant_model` takes it, or the model itself.
+    Pass this object or the model itself as `assistant_model`.
 
     Args:
         model: transformers' assistant, in the target's dtype and on its device.
@@ -57,7 +57,7 @@ class Gemma4Assistant:
 
     Raises:
         ConfigError: the position is another number.
-        UnsupportedModelError: the attention implementation takes no mask for each row.
+        UnsupportedModelError: the attention implementation takes no mask per row.
     """
 
     draft_source = "gemma4_assistant"  # name of its kind of draft source
@@ -97,7 +97,7 @@ class Gemma4Assistant:
     def num_step_bytes(self) -> int:
         """Size in bytes of the weights read by one step.
 
-        Ordered embeddings count by the share of centroids read.
+        For ordered embeddings, only the share of centroids that a step reads counts.
         """
         model, embedder = self.model, self.model.masked_embedding
         tables = {
@@ -116,9 +116,9 @@ class Gemma4Assistant:
         return others + int(sum(map(weight_bytes, model.lm_head.parameters())) * share)
 
     def sources(self, target: PreTrainedModel) -> dict[str, int]:
-        """Return the target's last layer with stored states, by layer type.
+        """Return the index of the target's last layer that stores its states, by layer type.
 
-        Only the assistant's layer types are listed, if the target has them.
+        Only layer types of both the assistant and the target are listed.
         """
         text = target.config.get_text_config(decoder=True)
         storing = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]
@@ -126,7 +126,7 @@ class Gemma4Assistant:
         return {layer_type: last[layer_type] for layer_type in self.windows if layer_type in last}
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Raise `UnsupportedModelError` if it cannot draft for a target."""
+        """Raise `UnsupportedModelError` if the assistant cannot draft for a target."""
         text = target.config.get_text_config(decoder=True)
         problems = [f"it reads states of Gemma 4, and the target is of type {text.model_type}"]
         if text.model_type in _TARGET_TYPES:
@@ -198,9 +198,9 @@ class Gemma4Assistant:
 
         Args:
             embeddings: [B, D], the target's embeddings of the token.
-            states: [B, D], of the token before: the target's after the final norm, or the last
-                step's.
-            context: of the round.
+            states: [B, D], of the token before: the target's after the final norm, or those
+                returned by the previous step.
+            context: the target's states for the round.
         """
         model = self.model
         output = model.model(
@@ -234,5 +234,5 @@ class Gemma4Assistant:
 
 
 def _key_shape(attention: Any, config: Any) -> Sequence[int]:
-    """Return heads and width of the keys read by an attention layer."""
+    """Return the number of heads and the width of the keys that an attention layer reads."""
     return config.num_attention_heads // attention.num_key_value_groups, attention.head_dim

@@ -1,4 +1,4 @@
-"""The drafter over a Gemma 4 assistant: one token per step, from the target's KV cache."""
+"""The drafter for a Gemma 4 assistant: one token per step, from the target's KV cache."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from hf_speculate.types import DraftOut
 class Gemma4Drafter(PerRow, Drafter):
     """A `Drafter` without states of its own.
 
-    Each round reads the target's states after the last rollback.
+    Each round reads the states in the target's KV cache after the last rollback.
     """
 
     hidden_layers = (-1,)

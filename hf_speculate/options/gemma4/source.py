@@ -1,4 +1,4 @@
-"""The source of Gemma 4 assistants: transformers' model, or a `Gemma4Assistant` around it."""
+"""The draft source for Gemma 4 assistants: transformers' model, or a `Gemma4Assistant`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,12 +15,12 @@ from hf_speculate.options.gemma4.assistant import Gemma4Assistant
 from hf_speculate.options.gemma4.drafter import Gemma4Drafter
 from hf_speculate.stats import SpeculationStats
 
-# Rates of first tokens; vLLM reports 0.84 for the assistant of 26B-A4B.
+# Acceptance rates of first draft tokens; vLLM reports 0.84 for the assistant of 26B-A4B.
 FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 
 
 class Gemma4Source(FactorySource):
-    """The draft source of a Gemma 4 assistant."""
+    """The draft source for a Gemma 4 assistant."""
 
     argument = "assistant_model"
     hint = hint_of(argument)
@@ -74,7 +74,7 @@ class Gemma4Source(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> Gemma4Source:
-    """Make the source of the assistant in `assistant_model`."""
+    """Make the draft source for the assistant in `assistant_model`."""
     assistant = values["assistant_model"]
     return Gemma4Source(
         assistant if isinstance(assistant, Gemma4Assistant) else Gemma4Assistant(assistant)

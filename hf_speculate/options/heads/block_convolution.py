@@ -1,13 +1,13 @@
 """Causal convolutions within a block, before and after each sublayer of a DFlash 2 head.
 
-With T taps, G groups of g = H / G channels, and the normed input x [B, b, H] of the sublayer, side
-0 acts on the sublayer's input and side 1 on its output:
+Let T be the number of taps, G the number of groups of g = H / G channels, and x [B, b, H] the
+normed input of the sublayer. Side 0 acts on the sublayer's input and side 1 on its output:
 
     D = kernel_projection(x)                                               [B, b, 2, T, G]
     conv(y)[j, c] = sum over tau = 0..min(T - 1, j) of
                     (base[side, tau, c] + D[j, side, tau, c // g]) * y[j - tau, c]
 
-Slot j reads slots of its own row's block alone, never the context.
+Slot j only reads slots of its own row's block, never the context.
 """
 
 import torch
@@ -35,7 +35,7 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(width, _NUM_SIDES * num_taps * num_groups, bias=False)
 
     def kernels(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return kernels [B, b, T, H] of both sides for the sublayer's normed input [B, b, H]."""
+        """Return both sides' kernels [B, b, T, H] for the sublayer's normed input [B, b, H]."""
         # [B, b, 2, T, G]
         by_group = self.kernel_projection(normed).unflatten(-1, self._kernel_shape)
         before, after = (
@@ -53,10 +53,7 @@ def convolved(states: Tensor, kernel: Tensor) -> Tensor:
 
 
 class ConvolvedLayer(DecoderLayer):
-    """A decoder layer with convolutions.
-
-    They stand before and after attention and MLP.
-    """
+    """A decoder layer with convolutions before and after attention and MLP."""
 
     def __init__(self, config: Qwen3Config, has_norms: bool, num_taps: int, group_size: int):
         super().__init__(config, has_norms)

@@ -1,14 +1,14 @@
-"""Drafts a chain of tokens with a network of (token, state) pairs: EAGLE-3 and MTP layers.
+"""Draft a chain of tokens with a network of (token, state) pairs: EAGLE-3 and MTP layers.
 
-A pair joins token t_{i+1} with the state of token t_i. It stands at position i and predicts
-t_{i+2}. The first token of a draft comes from true pairs with the target's states. Each later token
-comes from the pair of the last drafted token and the network's output at the pair before. Such
-pairs are dropped at the end of the round.
+A pair joins token t_{i+1} with the state of token t_i. It has position i and predicts t_{i+2}. The
+first token of a draft comes from true pairs with the target's states. Each later token comes from
+the pair of the last drafted token and the network's output at the previous pair. Such pairs are
+dropped at the end of the round.
 
 A checkpoint with several MTP layers gives a network with several depths. Depth d reads the output
-of depth d - 1 at the pair before: its pair at position p joins t_{p+1} with a state of depth d - 1
-at p - 1. It has no pair at positions below d. Draft step k runs depth (k - 1) mod n. On its first
-turn, a depth catches up on the tokens drafted before.
+of depth d - 1 at the previous pair: its pair at position p joins t_{p+1} with the state of depth d
+- 1 at p - 1. Depth d has no pair at positions below d. Draft step k runs depth (k - 1) mod n. On
+its first turn, a depth catches up on the tokens drafted earlier.
 """
 
 from abc import abstractmethod
@@ -30,23 +30,23 @@ from hf_speculate.options.heads.row_axes import RowAxes
 from hf_speculate.options.heads.row_cache import CacheView
 from hf_speculate.types import Kept, NoiseKeys
 
-_MAX_UNROLLED_STEPS = 16  # longer drafts compile slowly and run step by step
+_MAX_UNROLLED_STEPS = 16  # longer drafts would compile slowly, so they run step by step
 
 
 class Pairs(NamedTuple):
     """Pairs of tokens and states for one forward.
 
-    All go through one depth of a network.
+    All pairs go through one depth of a network.
     """
 
     token_ids: Tensor  # [B, N] int64
-    states: Tensor  # [B, N, H], the target's after `project`, or earlier outputs
+    states: Tensor  # [B, N, H], the target's states after `project`, or earlier outputs
     positions: Tensor  # [B or 1, N] int64, or [3, B, N] in time, height and width
     view: CacheView
     merged: MergedEmbeddings | None = None
 
     def embedded(self, embeddings: Tensor) -> Tensor:
-        """Merge pictures and sounds into token embeddings [B, N, Ht], if the network reads them."""
+        """Merge images and audio into token embeddings [B, N, Ht] if the network reads them."""
         return embeddings if self.merged is None else self.merged.merge(embeddings)
 
 
@@ -56,7 +56,7 @@ class ChainNetwork(HeadNetwork):
     A `ChainDrafter` drafts a chain of tokens with it.
     """
 
-    num_depths: int = 1  # layers run in turn, each with its own pairs and caches
+    num_depths: int = 1  # number of layers run in turn, each with its own pairs and caches
     is_traceable: bool = True  # whether its forwards can be compiled
     reads_axes: bool = False  # whether positions have three axes: time, height and width
 
@@ -68,17 +68,17 @@ class ChainNetwork(HeadNetwork):
         """
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Return logits [B, Vd] of outputs [B, H], and the states [B, H] for the next pairs."""
+        """Return logits [B, Vd] for outputs [B, H], and the states [B, H] for the next pairs."""
         return self.logits(outputs, parts), outputs
 
 
 class ChainInputs(NamedTuple):
-    """The inputs of a compiled chain."""
+    """The inputs to a compiled chain."""
 
     outputs: Tensor  # [B, H] at each row's last true pair
-    ends: Tensor  # [B] int64, first position of each row without a true pair
-    offsets: Tensor | None  # [B, 3] int64, positions by axis minus `ends`; None for one axis
-    seen: Tensor  # [W] int64, columns 0..W-1 for attention
+    ends: Tensor  # [B] int64, each row's first position without a true pair
+    offsets: Tensor | None  # [B, 3] int64, positions minus `ends`, per axis; None for one axis
+    seen: Tensor  # [W] int64, columns 0..W-1 to attend to
     buffers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, updated in place
 
 
@@ -92,7 +92,7 @@ def chain_steps(
 ) -> Chosen:
     """Draft tokens one after another with a network of one depth.
 
-    Without noise `keys`, the argmax is taken.
+    Take the argmax if there are no noise `keys`.
     """
     vocabulary, width = parts.vocabulary, inputs.seen.shape[0]
     row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
@@ -122,7 +122,7 @@ def chain_steps(
 class ChainDrafter(HeadDrafter[ChainNetwork]):
     """A drafter of one token per forward.
 
-    It runs a `ChainNetwork`, compiled if the call requests it.
+    It runs a `ChainNetwork`, compiled if the call requests compilation.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = (*HeadDrafter.PARTS, "_axes")
@@ -137,7 +137,8 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         self._compilation: Compilation | None = None
         self._compiled_lens: tuple[int, ...] = ()
         request = setup.compilation
-        # With an eager target, rows leave the batch, and each batch size would be compiled.
+        # With an eager target, rows leave the batch, and each batch size would be compiled
+        # separately.
         is_target_eager = shape_of(setup.target.config).num_layers in spec.hidden_layers
         if (
             request is not None
@@ -165,7 +166,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
         logits, feedback = self.network.read(outputs[0][0], self.parts)
         drafted = [draft.choose(logits)]  # each [B]
-        num_written = [0] * num_depths  # columns written by each depth behind the rows' ends
+        num_written = [0] * num_depths  # columns written by each depth past the rows' ends
         for step in range(1, num_draft_tokens):
             if draft.are_enough():
                 break
@@ -202,7 +203,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         outputs, buffers = self.newest_outputs[0].contiguous(), tuple(self.cache.buffers.values())
         offsets = None if self._axes is None else self._axes.offsets
         inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), offsets, seen, buffers)
-        # chains do not end rows
+        # chains do not finish rows
         settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")
         axes = "" if offsets is None else ", axes"
         name = f"chain of {num_steps}, {'greedy' if keys is None else settings}{axes}"
@@ -221,9 +222,9 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         return new if self._media is None else self._media.read(new)
 
     def _positions(self, numbers: Tensor) -> Tensor:
-        """Return the positions of tokens numbered [B or 1, N] in each row.
+        """Return the positions of the tokens with `numbers` [B or 1, N] in each row.
 
-        With three axes, the result is [3, B, N]; otherwise the numbers themselves.
+        With three axes, the result is [3, B, N]; with one axis, it is the numbers themselves.
         """
         return numbers if self._axes is None else self._axes.at(numbers)
 

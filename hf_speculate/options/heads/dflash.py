@@ -1,8 +1,8 @@
-"""DFlash and DSpark heads: a block of mask tokens attends to projected target states.
+"""DFlash and DSpark heads, in which a block of mask tokens attends to projected target states.
 
 Context states are written to the keys and values of every layer at the positions of their tokens,
-without the layer's norm. The block holds the newest token, without a state as yet, and mask tokens
-after it. Its slots see the whole context and, in non-causal layers, each other.
+without the layer's norm. The block consists of the newest token, which has no state yet, and mask
+tokens after it. Its slots see the whole context and, in non-causal layers, each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,22 +34,22 @@ class DFlashOptions:
     """Options of a DFlash or DSpark network."""
 
     layers: Qwen3Config
-    block_size: int  # b, tokens of a block, with the newest one
-    mask_token_id: int  # id of the other tokens of a block
-    num_states: int  # A, target states concatenated for each token
-    is_causal: tuple[bool, ...]  # by layer, whether block tokens hide later ones
-    samples_from_anchor: bool = False  # whether a slot predicts the next token, not its own
-    embedding_scale: float | None = None  # factor on unscaled embeddings; None for the target's
+    block_size: int  # b, number of tokens in a block, including the newest token
+    mask_token_id: int  # id of the other tokens in a block
+    num_states: int  # A, number of target states concatenated for each token
+    is_causal: tuple[bool, ...]  # by layer, whether later block tokens are hidden
+    samples_from_anchor: bool = False  # whether a slot predicts the next token instead of its own
+    embedding_scale: float | None = None  # factor on embeddings; None for the target's factor
     logit_scale: float = 1.0  # factor on the logits
-    softcapping: float | None = None  # bound of the logits by a tanh; None if unbounded
+    softcapping: float | None = None  # bound on the logits, applied with tanh; None if unbounded
     markov_head: str | None = None  # DSpark: "vanilla", "gated" or "rnn"; None for DFlash
-    markov_reaches_confidence: bool = False  # whether the confidence head reads previous embeddings
+    markov_reaches_confidence: bool = False  # whether the confidence head reads Markov embeddings
 
 
 class DFlashNetwork(FusingNetwork):
     """The network of a DFlash or DSpark head.
 
-    Names of the checkpoint's weights decide about optional modules.
+    The names of the checkpoint's weights determine which optional modules exist.
     """
 
     layers: Any  # an `nn.ModuleList` of `DecoderLayer`
@@ -69,7 +69,7 @@ class DFlashNetwork(FusingNetwork):
         )
         markov = self.options.markov_head
         self.markov_head = None if markov is None else MarkovHead(markov, width, shapes)
-        # The sigmoid estimates the probability of acceptance of a slot's token.
+        # The sigmoid estimates the acceptance probability of a slot's token.
         confidence = (
             nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
         )
@@ -93,7 +93,7 @@ class DFlashNetwork(FusingNetwork):
             view.write(index, *layer.self_attn.keys_values(context, rotation))
 
     def fill(self, newest_ids: Tensor, view: CacheView, parts: TargetParts) -> Tensor:
-        """Return the states [B, b, H] of a block behind the context, after the final norm.
+        """Return the states [B, b, H] of a block after the context, with the final norm applied.
 
         The block begins with the newest ids [B] int64.
         """
@@ -122,7 +122,7 @@ class DFlashNetwork(FusingNetwork):
 
 
 class MarkovHead(nn.Module):
-    """A logits bias by the previous token.
+    """A bias on the logits that depends on the previous token.
 
     With e = w1[previous token] and h the slot's state, the bias is w2 of e ("vanilla"), of e gated
     by sigmoid(gate(h, e)) ("gated"), or of tanh(output) of a recurrent unit over the block's slots
@@ -147,7 +147,7 @@ class MarkovHead(nn.Module):
         Args:
             embeddings: [B, r], of the previous tokens.
             states: [B, H], of the slot.
-            memory: [B, r], of the slot before; None in the first slot, and for variants without a
+            memory: [B, r], of the previous slot; None in the first slot, and for variants without a
                 recurrent unit.
         """
         if self.gate_proj is not None:
@@ -166,8 +166,8 @@ class MarkovHead(nn.Module):
 class BlockDrafter(HeadDrafter[DFlashNetwork]):
     """A drafter of one block per round.
 
-    A draft shorter than the block is its beginning. With a confidence head, a row's draft ends
-    before the product of its estimates falls below the call's threshold.
+    A draft shorter than the block consists of the block's first tokens. With a confidence head, a
+    row's draft ends before the product of its estimates falls below the call's threshold.
     """
 
     def __init__(self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup):
@@ -194,10 +194,10 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
     def choose(
         self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft
     ) -> Tensor | None:
-        """Choose K tokens after the `previous` one [B], by states [B, K, H] and logits [B, K, Vd].
+        """Choose K tokens after `previous` [B] from states [B, K, H] and logits [B, K, Vd].
 
         Returns:
-            Draft length of each row [B] int32; None for K in every row.
+            The draft length of each row, [B] int32; None if every row has K tokens.
         """
         network, memory = self.network, None
         if network.markov_head is None and not self._threshold:
@@ -234,7 +234,7 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
             "mask_token_id must be set for a DFlash head, got none; add it to config.json of "
             f"{source.name}"
         )
-    # z-lab's network as a transformers class
+    # z-lab's network, ported to a transformers class
     is_muse = config.get("model_type") == "muse_glimmer_assistant"
     layer_fields = source.layer_fields | _windows(source.layer_fields, fields, is_muse)
     layers = read_layer_config(layer_fields, 5e5 if is_muse else _DEFAULT_THETA[head.format])
@@ -291,7 +291,7 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
 def _layer_ids(
     fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int
 ) -> tuple[int, ...]:
-    """Return ids of target states, counted as inputs of layers.
+    """Return the ids of the target states, counted as inputs of layers.
 
     z-lab's configs name layers by their outputs, speculators' by their inputs.
     """
@@ -304,7 +304,7 @@ def _layer_ids(
             )
         return tuple(int(layer) for layer in layer_ids)
     layer_ids = fields.get("target_layer_ids")
-    if layer_ids is None:  # evenly spaced from the second to the third last layer
+    if layer_ids is None:  # evenly spaced from the second to the third-last layer
         span, steps = num_target_layers - 4, max(num_layers - 1, 1)
         layer_ids = [round(1 + index * span / steps) for index in range(num_layers)]
     return tuple(int(layer) + 1 for layer in layer_ids)
@@ -327,9 +327,10 @@ def _windows(layer_fields: dict[str, Any], fields: dict[str, Any], is_muse: bool
 
 
 def _causal_layers(fields: dict[str, Any], layers: Qwen3Config, is_muse: bool) -> tuple[bool, ...]:
-    """Return for each layer whether its tokens are causal.
+    """Return, for each layer, whether it is causal.
 
-    One value in the config holds for all layers. Without it, only windowed layers are causal.
+    A single value in the config applies to all layers. If the config has none, only windowed layers
+    are causal.
     """
     windows = windows_of(layers)
     for is_causal in (fields.get("is_causal"), fields.get("causal")):

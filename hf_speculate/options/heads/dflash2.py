@@ -1,14 +1,14 @@
 """DFlash 2 heads: a DFlash block with convolutions and left-to-right candidate selection.
 
-With the logits u_j of slot j, its state z_j, the ids C_j of its k largest logits, and the token p
-before it, the score of a candidate c is
+Let u_j be the logits of slot j, z_j its state, C_j the ids of its k largest logits, and p the token
+before it. The score of a candidate c is
 
     s_j[c] = u_j[c] + sum over rho of P[p, rho] * (W z_j)[rho] * S[c, rho]
     for c in C_j, -inf elsewhere
 
-The draft is the argmax of s_j, or a sample of its softmax, the distribution recorded for the
-verifier. It depends on earlier drafted tokens alone, so drafts are exact samples of the recorded
-distribution.
+The drafted token is the argmax of s_j, or a sample from its softmax, which is the distribution
+recorded for the verifier. The distribution depends only on earlier drafted tokens, so drafts are
+exact samples from the recorded distribution.
 """
 
 import math
@@ -43,7 +43,7 @@ _DEFAULTS = {
     "selector_top_k": 16,
 }
 _LAYER_IDS = {"z-lab": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
-# fields of the target, not of the head
+# fields that describe the target, not the head
 _PARTIAL_ROTARY = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -52,14 +52,14 @@ class DFlash2Options(DFlashOptions):
     """Options of a DFlash 2 network."""
 
     num_taps: int  # T, slots per convolution
-    group_size: int  # g, channels with a common kernel term
+    group_size: int  # g, number of channels that share a kernel term
     selector_rank: int  # r
     num_candidates: int  # k
     vocab_size: int  # V of the head
 
 
 class CandidateSelector(nn.Module):
-    """Candidate scores by the previous token."""
+    """Candidate scores that depend on the previous token."""
 
     def __init__(self, width: int, options: DFlash2Options):
         super().__init__()
@@ -69,7 +69,7 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(num_ids, rank, device="meta"))
 
     def forward(self, previous: Tensor, features: Tensor, candidate_ids: Tensor) -> Tensor:
-        """Return scores [B, k] of candidates.
+        """Return the scores [B, k] of candidates.
 
         Args:
             previous: [B] int64, the token before the slot.
@@ -100,7 +100,7 @@ class DFlash2Network(DFlashNetwork):
 class SelectingDrafter(BlockDrafter):
     """A block drafter with candidate selection.
 
-    It chooses among the best tokens of each slot, from left to right.
+    It chooses among the most likely tokens of each slot, from left to right.
     """
 
     network: DFlash2Network
@@ -170,7 +170,7 @@ def _size(fields: Mapping[str, Any], name: str, max_value: float) -> int:
 
 
 def _as_dflash(source: ConfigSource, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the defaults of DFlash 2, in the fields of a DFlash head."""
+    """Return the config with DFlash 2's defaults filled in, in the fields of a DFlash head."""
     config, block_size = source.config, fields.get("block_size")
     layer_ids = _LAYER_IDS[source.recognised.format]
     if source.hidden_layers is None and not fields.get(layer_ids):

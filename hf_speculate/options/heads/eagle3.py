@@ -27,11 +27,11 @@ class Eagle3Options:
     """Options of an EAGLE-3 or P-EAGLE network."""
 
     layers: Qwen3Config
-    num_states: int = 3  # A, target states concatenated for each token
-    reads_aux: bool = True  # whether `fc` fuses states of inner layers; else the last state is read
-    norm_before_residual: bool = False  # whether the residual stream starts normalised
-    norm_before_fc: bool = False  # whether `fc` reads states normalised together
-    fc_norm: bool = False  # whether `fc` reads states normalised one by one
+    num_states: int = 3  # A, number of target states concatenated for each token
+    reads_aux: bool = True  # whether `fc` fuses states of inner layers; else only the last is read
+    norm_before_residual: bool = False  # whether the residual stream starts with normalised states
+    norm_before_fc: bool = False  # whether the concatenated states are normalised before `fc`
+    fc_norm: bool = False  # whether each state is normalised separately before `fc`
     norm_output: bool = False  # whether the next pair reads the normed output (EAGLE-3.1)
     logit_scale: float = 1.0  # factor on the logits
     mask_token_id: int | None = None  # the token in P-EAGLE's slots; None for other heads
@@ -40,7 +40,7 @@ class Eagle3Options:
 class FirstLayer(DecoderLayer):
     """The first layer of an EAGLE-3 head.
 
-    Its attention reads embeddings and states, its residual stream the states.
+    Its attention reads embeddings and states; its residual stream starts from the states.
     """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, norm_before_residual: bool):
@@ -123,7 +123,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         return self.logits(normed, parts), normed if self.feeds_normed else outputs
 
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
-        """Fill slots: each joins the mask token with the learnt state `mask_hidden`."""
+        """Fill slots, each of which joins the mask token with the learnt state `mask_hidden`."""
         token_ids = inputs.token_ids.masked_fill(inputs.is_slot, self.mask_token_id)
         # a P-EAGLE head has both
         empty, states = cast(Tensor, self.mask_hidden), cast(Tensor, inputs.states)
@@ -179,11 +179,11 @@ def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
 
 
 def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return ids of target states, counted as inputs of layers."""
+    """Return the ids of the target states, counted as inputs of layers."""
     name = "eagle_aux_hidden_state_layer_ids"
     if config.get(name):
         return tuple(int(layer) for layer in config[name])
-    if eagle.get(name):  # counted as outputs if the first id is 1, as in published heads
+    if eagle.get(name):  # counted as outputs of layers if the first id is 1, as in published heads
         ids = [int(layer) for layer in eagle[name]]
         return tuple(layer + 1 for layer in ids) if ids[0] == 1 else tuple(ids)
     return (2, num_layers // 2, num_layers - 3)

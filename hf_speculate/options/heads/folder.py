@@ -1,4 +1,4 @@
-"""The folder or the Hub repository of a draft head: its config and its weights."""
+"""The folder or Hub repository of a draft head, with its config and weights."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -22,16 +22,16 @@ _QUANTISED = (
     "qweight",
     "weight_packed",
 )
-VOCABULARY_WEIGHTS = ("d2t", "t2d")  # ids and marks
+VOCABULARY_WEIGHTS = ("d2t", "t2d")  # draft-to-target ids, and marks of the target ids in use
 
 
 class HeadFolder:
     """A draft head's folder, Hub repository or subfolder.
 
-    Weights are downloaded on first use, those of the subfolder alone.
+    Weights are downloaded on first use, and only from the subfolder.
 
     Raises:
-        ConfigError: there is no config.json, or the subfolder is no path below the folder.
+        ConfigError: there is no config.json, or the subfolder is not a path under the folder.
     """
 
     def __init__(self, source: str | Path, subfolder: str = "", revision: str | None = None):
@@ -52,7 +52,7 @@ class HeadFolder:
             options = {} if revision is None else {"revision": revision}
             parts = "/".join(self._subfolder.parts)
             self.config, _ = PreTrainedConfig.get_config_dict(source, subfolder=parts, **options)
-        # the Hub, the network or the id is at fault
+        # caused by the Hub, the network or the id
         except (OSError, TypeError, ValueError) as error:
             reason = error
         if not self.config or not isinstance(self.config, dict):
@@ -73,11 +73,11 @@ class HeadFolder:
 
     @property
     def weights_file(self) -> Path:
-        """The file of the weights, or their index."""
+        """The file with the weights, or their index."""
         return first_file(self._folder)
 
     def weights(self, is_wanted: Callable[[str], bool] = bool) -> dict[str, Tensor]:
-        """Read the weights with wanted names to the CPU, keyed by their names in the files.
+        """Read the weights with wanted names into CPU memory, keyed by their names in the files.
 
         Raises:
             ConfigError: a file is damaged, or cannot be downloaded.

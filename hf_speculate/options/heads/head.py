@@ -1,4 +1,4 @@
-"""A loaded draft head: returned by `load_drafter`, passed to `generate(assistant_model=head)`."""
+"""A loaded draft head, returned by `load_drafter` and passed as `assistant_model`."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 
 _AT_ONCE = ("peagle", "dflash", "dflash2", "dspark", "pard")  # kinds with one step per round
 _TABLE, _HEAD = SHARED_TABLES
-_CHECK = "hf_speculate.tools.checks.layers"  # imports this module itself
+_CHECK = "hf_speculate.tools.checks.layers"  # a lazy import, since it imports this module
 _LOOKED_UP = (_TABLE, "predecessor_codebook", "successor_codebook")
 
 
@@ -35,7 +35,7 @@ class TargetShape(NamedTuple):
 
 
 def shape_of(config: PreTrainedConfig) -> TargetShape:
-    """Return the shape of a target from its config alone."""
+    """Return the shape of a target, from only its config."""
     text = config.get_text_config(decoder=True)
     name = known_name(str(config.name_or_path or ""))
     return TargetShape(
@@ -53,30 +53,27 @@ def known_name(source: str) -> str:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Kind, sizes and requirements of a draft head.
-
-    They come from its config.
-    """
+    """Kind, sizes and requirements of a draft head, read from its config."""
 
     kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators", "z-lab" or "transformers"
     name: str  # name of the folder or repository
-    hidden_layers: tuple[int, ...]  # ids of the target states read, see `Drafter.hidden_layers`
+    hidden_layers: tuple[int, ...]  # ids of the target states it reads, see `Drafter.hidden_layers`
     hidden_size: int  # H, the head's own width
     target_hidden_size: int  # Ht, the target's width
-    vocab_size: int  # V, size of the vocabulary at training
+    vocab_size: int  # V, size of the vocabulary in training
     draft_vocab_size: int  # Vd, number of ids in its proposals
-    max_draft_tokens: int | None = None  # per round; None if unbounded
+    max_draft_tokens: int | None = None  # largest number per round; None if unbounded
     default_draft_tokens: int | None = None  # K recommended by its config; None if absent
-    max_position_embeddings: int | None = None  # context at training; longer rows decode plainly
-    target_name: str = ""  # last part of its target's name; empty if its config names none
-    # L of the target at training; None if absent in its config
+    max_position_embeddings: int | None = None  # context in training; longer rows decode plainly
+    target_name: str = ""  # last part of its target's name; empty if its config names no target
+    # L of the target in training; None if absent from its config
     num_target_layers: int | None = None
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
-    merges_media: bool = False  # whether it reads the target's picture and sound embeddings
+    merges_media: bool = False  # whether it reads the target's image and audio embeddings
 
     def problems_with(self, target: TargetShape) -> list[str]:
-        """Return reasons against drafting for this target, each a sentence; empty if it fits."""
+        """Return why the head cannot draft for this target, in sentences; empty if it fits."""
         problems = []
         if self.hidden_layers and self.target_hidden_size != target.hidden_size:
             problems.append(
@@ -110,15 +107,15 @@ HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
 class DraftHead:
     """A draft head for one kind of target.
 
-    Pass it to `generate()` as `assistant_model`, with its target or another one of the same shape.
-    It holds its own weights. Embeddings, a language modelling head and other shared parts are taken
-    from the target at each call. The target may have gained or lost up to 1,024 ids at the end of
-    its vocabulary.
+    Pass it to `generate()` as `assistant_model`, with its target or another model of the same
+    shape. The head holds its own weights. Embeddings, a language modelling head and other shared
+    parts are taken from the target in each call. The target may have gained or lost up to 1,024 ids
+    at the end of its vocabulary.
 
     Attributes:
         hidden_layers: ids of the target states read by the head, see `Drafter.hidden_layers`.
         default_draft_tokens: K recommended by its config; None if absent.
-        num_parameters: number of its own parameters.
+        num_parameters: number of the head's own parameters.
     """
 
     draft_source = "a draft head"  # name of its kind of draft source
@@ -131,7 +128,7 @@ class DraftHead:
         factory: HeadDrafterFactory,
     ):
         self.spec, self.shape = spec, shape_of(config)
-        self.config = config  # target's config, compared by transformers' pipelines
+        self.config = config  # the target's config; transformers' pipelines compare it
         self.network = network.eval().requires_grad_(False)
         self.description = f"{spec.kind} head {spec.name}"
         self.hidden_layers, self.default_draft_tokens = (
@@ -160,8 +157,8 @@ class DraftHead:
     def num_step_bytes(self, target: PreTrainedModel) -> int:
         """Return the size in bytes of the weights read by one step.
 
-        A shared language modelling head of the target is included. Embedding tables and codebooks
-        are not: a step reads a few of their rows for each token.
+        A language modelling head shared with the target is included. Embedding tables and codebooks
+        are excluded, since a step reads only a few of their rows per token.
         """
         named = list(self.network.named_parameters(remove_duplicate=False))
         heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
@@ -221,7 +218,7 @@ class DraftHead:
         return self
 
     def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
-        """Return a head with the same network over as many other states of the target."""
+        """Return a head with the same network over other target states, equal in number."""
         spec = replace(self.spec, hidden_layers=hidden_layers)
         return DraftHead(spec, self.network, self.config, self._factory)
 

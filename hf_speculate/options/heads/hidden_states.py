@@ -1,4 +1,4 @@
-"""Hidden states of the target not yet read by the drafter."""
+"""Hidden states of the target that the drafter has not read yet."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,15 +21,15 @@ from hf_speculate.types import Scored
 
 
 def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
-    """Make the hidden-state buffer of a plan's drafter.
+    """Make the hidden-state buffer for a plan's drafter.
 
     Layers are captured by hooks if the target's forward does not return their states.
     """
-    # candidate generators number layers as `output_hidden_states` does
+    # candidate generators number layers like `output_hidden_states`
     layers = plan.hidden_layers or ()
     project = drafter.project_states
     if not drafter.reads_prompt:
-        # States of several layers are joined token by token.
+        # States of several layers are concatenated for each token.
         capture = LayerCapture(plan.target.model, layers, needs_all_tokens=len(layers) > 1)
         return NewestStates(layers, capture, project)
     is_eager = "target" not in plan.runners.parts
@@ -42,7 +42,8 @@ def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
 class HiddenStates(PerRow):
     """Hidden states to be read by the drafter.
 
-    For each emitted token, a row holds the state of the token before it, the source of its logits.
+    For each emitted token, a row holds the state of the previous token, from which its logits were
+    computed.
     """
 
     BY_ROW = ("_columns",)
@@ -57,19 +58,19 @@ class HiddenStates(PerRow):
         self._layers = list(layers)  # concatenated along D in this order
         self._project = project  # applied to states before they are stored
         self.capture = capture  # None if the target's forward returns the states
-        # Value of `output_hidden_states` for the target's forward. Lists cannot hold negative ids.
+        # Value of `output_hidden_states` in the target's forward. A list cannot hold negative ids.
         self.wanted: bool | list[int] = capture is None and (min(self._layers) < 0 or self._layers)
         self._pieces: list[Tensor] = []  # each [B, Q, D]
-        # [B] ascending columns of each row in the joined pieces
+        # [B] columns of each row in the joined pieces, in ascending order
         self._columns: list[list[int]] = []
 
     @property
     def counts(self) -> list[int]:
-        """[B] number of states of each row; empty if there are none."""
+        """Number of states of each row [B]; empty if there are none."""
         return [len(columns) for columns in self._columns]
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append states of the prompt's last `num_tokens` [B] tokens.
+        """Append the states of the prompt's last `num_tokens` [B] tokens.
 
         The first state in `output` is `num_ahead` columns before the prompt's end.
         """
@@ -95,7 +96,7 @@ class HiddenStates(PerRow):
     def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
         """Remove the first `counts` [B] states of each row; return a copy [B, N, D] on a device.
 
-        Columns behind a row's states are undefined. Without `counts`, all states are taken.
+        Columns after a row's states are undefined. Without `counts`, all states are taken.
         """
         # Always copy: the drafter cannot write to a tensor created in inference mode.
         states, columns = torch.cat(self._pieces, dim=1), self._columns  # [B, S, D]
@@ -112,7 +113,7 @@ class HiddenStates(PerRow):
         ).to(device)
 
     def join(self, other: "HiddenStates") -> None:
-        """Add the rows of `other` behind these; every row has an unread state."""
+        """Append the rows of `other`; every row has an unread state."""
         counts, width = [*self.counts, *other.counts], max(*self.counts, *other.counts)
         pieces = [
             _aligned(torch.cat(states._pieces, dim=1), states._columns) for states in (self, other)
@@ -123,7 +124,7 @@ class HiddenStates(PerRow):
         self._columns = [list(range(count)) for count in counts]
 
     def _states(self, output: Scored) -> Tensor:
-        """Return the wanted layers' states [B, Q, D], captured or from the forward's output."""
+        """Return the requested layers' states [B, Q, D], captured or from the forward's output."""
         if output.captured is not None:
             return self._project(output.captured)
         returned = output.hidden_states or ()
@@ -148,7 +149,7 @@ class HiddenStates(PerRow):
 
 
 class NewestStates(HiddenStates):
-    """Hidden states of each row's newest token alone."""
+    """The hidden state of each row's newest token."""
 
     BY_ROW = ("_num_emitted",)
     TENSORS = ("_newest",)
@@ -161,7 +162,7 @@ class NewestStates(HiddenStates):
         project: Callable[[Tensor], Tensor],
     ):
         super().__init__(layers, capture, project)
-        self._num_emitted: list[int] = []  # [B] tokens since the drafter's last call
+        self._num_emitted: list[int] = []  # [B] number of tokens since the drafter's last call
         self._newest: Tensor | None = None  # [B, 1, D]
 
     @property
@@ -171,7 +172,7 @@ class NewestStates(HiddenStates):
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
         """Store the state of the last token.
 
-        In layers with shared states, the target need not compute the others.
+        The target may then skip the states of other tokens in layers with shared states.
         """
         self._newest, self._num_emitted = self._states(output)[:, -1:], [1] * len(num_tokens)
 
@@ -197,7 +198,7 @@ class NewestStates(HiddenStates):
     def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
         """Return the states [B, 1, D] of the rows' newest tokens as a copy on a device.
 
-        All tokens of a row then count as read, or `counts` [B] of them.
+        Afterwards, all tokens of a row count as read, or the first `counts` [B] of them.
         """
         if self._newest is None:
             raise RuntimeError("a state must have been added before it is taken, got none")
@@ -210,9 +211,9 @@ class NewestStates(HiddenStates):
 
 
 def _aligned(states: Tensor, columns: Sequence[Sequence[int]]) -> Tensor:
-    """Return each row's columns of states [B, S, D], left-aligned, as [B, N, D].
+    """Return each row's `columns` of states [B, S, D], left-aligned, as [B, N, D].
 
-    Columns behind a row's last one are undefined.
+    Columns after a row's last state are undefined.
     """
     max_len = max(map(len, columns))
     if all(list(row) == list(range(len(row))) for row in columns):

@@ -1,7 +1,7 @@
-"""Captures hidden states of chosen decoder layers by forward hooks.
+"""Capture hidden states of chosen decoder layers with forward hooks.
 
-transformers' `output_hidden_states` stores the states of all layers, its layer numbers differ
-between versions, and the state before the final norm is missing.
+transformers' `output_hidden_states` stores the states of all layers, numbers layers differently in
+different versions, and lacks the state before the final norm.
 """
 
 import threading
@@ -25,12 +25,12 @@ _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 class LayerCapture:
     """A context for capturing hidden states.
 
-    It captures the forwards of the current thread. Layer i is the input of decoder layer i, the
-    number of layers is the output of the last layer before the final norm, and `FINAL_STATE` is the
-    state after the norm. `needs_all_tokens` is false for readers of a prompt's last token alone.
+    It captures the forwards of the current thread. Id i stands for the input of decoder layer i,
+    the number of layers for the output of the last layer before the final norm, and `FINAL_STATE`
+    for the state after the norm. `needs_all_tokens` is false if only a prompt's last token is read.
 
     Raises:
-        UnsupportedModelError: the model's decoder layers or its final norm are not found.
+        UnsupportedModelError: the model's decoder layers or final norm cannot be found.
     """
 
     def __init__(

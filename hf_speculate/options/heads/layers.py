@@ -1,6 +1,6 @@
-"""Decoder layers of draft heads for configs of any format.
+"""Decoder layers for draft heads of every config format.
 
-Modules have the names of the checkpoints' weights.
+Module names match the names of weights in checkpoints.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.models.context import context_len
 from hf_speculate.options.heads.row_cache import CacheView
 
-# largest product of queries and heads per group to fold; see `models.folded_attention`
+# largest product of queries and heads per group that is folded; see `models.folded_attention`
 _MOST_FOLDED_ROWS = 64
 
 
 def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> Qwen3Config:
     """Build the config of a head's layers.
 
-    Missing fields get the defaults of the format's trainers.
+    Missing fields get the defaults of the trainers that write the format.
     """
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     num_layers, types = config.get("num_hidden_layers") or 1, list(config.get("layer_types") or ())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
-    # A head has one rotary embedding; with one per layer type, take full attention's.
+    # A head has one rotary embedding. If the config has one per layer type, use full attention's.
     rope = dict(nested.get("full_attention") or next(iter(nested.values()), None) or rope)
     for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
         rope.setdefault(name, config.get(name) or default)
-    # old name of plain frequencies with sections
+    # old name for default frequencies with sections
     if "mrope" in (rope.get("type"), rope.get("rope_type")):
         rope = {name: value for name, value in rope.items() if name != "type"} | {
             "rope_type": "default"
@@ -53,7 +53,7 @@ def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) ->
         head_dim=config.get("head_dim") or hidden_size // num_heads,
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
         hidden_act=config.get("hidden_act") or "silu",
-        use_sliding_window=True,  # by layer type
+        use_sliding_window=True,  # depends on the layer type
         sliding_window=config.get("sliding_window"),
         layer_types=(types + ["full_attention"] * num_layers)[:num_layers],
         max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
@@ -67,7 +67,7 @@ def axes_of(sections: Sequence[int], is_interleaved: bool, num_frequencies: int)
     """Return the axis of each rotary frequency: 0 for time, 1 for height, 2 for width.
 
     Raises:
-        ConfigError: the sections do not divide the frequencies into three parts.
+        ConfigError: the sections do not split the frequencies into three parts.
     """
     if len(sections) != 3 or sum(sections) != num_frequencies:
         raise ConfigError(
@@ -81,11 +81,11 @@ def axes_of(sections: Sequence[int], is_interleaved: bool, num_frequencies: int)
 
 
 def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Return for each layer the number of tokens a query attends to, itself included.
+    """Return, for each layer, the number of tokens a query attends to, including itself.
 
     An entry is None for full attention. Without `layer_types`, the result is empty.
     """
-    window = getattr(config, "sliding_window", None) or None  # some configs write 0 for none
+    window = getattr(config, "sliding_window", None) or None  # some configs use 0 for no window
     types = getattr(config, "layer_types", None) or ()
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
@@ -93,11 +93,11 @@ def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
 class Rotation(NamedTuple):
     """Cosines and sines of a rotary embedding."""
 
-    cos: Tensor  # [B, 1, N, R], for the first R dimensions of a head
+    cos: Tensor  # [B, 1, N, R], for the first R dimensions of each head
     sin: Tensor  # [B, 1, N, R]
 
     def turn(self, states: Tensor) -> Tensor:
-        """Rotate the first R dimensions of states [B, heads, N, D]; leave the others."""
+        """Rotate the first R dimensions of states [B, heads, N, D]; leave the others unchanged."""
         width = self.cos.shape[-1]
         turned, unrotated = states[..., :width], states[..., width:]
         turned = turned * self.cos + rotate_half(turned) * self.sin
@@ -107,21 +107,21 @@ class Rotation(NamedTuple):
 class Rotary:
     """The rotary embedding of a head.
 
-    transformers computes it, scaled variants included. Its frequencies stay in float32.
+    transformers computes it, including scaled variants. Its frequencies stay in float32.
     """
 
     def __init__(self, config: Qwen3Config, device: torch.device):
         with torch.device(device):
-            # It reads common fields alone.
+            # It reads only fields that all configs have.
             self._embedding = PhiRotaryEmbedding(config)  # type: ignore[arg-type]
         is_dynamic = (config.rope_parameters or {}).get("rope_type") == "dynamic"
-        # Past the context, dynamic frequencies would change for shorter rows too.
+        # Beyond the context, dynamic frequencies would also change for shorter rows.
         self._last_position = (context_len(config) or 0) - 1 if is_dynamic else None
         self._sections, self._device = getattr(config, "rope_sections", None), device
 
     @property
     def has_axes(self) -> bool:
-        """Whether parts of a head rotate by time, height and width (M-RoPE).
+        """Whether parts of each head rotate by time, height and width (M-RoPE).
 
         Raises:
             ConfigError: the sections do not fit the frequencies.
@@ -140,7 +140,7 @@ class Rotary:
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Return the rotation at positions [B, N] int64.
 
-        With axes, positions are [3, B, N] in time, height and width.
+        With three axes, positions are [3, B, N] in time, height and width.
         """
         if self._last_position is not None:
             positions = positions.clamp_max(self._last_position)
@@ -158,7 +158,7 @@ class Rotary:
 class Attention(nn.Module):
     """Grouped-query attention over a `RowCache`.
 
-    With `has_norms`, queries and keys are normalised head by head.
+    With `has_norms`, the queries and keys of each head are normalised.
     """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int):
@@ -176,16 +176,16 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps) if has_norms else None
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
-        """Return queries [B, num_heads, N, D] of states [B, N, in_width]."""
+        """Return queries [B, num_heads, N, D] for states [B, N, in_width]."""
         return self._turned(self.q_proj(states), self.q_norm, rotation)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, num_kv_heads, N, D] of states [B, N, in_width]."""
+        """Return keys and values [B, num_kv_heads, N, D] for states [B, N, in_width]."""
         values = self._heads(self.v_proj(states)).transpose(1, 2)
         return self._turned(self.k_proj(states), self.k_norm, rotation), values
 
     def forward(self, states: Tensor, rotation: Rotation, view: CacheView, layer: int) -> Tensor:
-        """Write keys and values of states [B, N, in_width] to the cache; return [B, N, H]."""
+        """Write keys and values of states [B, N, in_width] to the cache; attend to [B, N, H]."""
         keys, values = view.write(layer, *self.keys_values(states, rotation))
         attended = attend(self.queries(states, rotation), keys, values, view.mask(layer))
         return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -218,7 +218,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
 class DecoderLayer(nn.Module):
     """A pre-norm layer of Llama or Qwen 3.
 
-    Its attention may read more than the residual stream.
+    Its attention may read other inputs besides the residual stream.
     """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int | None = None):

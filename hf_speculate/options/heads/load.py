@@ -1,4 +1,4 @@
-"""Loads a draft head of any served kind, or checks its fit by configs alone."""
+"""Load a draft head of any supported kind, or check from configs whether it fits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from hf_speculate.options.heads.parallel import ParallelDrafter
 from hf_speculate.options.heads.pard import load_pard, read_pard
 from hf_speculate.options.heads.recognise import recognise
 
-_MERGING = ("eagle3", "mtp")  # kinds with optional picture embeddings of the target
+_MERGING = ("eagle3", "mtp")  # kinds that can read the target's image embeddings
 _LENGTH = integer(
     "an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for"
 )
@@ -45,12 +45,12 @@ class HeadFit(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether `generate()` takes the head for this target."""
+        """Whether `generate()` accepts the head for this target."""
         return not self.problems
 
     @property
     def level(self) -> str:
-        """Worst finding: "ok", "warning" or "does not fit"."""
+        """The worst finding: "ok", "warning" or "does not fit"."""
         return "does not fit" if self.problems else "warning" if self.notes else "ok"
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class HeadFit(NamedTuple):
 class _Kind(NamedTuple):
     read: Callable[[ConfigSource], tuple[HeadSpec, Any]]  # spec and network options
     load: Callable[[LoadRequest], HeadNetwork]
-    drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # makes the drafter of the network
+    drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # makes the drafter for the network
 
 
 _KINDS = {
@@ -102,38 +102,40 @@ def load_drafter(
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
 
-    Served are EAGLE-3 and 3.1 (original and speculators format), P-EAGLE, DFlash and DFlash 2
-    (z-lab and speculators), DSpark, PARD, and MTP layers. For MTP layers, `head` is the folder of
-    the target itself or a speculators "mtp" head.
+    Supported kinds are EAGLE-3 and 3.1 (original and speculators format), P-EAGLE, DFlash and
+    DFlash 2 (z-lab and speculators), DSpark, PARD, and MTP layers. For MTP layers, `head` is the
+    folder of the target itself or of a speculators "mtp" head.
 
     Args:
         head: a folder with `config.json` and weights (safetensors, sharded or not, or
             `pytorch_model.bin`), or the id of a Hub repository.
-        target: the head's target, with up to 1,024 ids more or fewer than at training; left as it
-            is.
-        dtype: of the head's weights. If None, the target's.
-        device: of the head's weights. If None, the target's.
-        aux_layers: ids of the target's hidden states to read, for heads with wrong ids in the
-            config: i is the input of decoder layer i, and the number of layers is the state before
-            the final norm. If None, the ids of the config.
+        target: the head's target, with up to 1,024 ids more or fewer than in training; it is not
+            modified.
+        dtype: dtype of the head's weights. If None, the target's dtype.
+        device: device of the head's weights. If None, the target's device.
+        aux_layers: ids of the target's hidden states to read, for heads whose config has wrong ids.
+            Id i is the input of decoder layer i, and the number of layers is the state before the
+            final norm. If None, the ids from the config.
             `hf_speculate.tools.checks.layers.check_layers` measures whether they are right.
-        context_len: longest row to draft for, in tokens, >= 1; longer rows decode plainly. If None,
-            the `max_position_embeddings` of the config: beyond it, the acceptance rate falls.
-        subfolder: of the folder or repository, with "/" between its parts; empty for none. From a
-            repository, only the subfolder's weights are downloaded.
+        context_len: longest row to draft for, in tokens, >= 1; longer rows use plain decoding. If
+            None, the `max_position_embeddings` of the config, beyond which the acceptance rate
+            drops.
+        subfolder: subfolder of the folder or repository, with "/" between its parts; empty for
+            none. Only the subfolder's weights are downloaded from a repository.
         revision: branch, tag or commit of the head's repository. If None, its main branch.
         merged_embeddings: for EAGLE-3 and MTP heads, True to read the output of the target's
-            encoder for pictures and sounds, False for the embeddings of their placeholder tokens.
-            If None, True for MTP layers, and False for EAGLE-3 heads, since most were trained so.
+            encoder for images and audio, False to read the embeddings of their placeholder tokens.
+            If None, True for MTP layers and False for EAGLE-3 heads, since most were trained that
+            way.
 
     Returns:
         The head; its `repr` lists kind, layers, tokens and parameters.
 
     Raises:
-        ConfigError: a file is missing or damaged, config and weights do not belong together, fields
+        ConfigError: a file is missing or damaged, the weights do not match the config, fields
             exclude each other, or `aux_layers`, `context_len` or `merged_embeddings` is out of
             range or does not fit the head.
-        UnsupportedModelError: the kind is not served, or the head does not fit the target.
+        UnsupportedModelError: the kind is not supported, or the head does not fit the target.
     """
     target = unwrapped(target, "target")
     folder, shape = HeadFolder(head, subfolder, revision), shape_of(target.config)
@@ -179,15 +181,15 @@ def check_head(
     subfolder: str = "",
     revision: str | None = None,
 ) -> HeadFit:
-    """Check from configs alone whether a head fits a target.
+    """Check whether a head fits a target, from their configs alone.
 
-    Both are given by folder or id; the target may also be its config.
+    Pass the folder or id of each; for the target, a config works as well.
 
-    `subfolder` and `revision` are the head's, as for `load_drafter`.
+    `subfolder` and `revision` belong to the head, as in `load_drafter`.
 
     Raises:
         ConfigError: the head has no config.json.
-        UnsupportedModelError: the head's kind or one of its options is not served.
+        UnsupportedModelError: the head's kind or one of its options is not supported.
         OSError: the target has no config.
     """
     config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
@@ -206,7 +208,7 @@ def check_head(
 def _read(
     folder: HeadFolder, shape: TargetShape, target: str, aux_layers: Sequence[int] | None = None
 ) -> tuple[HeadFit, Any]:
-    """Read a head's config: return its fit to a target of this shape, and network options."""
+    """Read a head's config; return its fit to a target of this shape, and the network options."""
     num_layers, layers = shape.num_layers, None if aux_layers is None else tuple(aux_layers)
     if layers == () or not all(
         is_int(layer) and 0 <= layer <= num_layers for layer in layers or ()

@@ -1,4 +1,4 @@
-"""Shared parts of all head loaders: the config, the request, and the network's weights."""
+"""Shared parts of all head loaders: config, request, and network weights."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, Netwo
 from hf_speculate.options.heads.recognise import HeadKind, named_target
 from hf_speculate.options.heads.target_ids import target_ids
 
-# Other trainers' names of the same weights.
+# Names that other trainers use for the same weights.
 _RENAMED = (
     ("midlayer.", "layers.0."),
     ("mtp_layers.", "layers."),
@@ -38,11 +38,11 @@ class ConfigSource(NamedTuple):
     recognised: HeadKind
     name: str  # name of the folder or repository
     shape: TargetShape
-    hidden_layers: tuple[int, ...] | None = None  # from the caller; None for the config's
+    hidden_layers: tuple[int, ...] | None = None  # from the caller; None to use the config's
 
     @property
     def layer_fields(self) -> dict[str, Any]:
-        """The part of the config about the layers."""
+        """The part of the config that describes the layers."""
         return self.config.get("transformer_layer_config") or self.config
 
     def check_no_layers(self, head: str) -> None:
@@ -56,7 +56,7 @@ class ConfigSource(NamedTuple):
     def spec(
         self, fields: dict[str, Any], hidden_layers: tuple[int, ...], **others: Any
     ) -> HeadSpec:
-        """Build the spec of a head with sizes in `fields`; `others` are specific to its kind."""
+        """Build a head's spec from the sizes in `fields`; `others` are specific to its kind."""
         config, hidden_size = self.config, int(fields["hidden_size"])
         speculators: dict[str, Any] = config.get("speculators_config") or {}
         num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get(
@@ -95,7 +95,7 @@ class LoadRequest(NamedTuple):
 def load_network(
     make: Callable[[NetworkPlan], HeadNetwork], request: LoadRequest, ignored: Collection[str] = ()
 ) -> HeadNetwork:
-    """Load a network with the weights of a folder, except those in `ignored`."""
+    """Load a network with the weights in a folder, except for those in `ignored`."""
     spec, options, file = request.spec, request.options, request.folder.weights_file
     renamed = ((own_name(name), weight) for name, weight in request.folder.weights().items())
     weights = {name: weight for name, weight in renamed if name is not None and name not in ignored}
@@ -119,11 +119,11 @@ def _check_shapes(
     vocabulary: DraftVocabulary,
     file: Path,
 ) -> None:
-    """Check that states, tables and mask token of a config fit the shapes of the weights.
+    """Check that the states, tables and mask token in a config fit the shapes of the weights.
 
     Raises:
-        ConfigError: config and weights do not belong together.
-        UnsupportedModelError: a table is missing, and the target's does not fit.
+        ConfigError: the weights do not match the config.
+        UnsupportedModelError: a table is missing, and the target's table does not fit.
     """
     spec, options = request.spec, request.options
     num_states = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else None
@@ -170,7 +170,7 @@ def _check_shapes(
 
 
 def own_name(name: str) -> str | None:
-    """Return the name of a stored weight in our networks; None for unused weights."""
+    """Return the name that our networks use for a stored weight; None for unused weights."""
     name = name.removeprefix("model.")
     for old, new in _RENAMED:
         if name.startswith(old):
@@ -181,7 +181,7 @@ def own_name(name: str) -> str | None:
 def load_into(network: nn.Module, weights: Mapping[str, Tensor], request: LoadRequest) -> None:
     """Load weights into a network on the meta device.
 
-    Linear layers get a bias if there are weights for one.
+    Linear layers get a bias if the weights contain one.
     """
     modules = dict(network.named_modules())
     for name, weight in weights.items():
@@ -196,7 +196,7 @@ def load_into(network: nn.Module, weights: Mapping[str, Tensor], request: LoadRe
 def check_weights(
     expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Raise `ConfigError` if weights are missing, left over, or of another shape."""
+    """Raise `ConfigError` if weights are missing, left over, or have the wrong shape."""
     shapes = {
         name: (list(expected[name].shape), list(weights[name].shape))
         for name in expected
@@ -220,7 +220,7 @@ def check_weights(
 
 @contextmanager
 def naming(file: str | Path, content: str) -> Iterator[None]:
-    """Reraise errors from damaged content as a `ConfigError` with the file's name."""
+    """Re-raise errors from damaged content as a `ConfigError` with the file's name."""
     try:
         yield
     except (SpeculateError, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""MTP layers in both formats: speculators "mtp" heads, and layers in a target's checkpoint."""
+"""MTP layers in both formats: speculators "mtp" heads and layers in a target's checkpoint."""
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 class SpeculatorsMtpLayer(DecoderLayer):
     """A decoder layer of a speculators "mtp" head.
 
-    A projection of embedding and state stands before it, a norm behind it.
+    A projection of embedding and state comes before it, a norm after it.
     """
 
     def __init__(self, plan: NetworkPlan):
@@ -52,7 +52,7 @@ class SpeculatorsMtpLayer(DecoderLayer):
 class SpeculatorsMtpNetwork(ChainNetwork):
     """The network of a speculators "mtp" head.
 
-    It applies one layer again and again to its own output.
+    It applies a single layer repeatedly to its own output.
     """
 
     def __init__(self, plan: NetworkPlan):

@@ -1,8 +1,8 @@
-"""MTP layers in a target's checkpoint, run by transformers' own modules.
+"""MTP layers from a target's checkpoint, run by transformers' own modules.
 
-Some families store them behind the target's layers, as `model.layers.{L + i}`. Layers under `mtp.`
-are attention layers of the target's class. They share the input projection and all norms, and
-transformers ignores them.
+Some families store them after the target's layers, as `model.layers.{L + i}`. In other families,
+they are under `mtp.`: attention layers of the target's class that share the input projection and
+all norms. transformers ignores them.
 """
 
 import copy
@@ -30,7 +30,8 @@ _PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text
 SERVED_TARGETS = (*_NUMBERED_TARGETS, *_PREFIXED_TARGETS)
 _MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations for our additive masks
 _PREFIX = "mtp."
-# Checkpoint name -> name in transformers' layers: shared weights, then a numbered layer's own.
+# Name in the checkpoint -> name in transformers' layers, for shared weights and then for the
+# weights of a numbered layer.
 _SHARED = {
     "fc.weight": "eh_proj.weight",
     "pre_fc_norm_embedding.weight": "enorm.weight",
@@ -39,7 +40,7 @@ _SHARED = {
 }
 _OWN = {name: name for name in ("eh_proj.weight", "enorm.weight", "hnorm.weight")}
 _OWN["shared_head.norm.weight"] = "post_norm.weight"
-# copies in a numbered layer
+# copies of shared weights in a numbered layer
 _OF_TARGET = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 _NUMBERED = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -48,7 +49,7 @@ _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 class CheckpointMtpNetwork(ChainNetwork):
     """The MTP layers of a target's checkpoint.
 
-    The next depth and the head read a layer's normalised output.
+    The next depth and the language modelling head read a layer's normalised output.
     """
 
     is_traceable = False
@@ -76,7 +77,7 @@ class CheckpointMtpNetwork(ChainNetwork):
 
 
 def load_checkpoint_mtp(request: LoadRequest) -> CheckpointMtpNetwork:
-    """Load the MTP layers of the checkpoint in a folder."""
+    """Load the MTP layers from the checkpoint in a folder."""
     file, num_layers = request.folder.weights_file, num_mtp_layers(request.folder.config)
     is_prefixed = request.folder.config.get("model_type") in _PREFIXED_TARGETS
     with naming(file, "the weights of the target's MTP layers"):
@@ -119,7 +120,7 @@ def _layer_config(request: LoadRequest, num_layers: int, is_prefixed: bool) -> P
 
 
 def _numbered_weights(request: LoadRequest) -> dict[str, Tensor]:
-    """Read weights behind the target's layers, keyed by depth and transformers' name."""
+    """Read the weights after the target's layers, keyed by depth and name in transformers."""
     num_before = request.spec.num_target_layers or 0
     weights = {}
     for name, weight in request.folder.weights(lambda name: _number(name) >= num_before).items():
@@ -138,7 +139,7 @@ def _number(name: str) -> int:
 
 
 def _prefixed_weights(request: LoadRequest) -> dict[str, Tensor]:
-    """Read weights under `mtp.`, keyed by depth and transformers' name.
+    """Read the weights under `mtp.`, keyed by depth and name in transformers.
 
     Every layer gets the shared weights.
     """
@@ -159,7 +160,7 @@ def _prefixed_weights(request: LoadRequest) -> dict[str, Tensor]:
 
 
 def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the weights of single experts as in transformers' modules; copy all others."""
+    """Stack the weights of single experts as in transformers' modules; copy all other weights."""
     experts: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
     fused = {}
     for name, weight in weights.items():

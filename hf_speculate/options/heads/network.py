@@ -1,6 +1,6 @@
-"""Base classes of head networks.
+"""Base classes for head networks.
 
-Modules have the names of the checkpoints' weights.
+Module names match the names of weights in checkpoints.
 """
 
 from abc import ABC
@@ -29,10 +29,10 @@ SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class TargetParts:
-    """Modules and vocabulary shared with the target.
+    """Modules and vocabulary that a head shares with its target.
 
-    The modules are read on the head's device and in its dtype. Each call may have another target,
-    or a target with new modules. So no network stores them, and each drafter looks them up.
+    The modules are used on the head's device and in its dtype. Each call may have another target,
+    or a target with new modules, so no network stores them, and each drafter looks them up.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TargetParts:
                 f"{type(target).__name__}, which names none; "
                 "use another draft"
             )
-        # for example by PEFT, with an adapter
+        # for example by PEFT, for an adapter
         self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)
         self._scale, norm = (
             _member(self._embeddings, name) for name in ("embed_scale", "embed_norm")
@@ -66,23 +66,23 @@ class TargetParts:
         )
         head_weight = plain_weight(self._head)
         self._head_dtype = dtype_of(target) if head_weight is None else head_weight.dtype
-        # the head's vocabulary in target ids
+        # the target id of each token in the head's vocabulary
         self.vocabulary = vocabulary.resized(self._vocab_size)
         self.device, self.dtype = device, dtype
 
     def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
         """Clamp target ids to a table with `num_rows` rows.
 
-        The last row stands for ids beyond the table.
+        Ids beyond the table are mapped to its last row.
         """
         return token_ids if num_rows >= self._vocab_size else token_ids.clamp_max(num_rows - 1)
 
     def embedded(self, token_ids: Tensor, is_scaled: bool = True) -> Tensor:
         """Return embeddings [..., Ht] of ids [...] int64, without a norm.
 
-        With `is_scaled`, the family's scale is applied.
+        With `is_scaled`, the scale of the model family is applied.
         """
-        weight = plain_weight(self._embeddings)  # only the module can read rows of quantised tables
+        weight = plain_weight(self._embeddings)  # only the module reads rows of a quantised table
         num_rows = _member(self._embeddings, "num_embeddings") if weight is None else len(weight)
         token_ids = self.known(token_ids, num_rows or self._vocab_size).to(self._token_device)
         needs_unscaled = not is_scaled and self._scale is not None
@@ -121,13 +121,13 @@ class TargetParts:
         return cos.to(self.device), sin.to(self.device)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits [..., V] of states [..., Ht] after a final norm."""
+        """Return logits [..., V] for states [..., Ht] after a final norm."""
         logits: Tensor = self._head(states.to(self._head_device, self._head_dtype))
         return logits.to(self.device, self.dtype)
 
 
 def _member(module: nn.Module, name: str) -> Any:
-    """Return an attribute of a module or of a wrapped one; None if there is none."""
+    """Return an attribute of a module or of the module that it wraps; None if there is none."""
     return next(
         (getattr(submodule, name) for submodule in module.modules() if hasattr(submodule, name)),
         None,
@@ -140,7 +140,7 @@ class HeadNetwork(nn.Module, ABC):
     def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
         super().__init__()
         self.vocabulary = vocabulary
-        # one for each layer with a cache
+        # one mask per layer with a cache
         self.layer_masks = [LayerMask(window) for window in windows]
 
     def project(self, states: Tensor) -> Tensor:
@@ -149,19 +149,19 @@ class HeadNetwork(nn.Module, ABC):
 
     @property
     def least_vocab_size(self) -> int:
-        """Smallest V of a target; above 0 if the network looks up mask tokens in its table."""
+        """Smallest V of a target; above 0 if mask tokens are looked up in the target's table."""
         return 0
 
     def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
-        """Return logits [..., Vd] of states [..., H] after the final norm."""
+        """Return logits [..., Vd] for states [..., H] after the final norm."""
         return parts.logits(normed)
 
 
 class NetworkPlan(NamedTuple):
     """The inputs for building a network."""
 
-    options: Any  # options of the head's type
-    shapes: Mapping[str, Sequence[int]]  # shapes of the checkpoint's weights by name
+    options: Any  # options for this kind of head
+    shapes: Mapping[str, Sequence[int]]  # shapes of the checkpoint's weights, by name
     target_hidden_size: int  # Ht
     vocabulary: DraftVocabulary
     device: torch.device
@@ -172,9 +172,9 @@ class NetworkPlan(NamedTuple):
 
 
 class FusingNetwork(HeadNetwork):
-    """A network over several fused target states.
+    """A network that fuses several target states.
 
-    Tables missing in its checkpoint are taken from the target.
+    Tables missing from its checkpoint are taken from the target.
     """
 
     def __init__(self, plan: NetworkPlan):

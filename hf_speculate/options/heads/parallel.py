@@ -1,8 +1,8 @@
-"""Drafts all tokens of a round in one forward over mask-token slots: P-EAGLE and PARD.
+"""Draft all tokens of a round in one forward over mask-token slots: P-EAGLE and PARD.
 
-The slots follow each row's newest tokens. The newest token gives the first draft, slot k gives
-draft k + 1. Drafted tokens do not depend on each other, so sampling them one by one samples the
-product of their distributions.
+The slots follow each row's newest tokens. The newest token predicts the first drafted token, and
+slot k predicts drafted token k + 1. Drafted tokens do not depend on each other, so sampling them
+one by one samples from the product of their distributions.
 
 Source:
     PARD: An et al. (arXiv:2504.18583).
@@ -25,7 +25,7 @@ class SlotInputs(NamedTuple):
 
     token_ids: Tensor  # [B, N] int64; undefined in slots
     states: Tensor | None  # [B, N, H], the target's after `project`; undefined in slots
-    is_slot: Tensor  # [B, N] bool, true in slots and after them
+    is_slot: Tensor  # [B, N] bool, true in slots and in columns after them
     view: CacheView  # columns are positions
 
 
@@ -40,7 +40,7 @@ class SlotNetwork(HeadNetwork):
 class ParallelDrafter(HeadDrafter[SlotNetwork]):
     """A drafter with one `SlotNetwork` forward per round.
 
-    Prompts take one forward for each chunk.
+    Prompts take one forward per chunk.
     """
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
@@ -59,9 +59,9 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         self.newest_outputs[0] = last_of(self._fill(new, 0), new, self.newest_outputs.get(0))
 
     def _fill(self, new: NewTokens, num_slots: int) -> Tensor:
-        """Run new tokens with slots behind each row's last; return [B, N, H].
+        """Run new tokens with slots after each row's last token; return outputs [B, N, H].
 
-        The tokens stay in the cache.
+        Only the tokens stay in the cache.
         """
         width = new.width + num_slots
         is_slot = torch.arange(width, device=self.device) >= new.lens[:, None]  # [B, N]

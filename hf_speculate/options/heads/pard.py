@@ -1,4 +1,4 @@
-"""PARD: an ordinary language model with a mask token for parallel drafts.
+"""PARD, an ordinary language model with a mask token for parallel drafting.
 
 Source:
     PARD: An et al. (arXiv:2504.18583).
@@ -43,7 +43,7 @@ class PardNetwork(SlotNetwork):
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
         token_ids = parts.known(inputs.token_ids, int(self.model.config.vocab_size))
         token_ids = token_ids.masked_fill(inputs.is_slot, self.pard_token)
-        # Without a mask, the model would make one from the cache's length.
+        # Without a mask, the model would build one from the cache's length.
         mask = replace(inputs.view, is_bare=False).mask(0)  # [B, 1, N, T]
         decoder: Any = self.model.get_decoder()
         output = decoder(
@@ -61,7 +61,7 @@ class PardNetwork(SlotNetwork):
 
 
 def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
-    """Read the spec of a PARD draft; it needs the target's vocabulary, but no states."""
+    """Read the spec of a PARD model, which needs the target's vocabulary but no states."""
     source.check_no_layers("a PARD draft, which reads no hidden states")
     config = source.config
     model_type = config.get("model_type")
@@ -86,7 +86,7 @@ def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
 
 
 def load_pard(request: LoadRequest) -> PardNetwork:
-    """Load a PARD draft as a transformers model."""
+    """Load a PARD model as a transformers model."""
     fields, file = request.folder.config, request.folder.weights_file
     model_class = _CLASSES[fields["model_type"]]
     weights = {

@@ -1,4 +1,4 @@
-"""Recognises the kind of a draft head by its config, then by the names of its weights."""
+"""Recognise the kind of a draft head from its config, then from the names of its weights."""
 
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -19,17 +19,17 @@ class HeadKind(NamedTuple):
     """Kind and format of a draft head."""
 
     kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
-    # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
+    # "original", "speculators" or "z-lab"; "transformers" for layers in a target's checkpoint
     format: str
 
 
 def recognise(
     config: dict[str, Any], weight_names: Callable[[], Collection[str]], target_type: str | None
 ) -> HeadKind:
-    """Recognise the kind of a head in a folder or in a checkpoint of `target_type`.
+    """Recognise the kind of head in a folder or in a checkpoint of model type `target_type`.
 
     Raises:
-        UnsupportedModelError: the kind is not served, or not recognised.
+        UnsupportedModelError: the kind is unsupported or unknown.
     """
     check_config(config)
     model_type = config.get("speculators_model_type")
@@ -70,7 +70,7 @@ def recognise(
 
 def is_head(config: dict[str, Any]) -> bool:
     """Return whether a config belongs to a draft head rather than to an ordinary model."""
-    # MTP layers have no config, and a few early heads have an ordinary model's.
+    # MTP layers have no config, and a few early heads have the config of an ordinary model.
     fields = {
         "speculators_model_type",
         "dflash_config",
@@ -83,7 +83,7 @@ def is_head(config: dict[str, Any]) -> bool:
 
 
 def named_target(config: dict[str, Any]) -> str:
-    """Return the target's folder or Hub id in a head's config; empty if there is none."""
+    """Return the target's folder or Hub id from a head's config; empty if there is none."""
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     return str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
@@ -107,7 +107,7 @@ def num_mtp_layers(config: dict[str, Any]) -> int:
 
 
 def text_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text decoder's part of a `config.json`."""
+    """Return the part of a `config.json` that describes the text decoder."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 

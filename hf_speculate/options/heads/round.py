@@ -1,4 +1,4 @@
-"""One round of a draft head: it reads the emitted tokens and proposes new ones."""
+"""One round of a draft head, which reads the emitted tokens and proposes new tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -16,29 +16,29 @@ from hf_speculate.options.heads.row_cache import RowCache, fill_absent
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut, Kept
 
-_CHUNK_SIZE = 512  # tokens of each row per forward; bounds the mask of long prompts
+_CHUNK_SIZE = 512  # tokens per row and forward; bounds the mask size for long prompts
 
 
 class MergedEmbeddings(NamedTuple):
-    """The target's embeddings of pictures and sounds."""
+    """The target's image and audio embeddings."""
 
     embeddings: Tensor  # [B, N, Ht], input of the target's first layer
-    is_media: Tensor  # [B, N, 1] bool, whether to replace the token's embedding
+    is_media: Tensor  # [B, N, 1] bool, whether to replace each token's embedding
 
     def merge(self, embeddings: Tensor) -> Tensor:
-        """Replace embeddings [B, N, Ht] of placeholder tokens by pictures and sounds."""
+        """Replace the embeddings [B, N, Ht] of placeholder tokens by image and audio embeddings."""
         return torch.where(self.is_media, self.embeddings, embeddings)
 
 
 class NewTokens(NamedTuple):
     """Tokens since the last round, left-aligned."""
 
-    token_ids: Tensor  # [B, N] int64; any valid id behind a row's last token
-    states: Tensor | None  # [B, N, D], states of the tokens before; 0 behind a row's last
-    counts: list[int]  # [B] tokens of each row
+    token_ids: Tensor  # [B, N] int64; any valid id after a row's last token
+    states: Tensor | None  # [B, N, D], states of the previous tokens; 0 after a row's last
+    counts: list[int]  # [B] number of tokens of each row
     lens: Tensor  # [B] int64, the counts on the head's device
     newest_ids: Tensor  # [B] int64, the newest token of each row
-    merged: MergedEmbeddings | None = None  # None if the network reads token embeddings alone
+    merged: MergedEmbeddings | None = None  # None if the network reads only token embeddings
 
     @property
     def width(self) -> int:
@@ -65,7 +65,7 @@ NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
 
 
 class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
-    """A `Drafter` over a head's network.
+    """A `Drafter` that runs a head's network.
 
     Its cache holds B rows of different lengths.
     """
@@ -99,7 +99,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         self.cache = RowCache(network.layer_masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
-        # by depth: [B, H], outputs at the newest tokens
+        # outputs [B, H] at the newest tokens, by depth
         self.newest_outputs: dict[int, Tensor] = {}
 
     @property
@@ -137,7 +137,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
 
     @abstractmethod
     def read_new(self, new: NewTokens) -> None:
-        """Write new tokens to the cache, without a draft."""
+        """Write new tokens to the cache without drafting."""
 
     @abstractmethod
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
@@ -165,7 +165,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
 
     def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
         newest = query[:, -1].to(self.device)
-        if kept is None:  # first round of a head without states: read whole sequences
+        if kept is None:  # first round of a head without states, which reads whole sequences
             counts = [query.shape[1] - num_pads for num_pads in self._num_pads]
             lens = torch.tensor(counts, device=self.device)
             columns = (
@@ -187,7 +187,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
 def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Tensor:
     """Return the outputs [B, H] at each row's last new token, from outputs [B, N, H].
 
-    Rows without new tokens get `before`.
+    Rows without new tokens get their outputs in `before`.
     """
     if min(new.counts) == max(new.counts) > 0:
         return outputs[:, new.counts[0] - 1]

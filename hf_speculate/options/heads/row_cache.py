@@ -1,6 +1,6 @@
-"""Key-value states of a draft head, written at each row's own end.
+"""Key-value states of a draft head, appended at each row's own end.
 
-Dropping states copies nothing.
+Dropping states does not copy anything.
 """
 
 from collections.abc import Sequence
@@ -20,37 +20,37 @@ from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 Buffers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [B, heads, capacity, D] by layer, added at the first write to a layer."""
 
-_GROWTH = 2  # growth factor of buffers; bounds the share of copying
-_ALIGNMENT = 8  # columns per read are a multiple of this, for vector loads on GPUs
+_GROWTH = 2  # growth factor of buffers; bounds the time spent on copying
+_ALIGNMENT = 8  # each read has a multiple of this many columns, for vector loads on GPUs
 
 
 class LayerMask(NamedTuple):
     """The attention pattern of a layer."""
 
-    window: int | None = None  # tokens per query, itself included; None for all before it
+    window: int | None = None  # number of tokens a query sees, including itself; None if unlimited
     first: int = 0  # first column with a token of this layer
-    is_causal: bool = True  # whether tokens of a forward hide later ones
+    is_causal: bool = True  # whether later tokens of the same forward are hidden
 
 
 @dataclass
 class CacheView:
-    """A `RowCache` for one forward.
+    """A view of a `RowCache` for one forward.
 
     It holds the columns to write to and the columns to attend to.
     """
 
     buffers: Buffers
-    capacity: int  # columns of the buffers
+    capacity: int  # number of columns in the buffers
     row_ids: Tensor  # [B, 1] int64
     columns: Tensor  # [B or 1, N] int64, columns to write to
-    width: int  # columns for attention
+    width: int  # number of columns to attend to
     layer_masks: Sequence[LayerMask]
     dtype: torch.dtype  # dtype of the masks
-    is_bare: bool = False  # whether every token sees all columns, so no mask is needed
+    is_bare: bool = False  # whether every token sees all columns and no mask is needed
     masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # additive masks, see `mask`
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store states [B, heads, N, D]; return views of the states in columns for attention."""
+        """Store states [B, heads, N, D]; return views of the columns to attend to."""
         if layer not in self.buffers:
             self.buffers[layer] = self._zeros(keys), self._zeros(values)
         buffers = self.buffers[layer]
@@ -75,7 +75,7 @@ class CacheView:
             hidden = hidden | (seen <= at - window)
             if not is_causal:
                 hidden = hidden | (seen >= at + window)
-        if first:  # A token before it sees itself: its output is unused but must be finite.
+        if first:  # Tokens before it see themselves: their output is unused but must be finite.
             hidden = hidden | ((seen < first) & (seen != at))
         return hidden
 
@@ -84,9 +84,9 @@ class CacheView:
 
 
 class RowCache(PerRow):
-    """Keys and values of B rows by layer.
+    """Keys and values of B rows, by layer.
 
-    A row's next token is written at the row's end. Masks hide the columns behind it.
+    A row's next token is written at the row's end. Masks hide the columns after the end.
     """
 
     TENSORS = ("buffers",)
@@ -100,7 +100,7 @@ class RowCache(PerRow):
         self._row_ids = torch.arange(batch_size, device=weight.device)[:, None]  # [B, 1]
 
     def view(self, num_tokens: int, offset: int = 0) -> CacheView:
-        """Reserve N columns behind each row's end plus `offset`; return the view for a forward.
+        """Reserve N columns at each row's end plus `offset`; return the view for a forward.
 
         `offset` counts columns written by earlier forwards of the same round.
         """
@@ -118,14 +118,14 @@ class RowCache(PerRow):
         )
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
-        """Append the first `counts` [B] of the tokens written last.
+        """Append the first `counts` [B] of the tokens in the last write.
 
         `on_device` holds the counts as [B] int64.
         """
         self.row_lens.add_counts(RowCounts(counts, on_device))
 
     def join(self, other: "RowCache") -> None:
-        """Add the rows of `other` behind these; an unused cache has no buffers yet."""
+        """Append the rows of `other`; an unused cache has no buffers yet."""
         capacity = max(self.capacity, other.capacity)
         self._grow_to(capacity)
         other._grow_to(capacity)
@@ -157,7 +157,7 @@ class RowCache(PerRow):
 def fill_absent(
     mine: dict[int, Any], theirs: dict[int, Any], num_mine: int, num_theirs: int
 ) -> None:
-    """Add zeros [B, ...] to each dictionary for tensors of the other one alone."""
+    """Add zeros [B, ...] to each dictionary for tensors found only in the other dictionary."""
     for tensors, others, num_rows in ((mine, theirs, num_mine), (theirs, mine, num_theirs)):
         for key in others.keys() - tensors.keys():
             tensors[key] = tree_map(
@@ -168,7 +168,7 @@ def fill_absent(
 class TransformersCache(Cache):
     """A transformers `Cache` over a `RowCache`.
 
-    It serves one forward.
+    It is used for one forward.
     """
 
     def __init__(self, view: CacheView):
@@ -181,5 +181,5 @@ class TransformersCache(Cache):
         return self._view.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns for attention, since rows have different lengths."""
+        """Return the number of columns to attend to, since rows have different lengths."""
         return self._view.width

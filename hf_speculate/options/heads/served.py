@@ -1,4 +1,4 @@
-"""The served kinds of draft heads, the error for others, and unsupported options."""
+"""Supported kinds of draft heads, unsupported options, and the error for other kinds."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _DENSE = "dense Llama or Qwen 3 layers"
 
 
 def unserved(got: str, allowed: str = "") -> UnsupportedModelError:
-    """Return the error for a head outside the served kinds; `allowed` names the alternatives."""
+    """Return the error for a head of an unsupported kind; `allowed` names the alternatives."""
     return UnsupportedModelError(
         f"a draft head must be of a served kind ({SERVED}){' with ' if allowed else ''}{allowed}, "
         f"got {got}; use "
@@ -20,15 +20,15 @@ def unserved(got: str, allowed: str = "") -> UnsupportedModelError:
 
 
 def architectures_of(config: dict[str, Any]) -> str:
-    """Return the names of architectures in a config, joined by spaces."""
+    """Return the names of the architectures in a config, joined by spaces."""
     names = config.get("architectures")
     return " ".join(map(str, names)) if isinstance(names, list) else ""
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Check that a config has no option with another meaning for known tensors.
+    """Check that a config has no option that changes the meaning of known tensors.
 
-    Unknown kinds are found later by missing or left-over weights.
+    Unknown kinds are detected later, from missing or unexpected weights.
 
     Raises:
         UnsupportedModelError: the config has such an option.

@@ -1,4 +1,4 @@
-"""The source of draft heads: a loaded head, or MTP layers of the target's checkpoint."""
+"""The draft source for a loaded head or for MTP layers in the target's checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,12 +18,12 @@ from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.stats import SpeculationStats
 
-# Rates of first tokens; published heads reach 0.4.
+# Acceptance rates of first draft tokens; published heads reach 0.4.
 FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 
 
 class HeadSource(FactorySource):
-    """The draft source of a head."""
+    """The draft source for a head."""
 
     unsynced = "a draft head"
 
@@ -95,9 +95,9 @@ class HeadSource(FactorySource):
 
 
 class MtpSource(HeadSource):
-    """The draft source of a target's MTP layers.
+    """The draft source for a target's MTP layers.
 
-    They are read from its checkpoint on first use.
+    The layers are read from the target's checkpoint on first use.
     """
 
     argument = "use_mtp"
@@ -114,11 +114,11 @@ class MtpSource(HeadSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HeadSource:
-    """Make the source of a head from `assistant_model` or `drafter`."""
+    """Make the draft source for a head in `assistant_model` or `drafter`."""
     argument = "drafter" if values.get("assistant_model") is None else "assistant_model"
     return HeadSource(values[argument], argument)
 
 
 def make_mtp_source(target: PreTrainedModel, values: Mapping[str, Any]) -> MtpSource | None:
-    """Make the source of `use_mtp`; return None if transformers runs the MTP layers itself."""
+    """Make the draft source for `use_mtp`; return None if transformers runs the layers itself."""
     return MtpSource(target) if target.config.model_type in SERVED_TARGETS else None

@@ -1,11 +1,11 @@
-"""The target ids of a draft head's tokens, from `d2t` in its weights.
+"""Map a draft head's tokens to target ids, from `d2t` in its weights.
 
-Trainers save offsets: column j stands for id j + d2t[j]. Some save the ids themselves. `t2d` marks
-the ids and decides between the two. Without it, values rising at every column are ids. As offsets,
-they would leave out both neighbours of every id, but n frequent ids out of V have about n^2 / V
-pairs of neighbours: thousands in any published head. An arange is the first n ids, not every other
-id, since no frequency count gives the latter. A short `d2t` with two possible readings is not
-supported.
+Most trainers save offsets, so that column j stands for id j + d2t[j]. Some save the ids themselves.
+`t2d` marks the ids and decides between the two. Without `t2d`, values that increase at every column
+are ids. Read as offsets, they would leave out both neighbours of every id, but n frequent ids out
+of V contain about n^2 / V pairs of neighbours, which is thousands in any published head. An arange
+is read as the first n ids, not as every other id, since no frequency count selects every other id.
+A short `d2t` with two possible readings is not supported.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_speculate.errors import ConfigError
 
-# With 20 expected pairs of neighbours, offsets without any pair have a chance of about exp(-20).
+# With 20 expected pairs of neighbours, offsets have no pair with a probability of about exp(-20).
 _RULED_OUT = 20
 
 
@@ -23,8 +23,8 @@ def target_ids(d2t: Tensor, t2d: Tensor | None, vocab_size: int, file: Path) -> 
     """Return increasing ids [Vd] int64 below V on the CPU, from d2t [Vd] int and t2d [V] bool.
 
     Raises:
-        ConfigError: d2t and t2d give no increasing ids below V or contradict each other, or d2t has
-            two meanings.
+        ConfigError: d2t and t2d contradict each other or give no increasing ids below V, or d2t is
+            ambiguous.
     """
     stored = d2t.cpu().long().flatten()
     columns = torch.arange(len(stored), device="cpu")

@@ -1,4 +1,4 @@
-"""Reads the weight files of a folder; errors name the damaged or missing file."""
+"""Read the weight files in a folder; errors name the damaged or missing file."""
 
 import json
 import zipfile
@@ -22,10 +22,10 @@ _FIRST_FILES = (  # in order of preference
 
 
 def first_file(folder: Path) -> Path:
-    """Return the file of all weights, or their index.
+    """Return the file with all weights, or their index.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: the folder has no such file.
     """
     path = next((folder / name for name in _FIRST_FILES if (folder / name).is_file()), None)
     if path is None:
@@ -38,12 +38,12 @@ def first_file(folder: Path) -> Path:
 
 
 def read_weights(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Read the wanted weights to the CPU, keyed by their names in the files.
+    """Read the wanted weights into CPU memory, keyed by their names in the files.
 
     With an index, only files with wanted weights are read.
 
     Raises:
-        ConfigError: a file is damaged, or a file of the index is missing or lacks weights.
+        ConfigError: a file is damaged, or a file in the index is missing or lacks weights.
         UnsupportedModelError: there are no weights.
     """
     return {
@@ -54,7 +54,7 @@ def read_weights(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Te
 
 
 def read_names(folder: Path) -> set[str]:
-    """Read the names of the weights in the files; raise the errors of `read_weights`."""
+    """Read the names of the weights in the files; raise the same errors as `read_weights`."""
     return {name for file in _read_files(folder) for name in file.names}
 
 
@@ -64,7 +64,7 @@ class _File(NamedTuple):
 
 
 def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[_File]:
-    """Read the files with wanted weights; without `is_wanted`, all files but no weights."""
+    """Read the files with wanted weights; without `is_wanted`, read only names, from all files."""
     for path, listed in _listed_files(first_file(folder)).items():
         if is_wanted is not None and listed and not any(map(is_wanted, listed)):
             continue
@@ -81,7 +81,7 @@ def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) ->
 
 
 def _listed_files(path: Path) -> dict[Path, list[str]]:
-    """Return the weight files of a folder, with the names in their index."""
+    """Return the weight files of a folder, each with its weights' names in the index."""
     if not path.name.endswith(".index.json"):
         return {path: []}
     try:
@@ -118,7 +118,7 @@ def _listed_files(path: Path) -> dict[Path, list[str]]:
 
 
 def _read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> _File:
-    """Read wanted weights, mapped into memory; unused ones are not read."""
+    """Read the wanted weights, mapped into memory; other weights are not read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = list(file.keys())
@@ -128,9 +128,9 @@ def _read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> _File:
 
 
 def _read_pickle(path: Path, is_wanted: Callable[[str], bool]) -> _File:
-    """Read wanted weights without running code from the file.
+    """Read the wanted weights without running code from the file.
 
-    They are mapped into memory, except in files of torch before 1.6.
+    Weights are mapped into memory, except for files saved by torch before 1.6.
     """
     try:
         loaded: Any = torch.load(

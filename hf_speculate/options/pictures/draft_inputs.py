@@ -1,4 +1,4 @@
-"""Pictures and sounds for a draft model; its own encoder reads them with the prompt."""
+"""Images and audio for a draft model, read by its own encoder with the prompt."""
 
 import copy
 import inspect
@@ -21,12 +21,12 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.stats import SpeculationStats
 
-ENCODED = "mm_encoder_outputs"  # argument for encoded pictures; since transformers 5.24
+ENCODED = "mm_encoder_outputs"  # argument for encoded images; since transformers 5.24
 _MODALITIES = ("image", "video", "audio")
 
 
 class _CannotReadError(Exception):
-    """The reason against pictures for a draft model."""
+    """The reason why a draft model cannot read images."""
 
 
 def read_media(
@@ -41,21 +41,21 @@ def read_media(
     ranks: Ranks,
     stats: SpeculationStats,
 ) -> ExtraInputs:
-    """Prepare a decoder-only draft model's inputs besides tokens, as its own `generate` does.
+    """Prepare the inputs of a decoder-only draft model besides tokens, as its `generate` does.
 
     Args:
-        target: the model with the same inputs.
-        draft: the draft model; it is not written to.
-        prompts: the rows of the inputs.
-        passed: the arguments of `generate()`; transformers has already removed the pictures.
-        media: the names of the arguments for pictures or sounds, at least one.
-        vocabulary: maps the target's ids to the draft's. If None, they are equal.
+        target: the target, which has the same inputs.
+        draft: the draft model; it is not modified.
+        prompts: the prompts of the call.
+        passed: the arguments of `generate()`; transformers has already removed the images.
+        media: the names of the arguments for images or audio, at least one.
+        vocabulary: maps the target's ids to the draft's. If None, the ids are equal.
         generation_config: the call's, as prepared by transformers.
         ranks: the processes of the call.
-        stats: records the reason if the draft model takes such arguments but reads the text alone.
+        stats: records the reason if the draft model accepts such arguments but only reads the text.
 
     Returns:
-        Inputs to read with the whole prompt; empty if the draft model reads the text alone. Their
+        Inputs to read with the whole prompt; empty if the draft model only reads the text. Their
         `description` names the inputs and the reason.
     """
     parameters = inspect.signature(type(draft).forward).parameters
@@ -74,7 +74,7 @@ def read_media(
         )
     except _CannotReadError as error:
         reason = str(error)
-    except Exception as error:  # model code may raise anything for another model's pictures
+    except Exception as error:  # model code may raise any error for another model's images
         if is_of_device(error, device_of(draft)):
             raise
         first_line = str(error).strip().partition("\n")[0]
@@ -117,7 +117,7 @@ def _prepare(
     vocabulary: VocabMapping | None,
     generation_config: GenerationConfig,
 ) -> ExtraInputs:
-    """Return the inputs of a draft model's forwards; `arguments` are for unrepeated prompts."""
+    """Return the inputs for a draft model's forwards; `arguments` belong to unrepeated prompts."""
     device, num_copies = device_of(draft), generation_config.num_return_sequences or 1
     input_ids, mask = prompts.input_ids[::num_copies], prompts.text_mask
     if vocabulary is not None:
@@ -125,7 +125,7 @@ def _prepare(
     mask = torch.ones_like(input_ids) if mask is None else mask[::num_copies]
 
     def moved(tensor: Tensor) -> Tensor:
-        is_feature = tensor.is_floating_point() and tensor.ndim > 1  # not the seconds of videos
+        is_feature = tensor.is_floating_point() and tensor.ndim > 1  # excludes video timestamps
         return tensor.to(device, dtype_of(draft) if is_feature else tensor.dtype)
 
     def decoding_method(
@@ -166,9 +166,9 @@ def _check_features(
     The prompts are [B, T].
     """
     for modality, output in encoded.items():
-        states = output.pooler_output  # [N, D] of each picture, or [..., D] of all
+        states = output.pooler_output  # [N, D] per image, or [..., D] for all images
         by_layer = getattr(output, "deepstack_features", None)
-        if states is None and by_layer:  # states of several layers, equally many for each
+        if states is None and by_layer:  # states of several layers, equal in number
             states = by_layer[0][1]
         if states is None:
             raise _CannotReadError(f"its encoder gives no states for {modality} tokens")
@@ -183,14 +183,14 @@ def _check_features(
 
 
 def _token_id(config: PreTrainedConfig, modality: str) -> int | None:
-    """Return the id of the placeholder tokens for pictures or sounds."""
+    """Return the id of the placeholder tokens for images or audio."""
     names = (f"{modality}_token_id", f"{modality}_token_index")
     ids = (getattr(config, name, None) for name in names)
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
 def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a shallow copy for state of a prompt (`rope_deltas`); all weights are shared."""
+    """Return a shallow copy to hold the state of a prompt (`rope_deltas`); weights are shared."""
     copied, name = copy.copy(model), model.base_model_prefix
     base = model._modules.get(name)
     if isinstance(base, nn.Module):  # assigning a module would write to the model's own table

@@ -1,4 +1,4 @@
-"""Finds the ranks of a call: synced ranks, a tensor-parallel group, or both at once."""
+"""Find the ranks of a call: synced ranks, a tensor-parallel group, or both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from hf_speculate.options.ranks.tensor_parallel import TensorParallelGroup, tens
 
 @dataclass(frozen=True)
 class SyncedGroup(SyncedRanks, TensorParallelGroup):
-    """Synced ranks with tensor-parallel groups.
+    """Synced ranks that consist of tensor-parallel groups.
 
-    Ranks of one group decode one text. Flags are combined over all ranks.
+    Ranks of one group decode the same text. Flags are combined over all ranks.
     """
 
 

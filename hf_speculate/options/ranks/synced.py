@@ -1,4 +1,4 @@
-"""Synced ranks: each forward gathers weights from all ranks, so all run equally many."""
+"""Synced ranks: each forward gathers weights from all ranks, so all run the same number."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from hf_speculate.engine.ranks import Ranks
 
 @dataclass(frozen=True)
 class SyncedRanks(Ranks):
-    """Ranks with equal numbers of forwards.
+    """Ranks that run the same number of forwards.
 
-    Each forward gathers weights from all of them.
+    Each forward gathers weights from all ranks.
     """
 
     device: torch.device
@@ -38,9 +38,9 @@ class SyncedRanks(Ranks):
 
 
 def must_sync(synced_gpus: bool | None, models: Iterable[nn.Module]) -> bool:
-    """Return whether ranks must run equally many forwards.
+    """Return whether ranks must run the same number of forwards.
 
-    `synced_gpus` decides; if None, ZeRO-3 and FSDP do.
+    `synced_gpus` decides. If it is None, ranks of ZeRO-3 and FSDP must.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return False

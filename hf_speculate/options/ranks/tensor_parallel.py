@@ -1,4 +1,4 @@
-"""Tensor-parallel groups: processes with one split model and the decisions of rank 0."""
+"""Tensor-parallel groups, whose processes share one split model and follow rank 0."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from hf_speculate.verify.base import Verifier
 class TensorParallelGroup(Ranks):
     """The processes of one tensor-parallel model.
 
-    All use the decisions of rank 0, so their forwards agree.
+    All follow the decisions of rank 0, so their forwards agree.
     """
 
     group: dist.ProcessGroup
@@ -79,12 +79,12 @@ def tensor_parallel_group(
         if tensor_parallel_size(model) > 1
         for weight in model.parameters()
     )
-    # a DTensor's
+    # the mesh of a DTensor
     meshes: Iterator[Any] = (
         weight.device_mesh for weight in weights if hasattr(weight, "device_mesh")
     )
     for mesh in meshes:
-        # older versions of transformers set no names; FSDP's lack "tp"
+        # older versions of transformers set no names; FSDP meshes have no "tp"
         names = mesh.mesh_dim_names or ("tp",)
         if "tp" in names:
             return TensorParallelGroup(mesh.get_group(names.index("tp")), device)
@@ -93,7 +93,7 @@ def tensor_parallel_group(
 
 @dataclass
 class BroadcastVerifier:
-    """A verifier with the verdicts of rank 0."""
+    """A verifier that returns the verdicts of rank 0."""
 
     verifier: Verifier
     group: TensorParallelGroup
@@ -107,7 +107,7 @@ class BroadcastVerifier:
 
 
 class BroadcastStopping(BlockStoppingCriteria):
-    """Stopping criteria with the verdicts of rank 0.
+    """Stopping criteria that return the verdicts of rank 0.
 
     Other ranks may read another clock.
     """

@@ -1,4 +1,4 @@
-"""Hybrid KV cache: transformers' dynamic cache plus recurrent states, rolled back per row."""
+"""Hybrid KV cache: transformers' dynamic cache and recurrent states that roll back per row."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,9 +24,9 @@ from hf_speculate.types import KVState
 class HybridKVCache(DynamicKVCache):
     """A `KVCache` over a `DynamicCache` with recurrent layers.
 
-    A row can return to its states after any token since the last `crop`. A row with more dropped
-    tokens keeps its states. Its next forward begins with tokens already in the states, and these do
-    not change them.
+    A row can return to its states after any token since the last `crop`. If a row drops more tokens
+    than that, it keeps its states. Its next forward begins with tokens that the states already
+    include, and these tokens do not change the states.
     """
 
     kind = "hybrid"
@@ -36,12 +36,12 @@ class HybridKVCache(DynamicKVCache):
         self,
         cache: Cache,
         states: RecurrentStates,
-        # add hooks for token-by-token reading
+        # adds hooks for token-by-token reading
         attach: Sequence[Callable[[list[RemovableHandle]], None]],
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
-        steps_after_states: bool = False,  # whether later forwards step through their tokens
+        steps_after_states: bool = False,  # whether later forwards read their tokens one by one
     ):
         super().__init__(cache, batch_size, attention_mask, device)
         self._steps_after_states = steps_after_states
@@ -50,8 +50,8 @@ class HybridKVCache(DynamicKVCache):
         self._hooks: list[RemovableHandle] = []
         self._has_attention = bool(attention_layers(cache.layers))
         self._num_columns = num_cached(cache)
-        self._num_reread = [0] * batch_size  # [B] next tokens already in a row's states
-        self._num_passed = [0] * batch_size  # [B] repeated tokens since the last rollback
+        self._num_reread = [0] * batch_size  # [B] number of next tokens already in a row's states
+        self._num_passed = [0] * batch_size  # [B] number of repeated tokens since the last rollback
         self._num_announced = 0  # Q of the next forward, once `states` is prepared; else 0
 
     @property
@@ -77,7 +77,7 @@ class HybridKVCache(DynamicKVCache):
     def mask(self, num_query: int) -> Tensor | None:
         """Prepare a forward and return its mask.
 
-        Without attention layers, only the prompt has a mask, as wide as the query.
+        Without attention layers, only the prompt has a mask, which is as wide as the query.
         """
         self._announce(num_query)
         mask = super().mask(num_query)

@@ -1,4 +1,4 @@
-"""The hybrid kind: transformers' dynamic cache, and recurrent states recorded by hooks."""
+"""The hybrid cache kind: transformers' dynamic cache, and recurrent states recorded by hooks."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from hf_speculate.options.recurrent.mixer_steps import SteppedMixer
 from hf_speculate.options.recurrent.mixers import stepped_model
 from hf_speculate.options.recurrent.states import RecurrentStates
 
-# Largest share of the device's memory for recurrent states of a verification.
+# Largest share of the device's memory for the recurrent states of a verification.
 MAX_STATE_SHARE = 0.05
 
 
 class HybridKind(CacheKind):
-    """The cache kind of models with recurrent layers."""
+    """The cache kind for models with recurrent layers."""
 
     def obstacle(self, request: CacheRequest) -> str:
         return stepped_model(request.model, request.layers).obstacle
@@ -55,10 +55,10 @@ def make_hybrid_cache(
 ) -> HybridKVCache:
     """Make the hybrid KV cache of a model with recurrent layers.
 
-    A passed `cache` is wrapped; without one, a draft model's cache is made.
+    A passed `cache` is wrapped. Without `cache`, make the cache of a draft model.
 
     Raises:
-        UnsupportedModelError: recurrent states of the model cannot be rolled back.
+        UnsupportedModelError: the model's recurrent states cannot be rolled back.
     """
     config, is_drafts = model.config.get_text_config(decoder=True), cache is None
     if cache is None:
@@ -74,7 +74,7 @@ def make_hybrid_cache(
         cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes
     )
     attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in stepped.mixers]
-    # A target must lose earlier states as in plain decoding; a draft model would only draft badly.
+    # A target must drop earlier states as in plain decoding; a draft model would only draft poorly.
     steps = is_drafts and not stepped.reads_at_once
     return HybridKVCache(cache, states, attach, batch_size, attention_mask, device, steps)
 
@@ -94,12 +94,12 @@ def rollback_text(
 
 
 def _max_kept_bytes(device: torch.device) -> int:
-    """Return the memory limit in bytes for states after each token of a verification."""
+    """Return the memory limit, in bytes, for states after each token of a verification."""
     return int(MAX_STATE_SHARE * memory_bytes(device))
 
 
 def _with_full_attention(cache: Cache) -> Cache:
-    """Replace window layers by full ones, to roll back several forwards at once."""
+    """Replace window layers by full layers, so that several forwards can be rolled back at once."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = DynamicLayer()

@@ -1,4 +1,4 @@
-"""Stepped mixers: hooks make a mixer read tokens one by one, after one projection of all."""
+"""Stepped mixers: hooks make a mixer read tokens one by one, after projecting all at once."""
 
 import copy
 import inspect
@@ -24,10 +24,7 @@ from hf_speculate.options.recurrent.states import (
 
 
 class Mixer(NamedTuple):
-    """A module with states in a cache layer.
-
-    It is stored with its layer index and argument names.
-    """
+    """A module with states in a cache layer, with its layer index and argument names."""
 
     module: nn.Module
     layer_index: int
@@ -37,32 +34,32 @@ class Mixer(NamedTuple):
 
 
 class StepProtocol(NamedTuple):
-    """Probed properties of a mixer class."""
+    """Properties of a mixer class, found by probing."""
 
     slots: frozenset[Slot]  # slots of its states
-    inputs: frozenset[str]  # input projections: children over the token or another child's output
-    prepared: str | None  # the first input projection, if its input is computed from the token
-    output: str | None  # output projection: the child with the mixer's output
-    writes_recurrent: bool  # whether recurrent states are written in place
-    reads_at_once: bool  # whether several tokens at once give single tokens' states
-    num_bytes: int  # bytes of the states of one row
-    continues: bool = True  # whether two forwards give the states of one
+    inputs: frozenset[str]  # input projections: children that read the token or a child's output
+    prepared: str | None  # the first input projection if its input is computed from the token
+    output: str | None  # output projection: the child that returns the mixer's output
+    writes_recurrent: bool  # whether recurrent states are updated in place
+    reads_at_once: bool  # whether one forward over several tokens gives the states of single steps
+    num_bytes: int  # size of one row's states in bytes
+    continues: bool = True  # whether two forwards give the same states as one
 
     @property
     def reads_columns(self) -> bool:
-        """Whether it reads several tokens at once and only has croppable convolution states."""
+        """Whether it reads several tokens at once and has only croppable convolution states."""
         return self.reads_at_once and not any(slot.type == "recurrent" for slot in self.slots)
 
 
 class StandIn(nn.Module):
     """A function in place of a child module.
 
-    Other attributes are the child's. It stands in a copy of the parent.
+    Other attributes are those of the child. It is used in a copy of the parent.
     """
 
     def __init__(self, child: nn.Module, function: Callable[..., Any]):
         super().__init__()
-        vars(self).update(child=child, forward=function)  # not a child of this module
+        vars(self).update(child=child, forward=function)  # not registered as a child module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["child"], name)
@@ -79,7 +76,7 @@ def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) ->
 
 @contextmanager
 def loaded_weights(module: nn.Module) -> Iterator[None]:
-    """Load offloaded weights of a module and its children within the context.
+    """Load the offloaded weights of a module and its children within the context.
 
     accelerate holds them on another device or on disk.
     """
@@ -87,37 +84,34 @@ def loaded_weights(module: nn.Module) -> Iterator[None]:
         for submodule in module.modules():
             if _is_offloaded(submodule):
                 hook: Any = submodule._hf_hook
-                # also after an error of the next line
+                # even if the next line raises an error
                 loaded.callback(hook.post_forward, submodule, None)
                 hook.pre_forward(submodule)
         yield
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Return whether a hook loads the weights of a module, and they are not loaded now."""
+    """Return whether a module's weights are loaded by a hook and are not loaded now."""
     return "_hf_hook" in vars(module) and any(
         weight is not None and weight.is_meta for weight in module._parameters.values()
     )
 
 
 class _StopForward(Exception):  # not an error
-    """The end of a forward at a projection.
-
-    It carries the projection's input.
-    """
+    """Stops a forward at a projection and carries the projection's input."""
 
 
 def _projection_output(
     outputs: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return the stored output of an input projection, in the copy of a mixer."""
+    """Return the stored output of an input projection; runs in the copy of a mixer."""
     if name not in outputs:
         raise _StopForward(inputs)
     return outputs[name]
 
 
 class StepLayer(LinearAttentionLayer):
-    """A cache layer without copies of new states."""
+    """A cache layer that stores new states without copying them."""
 
     def load(self, states: States) -> None:
         """Store states by reference."""
@@ -144,10 +138,10 @@ class StepLayer(LinearAttentionLayer):
 class _Forward:
     def __init__(self, hidden: Tensor, arguments: dict[str, Any], layer: StepLayer, before: States):
         self.tokens = _by_token(hidden)
-        self.arguments = arguments  # without the hidden states
+        self.arguments = arguments  # except for the hidden states
         self.layer = layer
         self.before = before  # the states before the first token
-        # outputs of each input projection, by token
+        # outputs of each input projection, per token
         self.outputs: dict[str, tuple[Tensor, ...]] = {}
         # tensors of all tokens, by the id of the first token's tensor
         self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}
@@ -159,8 +153,9 @@ class _Forward:
 class SteppedMixer:
     """Hooks on a mixer for one cache.
 
-    They act in forwards with a possible rollback. Weights are read once for all tokens. Everything
-    between the projections runs token by token, so the states after each token are known::
+    They are active in forwards that may be rolled back. Weights are read once for all tokens.
+    Everything between the projections runs token by token, so the states after each token are
+    known::
 
         hidden [B, Q, D]
             | _feed_first_token  calls the mixer with token 0 alone, and a cache layer of its own
@@ -175,8 +170,8 @@ class SteppedMixer:
             v
         output [B, Q, D]
 
-    The copy is shallow. Its input projections return the mixer's outputs for one token. Its output
-    projection returns its input.
+    The copy is shallow. Its input projections return the mixer's projected values for one token.
+    Its output projection returns its input unchanged.
     """
 
     def __init__(self, mixer: Mixer, protocol: StepProtocol, states: RecurrentStates):
@@ -184,7 +179,7 @@ class SteppedMixer:
         self.protocol = protocol
         self.states = states
         self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
-        # Outputs of the copy's input projections for one token, changed in place. The copy does not
+        # Outputs of the copy's input projections for one token, updated in place. The copy does not
         # refer to this object, so the cache is freed with the call.
         self._token_outputs: dict[str, Tensor] = {}
         functions: dict[str, Callable[..., Any]] = {
@@ -225,9 +220,9 @@ class SteppedMixer:
     def _feed_first_token(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pass the mixer the first token alone, and a separate cache."""
+        """Pass only the first token to the mixer, with a separate cache."""
         states, mixer = self.states, self.mixer
-        if kwargs is None:  # another thread's forward, while torch adds or removes this hook
+        if kwargs is None:  # forward of another thread while torch adds or removes this hook
             return None
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         if not states.is_stepping or arguments.get(mixer.cache_name) is not states.cache:
@@ -276,7 +271,7 @@ class SteppedMixer:
         return first
 
     def _run_rest(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Run the copy on the other tokens, and the output projection on all."""
+        """Run the copy on the other tokens, and the output projection on all tokens."""
         forward = self._own_forward
         if forward is None or forward.states:
             return None
@@ -302,9 +297,9 @@ class SteppedMixer:
         return output
 
     def _step_through_rest(self, forward: _Forward, first: Any) -> list[Any]:
-        """Record states and return, by token, inputs of the output projection or mixer outputs."""
+        """Record states; return each token's input to the output projection or mixer output."""
         outputs, states = [first], self._after(forward, 0, forward.before)
-        with loaded_weights(self._copy):  # without its projections, which have read all tokens
+        with loaded_weights(self._copy):  # without the projections, which have read all tokens
             for number in range(1, len(forward.tokens)):
                 forward.states.append(states if self.states.keeps else {})
                 output, states = self._step(forward, number, states)
@@ -313,7 +308,7 @@ class SteppedMixer:
         return outputs
 
     def _replay(self, forward: _Forward, number: int, before: States) -> States:
-        """Return the states after a token once more, from those before it."""
+        """Recompute the states after a token from those before it."""
         with loaded_weights(self._copy):
             return self._step(forward, number, before)[1]
 
@@ -338,7 +333,7 @@ class SteppedMixer:
         return None
 
     def _load(self, layer: StepLayer, states: States) -> None:
-        """Load states into the layer; copy those written in place."""
+        """Load states into the layer; copy states that are updated in place."""
         is_written = {"conv": True, "recurrent": self.protocol.writes_recurrent}
         selected = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
         layer.load(
@@ -369,7 +364,7 @@ def _by_token(hidden: Tensor) -> tuple[Tensor, ...]:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Join outputs of single tokens to one output [B, Q, ...], or to a tuple of outputs."""
+    """Join the outputs for single tokens to one output [B, Q, ...], or to a tuple of outputs."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
     return tuple(_joined(list(elements)) for elements in zip(*outputs, strict=True))

@@ -1,7 +1,7 @@
-"""Mixers of a model: its modules with recurrent states, probed for token-by-token reading.
+"""Find the mixers of a model: its modules with recurrent states, probed for stepping.
 
-The probe runs a mixer on a few tokens to find its projections and states, and checks it under
-hooks.
+The probe runs a mixer on a few tokens to find its projections and states, then checks the mixer
+under hooks.
 """
 
 import inspect
@@ -28,15 +28,16 @@ from hf_speculate.options.recurrent.mixer_steps import (
 )
 from hf_speculate.options.recurrent.states import RecurrentStates, States, states_of
 
-# Layer types with an empty recurrent cache layer in older versions of transformers.
+# Layer types whose recurrent cache layer is empty in older versions of transformers.
 _WITHOUT_STATES = ("mlp", "moe")
 
 _HOOKS = "accelerate.hooks"  # module of the hooks for offloaded weights
 _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
-# Relative to the largest number. A projection of several tokens is not rounded like one of a single
-# token, and some state functions compute in float32 for every dtype. Wrong states differ by >= 0.1.
+# Relative to the largest number. Projections of several tokens and of a single token are rounded
+# differently, and some state functions compute in float32 for every dtype. Wrong states differ by
+# 0.1 or more.
 _TOLERANCE = 1e-3
-_ROUNDINGS = 16.0  # units of rounding; the tolerance of coarse dtypes
+_ROUNDINGS = 16.0  # tolerance for coarse dtypes, in units of rounding
 _ERRORS = (
     RuntimeError,
     TypeError,
@@ -52,7 +53,7 @@ class SteppedModel(NamedTuple):
     """A model's mixers with their protocols."""
 
     mixers: Sequence[tuple[Mixer, StepProtocol]]
-    obstacle: str  # reason against a rollback of their states; empty if none
+    obstacle: str  # why their states cannot be rolled back; empty if they can
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +61,7 @@ class SteppedModel(NamedTuple):
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether reading several tokens at once gives single tokens' states in every mixer.
+        """Whether one forward over several tokens gives the states of single steps in every mixer.
 
         The comparison starts from earlier states.
         """
@@ -73,7 +74,7 @@ class SteppedModel(NamedTuple):
 
 
 def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
-    """Find and probe the mixers of a model by the layers of its cache."""
+    """Find and probe the mixers of a model from the layers of its cache."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     pairs: list[tuple[Mixer, StepProtocol]] = []
     protocols: dict[Any, StepProtocol | str] = {}
@@ -100,7 +101,7 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
 
 
 def rollback_obstacle(model: PreTrainedModel, cache: Cache) -> str:
-    """Return the reason against a rollback of a cache's recurrent layers; empty if none."""
+    """Return why a cache's recurrent layers cannot be rolled back; empty if they can."""
     if (getattr(model, "tp_size", None) or 1) > 1:
         return "and is split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):
@@ -131,7 +132,7 @@ def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
 
 
 def _numbers_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Return sizes, flags and the state's index; modules of a class share a protocol if equal."""
+    """Return sizes, flags and the state's index; equal modules of a class share a protocol."""
     return tuple(
         (name, value)
         for name, value in vars(module).items()
@@ -144,13 +145,14 @@ def _unserved(mixer: Mixer, why: str) -> SteppedModel:
 
 
 def _replaced_forward(module: nn.Module, devices: set[Any]) -> str:
-    """Return the reason against stepping an instance's own forward; empty if it can be stepped.
+    """Return why an instance's own forward cannot be stepped; empty if it can.
 
-    Only accelerate's can: it loads an offloaded module's weights and then runs the class's.
+    Only accelerate's forward can be stepped, because it loads an offloaded module's weights and
+    then runs the forward of the class.
 
     Args:
         module: a mixer.
-        devices: accelerate's devices for earlier mixers; this mixer's device is added.
+        devices: accelerate's devices for earlier mixers; the device of this mixer is added.
     """
     replaced, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
     if replaced is None:
@@ -169,7 +171,7 @@ class _Steps(NamedTuple):
 
 
 def _probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
-    """Return the protocol of a mixer, or the reason against it, from the model's memory.
+    """Return the remembered protocol of a mixer, or the reason why it has none.
 
     `num_states` is the number of states of each kind in its cache layer.
     """
@@ -218,7 +220,7 @@ def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
 def _holds(
     protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States, steps: _Steps
 ) -> bool:
-    """Return whether a mixer under hooks gives single tokens' outputs and states.
+    """Return whether a mixer under hooks gives the outputs and states of single steps.
 
     Both stored and recomputed states are compared.
     """
@@ -279,7 +281,7 @@ def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
 def _with_children(
     protocol: StepProtocol, mixer: Mixer, token: Tensor, before: States
 ) -> StepProtocol:
-    """Return the protocol with input and output projections, found by watching the children."""
+    """Return the protocol with input and output projections, found by observing the children."""
     calls: list[tuple[str, Any, Any]] = []
 
     def watched(name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Recurrent and convolution states after each token of a forward, and rollback by row."""
+"""Recurrent and convolution states after each token of a forward, with rollback per row."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_speculate.errors import UnsupportedModelError
 
-_MAX_SINGLE_ROWS = 4  # largest number of rows copied one by one; more need a temporary tensor
+_MAX_SINGLE_ROWS = 4  # largest number of rows copied one by one; more rows use a temporary tensor
 
 
 class Slot(NamedTuple):
@@ -28,14 +28,14 @@ States = Mapping[Slot, Tensor]
 class ModuleStates(NamedTuple):
     """One module's states after each token."""
 
-    states: Sequence[States]  # [Q]; if not stored, empty but for the last token
-    # computes the states after token t from those before it; None if stored
+    states: Sequence[States]  # [Q]; if not stored, empty except for the last token
+    # computes the states after token t from the states before it; None if they are stored
     replay: Callable[[int, States], States] | None
 
 
 class _Token(NamedTuple):
     states: States  # stored states of a layer after the token
-    # compute the other states from those before the token
+    # compute the remaining states from the states before the token
     replays: Sequence[Callable[[States], States]]
 
     def after(self, before: States) -> States:
@@ -66,12 +66,12 @@ def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tens
 class LayerHistory:
     """A cache layer's states since the last rollback.
 
-    One set of states is held for each token.
+    It holds one set of states per token.
     """
 
     def __init__(self, layer: LinearAttentionCacheLayerMixin):
         self.layer = layer
-        self.records: list[ModuleStates] = []  # states from the current forward
+        self.records: list[ModuleStates] = []  # states of the current forward
         self._base: States = states_of(layer)
         self._tokens: list[_Token] = []
 
@@ -104,7 +104,7 @@ class LayerHistory:
             states: dict[Slot, Tensor] = {}
             for record in records:
                 states |= record.states[token]
-            # unrecorded convolution states hold a column per token
+            # unrecorded convolution states hold one column per token
             for slot, state in others.items():
                 end = state.shape[-1] - (num_query - token - 1)
                 states[slot] = (
@@ -133,7 +133,7 @@ class LayerHistory:
         put_states(self.layer, self._base)
 
     def join(self, other: "LayerHistory") -> None:
-        """Add the rows of `other` behind the layer's states; forget earlier states."""
+        """Append the rows of `other` to the layer's states; forget earlier states."""
         joining = other.current
         put_states(
             self.layer,
@@ -159,20 +159,20 @@ class RecurrentStates:
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
         self.cache = cache
-        # Limit for states after each token; above it, a rollback recomputes them from recorded
-        # projections.
+        # Memory limit for states after each token. Above it, a rollback recomputes the states from
+        # recorded projections.
         self.max_kept_bytes = max_kept_bytes
         self.histories = {
             index: LayerHistory(layer)
             for index, layer in enumerate(cache.layers)
             if isinstance(layer, LinearAttentionCacheLayerMixin)
         }
-        self.is_stepping = False  # whether the next forward steps through its tokens
+        self.is_stepping = False  # whether the next forward reads its tokens one by one
         self.keeps = True  # whether states after each token are stored
         self.num_tokens = 0  # since the last rollback
-        # [B] first tokens of the forward already in a row's states
+        # [B] number of the forward's first tokens that a row's states already include
         self.num_skipped: list[int] | None = None
-        self._is_prompt = False  # read at once, without rollback
+        self._is_prompt = False  # whether the tokens are read at once, without rollback
         self._recorded_past: list[bool] = []
 
     @property
@@ -233,7 +233,7 @@ class RecurrentStates:
         self.num_tokens = 0
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function to restore the current states, even in the middle of a forward."""
+        """Return a function that restores the current states, even in the middle of a forward."""
         saved = []
         for history in self.histories.values():
             saved.append(
@@ -255,7 +255,7 @@ class RecurrentStates:
         return restore
 
     def finish(self) -> None:
-        """Leave the layers as plain decoding does."""
+        """Leave the layers as they would be after plain decoding."""
         self.is_stepping = False
         for history in self.histories.values():
             history.layer.record_past = False
@@ -265,7 +265,7 @@ class RecurrentStates:
 def mixed_rows(by_count: Mapping[int, States], counts: Sequence[int]) -> dict[Slot, Tensor]:
     """Select row b of `by_count[counts[b]]` for every row.
 
-    Recurrent states are written into those shared by most rows.
+    Recurrent states are written into the states shared by most rows.
     """
     (common, _), *others = Counter(counts).most_common()
     rows = {
@@ -276,7 +276,7 @@ def mixed_rows(by_count: Mapping[int, States], counts: Sequence[int]) -> dict[Sl
     for slot, state in by_count[common].items():
         if slot.type == "conv":  # a view of a tensor shared with states after other tokens
             state = state.clone(memory_format=torch.contiguous_format)
-        # only inference mode may write to its tensors
+        # tensors of inference mode can only be written to in inference mode
         with torch.inference_mode(state.is_inference()):
             for count, indices in rows.items():
                 source = by_count[count][slot]

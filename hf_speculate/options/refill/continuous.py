@@ -1,4 +1,4 @@
-"""Batch continuously: replace finished rows by the next prompts of a source."""
+"""Continuous batching: replace finished rows by the next prompts from a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch,
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds
 
-# prompt tokens, of all rows, read between two rounds of the running rows
+# number of prompt tokens, over all rows, to read between two rounds of the running rows
 PREFILL_CHUNK_TOKENS = 512
 
 
@@ -38,52 +38,52 @@ PREFILL_CHUNK_TOKENS = 512
 class ContinuousDecoder:
     """Decoder for continuous batching.
 
-    It decodes prompts of a source and refills finished rows. A row gets the same tokens as its
-    prompt gets alone: with greedy decoding, and with a fixed draft length also with sampling by
-    seed. A failed row ends alone; its result holds the error. Rows with another verifier (such as
-    greedy rows among sampled ones) or another draft length run in a separate batch. The batches
-    take turns, round by round.
+    It decodes prompts from a source and refills finished rows. With greedy decoding, a row gets the
+    same tokens as its prompt would get on its own. With a fixed draft length, this also holds for
+    seeded sampling. If a row fails, only this row ends, and its result holds the error. Rows with
+    another verifier (such as greedy rows among sampled rows) or another draft length run in a
+    separate batch. The batches take turns, one round each.
     """
 
     model: PreTrainedModel  # the target, enabled or not
     num_rows: int  # rows decoded at once, >= 1
-    # arguments of `generate()` for all rows, `assistant_model` for example
+    # arguments of `generate()` for all rows, such as `assistant_model`
     arguments: Mapping[str, Any]
     pad_token_id: int = 0  # pads prompts read together
-    # statistics of all rows; written to
+    # statistics of all rows; updated in place
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    # called with prompts before the prefill
+    # called with prompts before their prefill
     on_begin: Callable[[Sequence[RowPrompt]], object] | None = None
-    # Called after each round with the prompt and all new tokens of each unfinished row; False
-    # cancels the row. After an error in a batch, its rows are decoded again one by one, to find the
-    # failing row; their tokens then begin anew.
+    # Called after each round with the prompt and all new tokens of each unfinished row; returning
+    # False cancels the row. After an error in a batch, its rows are decoded again one by one to
+    # find the failing row, and their tokens start over.
     on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None
-    # whether wrong arguments and a lack of memory also end only the row, not the run
+    # whether even invalid arguments and out-of-memory errors end only the row, not the run
     ends_rows: bool = False
 
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
         self._clock = StageClock()
-        self._readings: list[Reading] = []  # in order of arrival; short ones may overtake long ones
-        # whether the oldest reading had a chunk since others overtook it
+        self._readings: list[Reading] = []  # in order of arrival; short prompts may overtake
+        # whether the oldest reading has read a chunk since others overtook it
         self._may_overtake = False
-        # by sampling, verifier, length and source
+        # by sampling, verifier, draft length and source
         self._running: dict[tuple[Any, ...], RunningBatch] = {}
         self._prompts: dict[int, RowPrompt] = {}  # prompts of unfinished rows
         self._observer = RowsObserver(self._prompts)
         self._num_begun = 0
-        self._sources: dict[int, DraftSource] = {}  # source of each row, by row id
+        self._sources: dict[int, DraftSource] = {}  # draft source of each row, by row id
 
     @property
     def num_live(self) -> int:
         return len(self._prompts)
 
     def obstacle(self, prompt: RowPrompt) -> str:
-        """Return the obstacle to continuous batching of rows like this one, or an empty string."""
+        """Return why rows like this one cannot be batched continuously; empty if they can."""
         return join_obstacle(self._prepare([prompt]))
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
-        """Decode until no row is left and the source is empty; yield the results of each round."""
+        """Decode until no rows are left and the source is empty; yield each round's results."""
         models = [
             model
             for model in (self.model, *self.arguments.values())
@@ -126,7 +126,7 @@ class ContinuousDecoder:
         return results
 
     def _admit(self, source: RowSource) -> list[RowResult]:
-        """Begin to read the next prompts into free rows and return failed rows."""
+        """Begin to read the next prompts into free rows; return failed rows."""
         waiting: list[RowPrompt] = []
         while (
             len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None
@@ -143,14 +143,14 @@ class ContinuousDecoder:
         return results
 
     def _can_be_padded(self, prompt: RowPrompt) -> bool:
-        """Return whether such prompts may be padded; padding moves the call's own chunks."""
+        """Return whether such prompts may be padded; padding would shift the call's own chunks."""
         arguments = {**self.arguments, **prompt.arguments}
         config = arguments.get("generation_config") or self.model.generation_config
         chunk_size = arguments.get("prefill_chunk_size") or config.prefill_chunk_size
         return chunk_size is None or reads_prompts_in_chunks(self.model)
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
-        """Begin to read prompts together and return failed rows."""
+        """Begin to read prompts together; return failed rows."""
         self._prompts |= dict(enumerate(prompts, self._num_begun))
         try:
             decoder = self._prepare(prompts, is_chunked=True)
@@ -167,7 +167,7 @@ class ContinuousDecoder:
         return []
 
     def _read(self) -> list[RowResult]:
-        """Read one chunk or some short prompts, between two rounds, and return finished rows.
+        """Read one chunk or some short prompts between two rounds; return finished rows.
 
         Short prompts overtake a long one after each of its chunks.
         """
@@ -204,18 +204,18 @@ class ContinuousDecoder:
         return results
 
     def _next_reading(self, may_overtake: bool) -> Reading:
-        """Return the oldest reading, or the oldest short one if these may overtake."""
+        """Return the oldest reading, or the oldest short reading if it may overtake."""
         short = filter(_is_short, self._readings) if may_overtake else ()
         return next(iter(short), self._readings[0])
 
     def _is_wanted(self, reading: Reading) -> bool:
-        """Return whether any row of a reading is not cancelled."""
+        """Return whether a reading has a row that is not cancelled."""
         if self.on_tokens is None:
             return True
         return any(self.on_tokens(self._prompts[row_id], ()) for row_id in reading.row_ids)
 
     def _join(self, reading: Reading) -> list[FinishedRow]:
-        """Let unfinished rows join a running batch and return the finished ones."""
+        """Let unfinished rows join a running batch; return finished rows."""
         decoder, plan, finished = reading.decoder, reading.plan, reading.finished()
         if len(finished) < len(plan.call.row_ids):
             kind = type(plan.source)  # only drafters of the same kind can join
@@ -225,7 +225,7 @@ class ContinuousDecoder:
                 _most_drafted(plan.config),
                 kind,
             )
-            running = self._running.pop(batch_key, None)  # an error leaves it half joined
+            running = self._running.pop(batch_key, None)  # after an error, it would be half joined
             with torch.no_grad(), self._clock:
                 self._clock.enter(Stage.DRAFT)
                 if running is None:
@@ -257,7 +257,7 @@ class ContinuousDecoder:
         return finished
 
     def _isolate(self, error: Exception) -> list[RowResult]:
-        """Decode rows again, one by one, after an error in their batch or prefill.
+        """Decode rows again one by one after an error in their batch or prefill.
 
         A row that fails again ends with its own error.
         """
@@ -281,7 +281,7 @@ class ContinuousDecoder:
     def _ends_a_row(self, error: Exception) -> bool:
         """Return whether an error ends only its row.
 
-        Wrong arguments and a lack of memory do so only with `ends_rows`.
+        Invalid arguments and out-of-memory errors do so only with `ends_rows`.
         """
         if self.ends_rows:
             return True
@@ -298,7 +298,7 @@ class ContinuousDecoder:
     def _prepare(
         self, prompts: Sequence[RowPrompt], is_chunked: bool = False
     ) -> SpeculativeDecoder:
-        """Return the decoder of prompts with equal arguments, left-padded, chunked if long."""
+        """Return the decoder for prompts with equal arguments: left-padded, and chunked if long."""
         first_row = self._num_begun
         self._num_begun += len(prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
@@ -329,6 +329,6 @@ def _is_short(reading: Reading) -> bool:
 
 
 def _most_drafted(config: SpeculationConfig) -> int | None:
-    """Return `num_assistant_tokens` of a call; a list has equal numbers for rows read together."""
+    """Return a call's `num_assistant_tokens`; rows read together have equal entries in a list."""
     num_tokens = config.num_assistant_tokens
     return num_tokens if num_tokens is None or isinstance(num_tokens, int) else max(num_tokens)

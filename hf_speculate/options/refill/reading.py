@@ -1,4 +1,4 @@
-"""Read prompts chunk by chunk, before their rows join a running batch."""
+"""Read prompts chunk by chunk before their rows join a running batch."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from hf_speculate.types import RoundRecord
 
 
 class Reading:
-    """Chunked prefill of a call.
+    """The chunked prefill of a call.
 
     The target reads the prompts first, then the drafter.
     """
@@ -26,7 +26,7 @@ class Reading:
     def __init__(self, decoder: SpeculativeDecoder, observer: Observer):
         self.plan, self.batch = decoder.plan, Batch.of(decoder.plan)
         self.decoder = replace(decoder, observers=[*decoder.observers, observer])
-        # unread by the target; None before the first read
+        # tokens not yet read by the target; None before the first read
         self._chunks: deque[PromptChunk] | None = None
 
     @property
@@ -35,7 +35,7 @@ class Reading:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of all rows in a chunk."""
+        """Number of tokens in a chunk, over all rows."""
         query_ids = self.plan.call.prompts.query_ids
         return len(query_ids) * min(self._chunk_size or query_ids.shape[1], query_ids.shape[1])
 
@@ -46,7 +46,7 @@ class Reading:
         return size is None or self.plan.call.prompts.query_ids.shape[1] <= size
 
     def read_chunk(self) -> bool:
-        """Read a chunk and return whether more is left to read."""
+        """Read a chunk; return whether more tokens are left to read."""
         clock = self.decoder.clock
         with torch.no_grad(), clock:
             is_unread = self._read()
@@ -68,7 +68,7 @@ class Reading:
 
     @property
     def _draft_chunk_size(self) -> int | None:
-        """Tokens per row in a chunk of the draft model; None for all at once."""
+        """Tokens per row in a chunk for the draft model; None to read all tokens at once."""
         draft = self.plan.draft
         return self._chunk_size if draft is None or reads_prompts_in_chunks(draft.model) else None
 
@@ -87,10 +87,10 @@ class Reading:
 
 @dataclass
 class RowsObserver(Observer):
-    """Observer for callbacks of rows.
+    """Observer that calls the callbacks of rows.
 
-    It passes each round and the target's logits of new tokens to `on_round` and `on_logits` of
-    prompts.
+    It passes each round to `on_round`, and the target's logits for new tokens to `on_logits`, of
+    each row's prompt.
     """
 
     stage = Stage.REPORT

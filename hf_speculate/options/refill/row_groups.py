@@ -1,4 +1,4 @@
-"""Group rows of a batch with equal logits processors or stopping criteria."""
+"""Group a batch's rows that have equal logits processors or stopping criteria."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -15,13 +15,13 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 
 Settings = TypeVar("Settings", bound=Iterable[Any])
-_Group = tuple[Settings, list[int]]  # settings and their rows of the batch, in ascending order
+_Group = tuple[Settings, list[int]]  # settings and the batch rows that use them, in ascending order
 
 
 class RefilledRows(RowLists):
     """Row lists for continuous batching.
 
-    Rows of other calls may join their processors and criteria.
+    The rows of other calls may join their processors and criteria.
     """
 
     rows_leave = True
@@ -45,7 +45,7 @@ class RefilledRows(RowLists):
 class ProcessorGroups:
     """Logits processors of a batch, by row.
 
-    They run on all K+1 positions of a round.
+    The processors run on all K+1 positions of a round.
     """
 
     can_join = True
@@ -63,7 +63,7 @@ class ProcessorGroups:
         draft_token_ids: Tensor | None = None,
         prefix_lens: Sequence[int] | None = None,
     ) -> Tensor:
-        """Process logits as the block form of `BlockLogitsProcessorList.__call__`."""
+        """Process logits like the block form of `BlockLogitsProcessorList.__call__`."""
         if len(self._groups) == 1:
             return self._groups[0][0](input_ids, scores, draft_token_ids, prefix_lens)
         processed = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
@@ -121,7 +121,7 @@ class ProcessorGroups:
 class StoppingGroups:
     """Stopping criteria of a batch, by row.
 
-    They run on a round's new tokens; all of them are row-wise.
+    The criteria run on a round's new tokens and treat each row separately.
     """
 
     def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
@@ -175,7 +175,7 @@ def _selected(
 ) -> Iterator[tuple[Settings, list[int], list[int]]]:
     """Select the rows `indices` of groups.
 
-    Yields for each group with remaining rows: its settings, the indices of these rows in the group,
+    For each group with remaining rows, yield its settings, the indices of these rows in the group,
     and their new indices in the batch.
     """
     new_indices = {row: new_index for new_index, row in enumerate(indices)}
@@ -188,7 +188,7 @@ def _selected(
 
 
 def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> list[_Group[Settings]]:
-    """Merge the groups of two batches; the rows of the second follow those of the first."""
+    """Merge the groups of two batches; rows of the second batch follow those of the first."""
     groups, num_rows = list(mine), sum(len(rows) for _, rows in mine)
     for settings, rows in others:
         moved = [row + num_rows for row in rows]
@@ -202,7 +202,7 @@ def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> lis
 
 
 def is_equal(mine: Any, other: Any) -> bool:
-    """Return whether two processors or criteria, or values in them, are equal by their fields.
+    """Return whether two processors or criteria, or values in them, have equal fields.
 
     Unknown objects are equal only to themselves.
     """
@@ -225,5 +225,5 @@ def is_equal(mine: Any, other: Any) -> bool:
     if not isinstance(mine, LogitsProcessor | StoppingCriteria):
         return False
     if isinstance(getattr(mine, "prompt_ignore_length", None), Tensor):
-        return False  # one number per row
+        return False  # numbers differ by row
     return is_equal(vars(mine), vars(other))

@@ -1,4 +1,4 @@
-"""Define prompts and results of rows in continuous batching."""
+"""Prompts and results of rows in continuous batching."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-_MAX_PADDING = 1.25  # padded over real tokens of prompts read together
+_MAX_PADDING = 1.25  # ratio of padded to real tokens in prompts read together
 
 
 class RowRound(NamedTuple):
-    """New tokens of one row in a round.
+    """New tokens of one row in a round: accepted draft tokens, then tokens of the target."""
 
-    They are accepted drafts, then tokens of the target.
-    """
-
-    num_before: int  # new tokens of the row before the round
+    num_before: int  # number of the row's new tokens before the round
     num_emitted: int
     num_accepted: int
     drafted_by: str  # draft source as in `stats.plan`; "" without drafted tokens
@@ -25,23 +22,23 @@ class RowRound(NamedTuple):
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """One prompt [T] of a source, without padding."""
+    """One prompt [T] from a source, without padding."""
 
     token_ids: Sequence[int]
-    seed: int | None = None  # seed of the row when sampling; None to draw one
-    # Further arguments of `generate()`, beside the decoder's; `num_assistant_tokens` may be a list
-    # of one number.
+    seed: int | None = None  # seed of the row for sampling; None to draw a seed
+    # Further arguments of `generate()`, in addition to the decoder's; `num_assistant_tokens` may be
+    # a list of one number.
     arguments: Mapping[str, Any] = field(default_factory=dict)
     key: Any = None  # passed on to the result
-    # Called in each round with the number of new tokens before it, its N tokens and their logits
-    # [N, V]: the target's, before processors, valid only during the call.
+    # Called in each round with the number of new tokens before the round, its N tokens, and the
+    # target's logits [N, V] for them, before processors. The logits are only valid during the call.
     on_logits: Callable[[int, Sequence[int], Tensor], object] | None = None
     # Called in each round, and for the first token after the prompt.
     on_round: Callable[[RowRound], object] | None = None
 
 
-# Returns the next prompt, or None if there is none now. It is called again after each round with a
-# free row.
+# Returns the next prompt, or None if there is none now. It is called again after each round while a
+# row is free.
 RowSource = Callable[[], RowPrompt | None]
 
 
@@ -53,7 +50,7 @@ class RowResult(NamedTuple):
     num_rounds: int
     num_drafted: int
     num_accepted: int
-    error: Exception | None = None  # cause of the row's end, if it failed
+    error: Exception | None = None  # the error that ended the row; None if it did not fail
 
 
 def left_padded(
@@ -71,7 +68,7 @@ def left_padded(
 
 
 def alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
-    """Group neighbouring prompts of equal arguments and similar length, to read them together."""
+    """Group neighbouring prompts with equal arguments and similar lengths into one prefill."""
     groups = [[prompt] for prompt in prompts[:1]]
     for prompt in prompts[1:]:
         first, lens = groups[-1][0], [len(member.token_ids) for member in (*groups[-1], prompt)]

@@ -1,4 +1,4 @@
-"""Decode a running batch: rows join it after their prefill and leave it one by one."""
+"""A running batch, which rows join after their prefill and leave one by one."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -16,20 +16,20 @@ from hf_speculate.types import RoundRecord
 
 
 class FinishedRow(NamedTuple):
-    """A row after leaving the running batch."""
+    """A row that has left the running batch."""
 
     row_id: int
     token_ids: list[int]  # new tokens
     num_rounds: int
     num_drafted: int
     num_accepted: int
-    error: Exception | None  # cause of the row's end, if it failed
+    error: Exception | None  # the error that ended the row; None if it did not fail
 
 
 class RunningBatch:
     """Rows of several calls decoded together.
 
-    Each row gets the same tokens as alone.
+    Each row gets the same tokens as it would get on its own.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class RunningBatch:
         return [row_id for row_id, is_finished in rows if not is_finished]
 
     def join(self, theirs: SpeculativeDecoder, batch: Batch) -> None:
-        """Add rows after their prefill; the parts of their decoder must not be used any more."""
+        """Add rows after their prefill; their decoder must not be used afterwards."""
         mine = self._decoder
-        mine.drafts.admit(theirs.drafts, self._batch)  # reads the present rows
+        mine.drafts.admit(theirs.drafts, self._batch)  # reads the rows already in the batch
         mine.target.join(theirs.target)
         mine.verification.join(theirs.verification)
         mine.stops.join(theirs.stops)
@@ -68,7 +68,7 @@ class RunningBatch:
         self._batch.join(batch)
 
     def decode_round(self) -> list[FinishedRow]:
-        """Decode one round and return the finished rows."""
+        """Decode one round; return the finished rows."""
         before = self.row_ids
         self._decoder.decode_round(self._batch)
         if self._rows.errors:
@@ -78,7 +78,7 @@ class RunningBatch:
         return [self._finished(row_id) for row_id in before if row_id not in left]
 
     def new_ids(self, row_id: int) -> list[int]:
-        """Return the new tokens of a row, not copied."""
+        """Return the new tokens of a row, without copying them."""
         return self._decoder.output.new_ids[row_id]
 
     def cancel(self, row_ids: Sequence[int]) -> list[FinishedRow]:
@@ -100,8 +100,8 @@ class RunningBatch:
 class _RowObserver(Observer):
     """Observer of rows.
 
-    It counts each row's rounds. When sampling, it collects errors of rows with logits that define
-    no distribution.
+    It counts each row's rounds. When sampling, it collects an error for each row whose logits
+    define no distribution.
     """
 
     stage = Stage.RECORD
@@ -124,7 +124,7 @@ class _RowObserver(Observer):
 
 
 def join_obstacle(decoder: SpeculativeDecoder) -> str:
-    """Return the obstacle for rows of a call to join a running batch; empty if they can."""
+    """Return why rows of a call cannot join a running batch; empty if they can."""
     plan, call = decoder.plan, decoder.plan.call
     if plan.is_lock_step:
         return plan.lock_step

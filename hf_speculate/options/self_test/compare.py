@@ -1,15 +1,15 @@
-"""The self-test: compares a model's multi-token forwards with plain decoding.
+"""The self-test, which compares a model's multi-token forwards with plain decoding.
 
-It runs once for each type of call: for models outside `hf_speculate.models.quirks.TESTED_TYPES`,
-and for models with foreign code such as hooks. Models of a type in the table are tested with
-untested versions of transformers, once per class. The model decodes `NUM_TOKENS` tokens plainly;
-with foreign code, as many as a round verifies. After the same prompt, it reads the same tokens in
-one forward, is rolled back, and reads the last of them again.
+It runs once per type of call, for models outside `hf_speculate.models.quirks.TESTED_TYPES` and for
+models with foreign code such as hooks. Models of a type in the table are tested once per class if
+the version of transformers is untested. First, the model decodes `NUM_TOKENS` tokens plainly, or as
+many as a round verifies if there is foreign code. After the same prompt, it then reads the same
+tokens in one forward, is rolled back, and reads the last of them again.
 
 The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|,
-with the Euclidean norm over the vocabulary. A common offset of all logits of a position is ignored.
-Round-off of one layer is near the resolution of the dtype and grows with depth. A wrong position or
-mask gives 0.05 to 1.5.
+with the Euclidean norm over the vocabulary. An offset common to all logits at a position is
+ignored. The round-off of one layer is close to the resolution of the dtype and grows with depth. A
+wrong position or mask gives 0.05 to 1.5.
 """
 
 import copy
@@ -39,14 +39,14 @@ from hf_speculate.models.quirks import is_known_type, token_without_position
 LOGGER = logging.getLogger("hf_speculate")
 MAX_TOKENS = 16  # largest number of tokens per forward
 _MAX_SETS = 16  # largest number of foreign-code sets with stored results
-# read together; the third and fourth, or the second and third, are read again after a rollback
+# tokens read together; the third and fourth, or second and third, are read again after a rollback
 NUM_TOKENS = 4
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _LARGEST_LOGIT = 1e30  # larger values stand for -inf
 
 
 def check_decoding(call: Call, source: DraftSource) -> str:
-    """Compare a target of unknown type with plain decoding; return the result in words.
+    """Compare a target of unknown type with plain decoding; return the result as text.
 
     Each kind of call is measured once.
 
@@ -59,7 +59,7 @@ def check_decoding(call: Call, source: DraftSource) -> str:
     if model.training:  # dropout differs between forwards
         return "skipped, for the model is in training mode"
     situation, padding = _situation(call, num_tokens)
-    # a known type is new only by its version
+    # for a known type, only the version is new
     owner = type(model) if is_known_type(model) else model
     differences: dict[Hashable, float] = model_state(owner).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
@@ -86,9 +86,9 @@ def check_decoding(call: Call, source: DraftSource) -> str:
 
 
 def foreign_code_obstacle(call: Call, source: DraftSource) -> str:
-    """Return how drafts would change the text with the target's foreign code; empty if not.
+    """Return how drafting would change the text with the target's foreign code; empty if not.
 
-    Each set of foreign code is compared once; its hooks see the comparison's forwards.
+    Each set of foreign code is compared once; its hooks run in the comparison's forwards.
     """
     model = call.target
     num_tokens = min(
@@ -113,7 +113,7 @@ def foreign_code_obstacle(call: Call, source: DraftSource) -> str:
 
 
 def _compared(call: Call, num_tokens: int, source: DraftSource) -> str:
-    """Return the reason if a target differs from its plain steps; empty if not."""
+    """Return how a target's forwards differ from its plain steps; empty if they agree."""
     dtype = _dtype(call.target)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     try:
@@ -130,7 +130,7 @@ def _compared(call: Call, num_tokens: int, source: DraftSource) -> str:
 
 
 def _situation(call: Call, num_tokens: int) -> tuple[Hashable, str]:
-    """Return a key for calls with equal decoding, and the kind of padding in their prompts."""
+    """Return a key shared by calls that decode alike, and the kind of padding in their prompts."""
     model, mask = call.target, call.prompts.attention_mask
     padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
     model_type, cache_choice = (
@@ -144,7 +144,8 @@ def _situation(call: Call, num_tokens: int) -> tuple[Hashable, str]:
 def relative_difference(plain: Tensor, ours: Tensor) -> float:
     """Return the largest difference of a row of [B, N, V], as defined above.
 
-    It is inf if only one tensor is finite at some place, and 0 if nothing is finite.
+    The result is inf if only one of the tensors is finite in some entry, and 0 if no entry is
+    finite.
     """
     plain, ours = plain.double(), ours.to(plain.device).double()
     is_number = plain.isfinite() & (plain.abs() < _LARGEST_LOGIT)
@@ -211,7 +212,7 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
         num_reread = num_tokens - 2
         is_lock_step = counts_by_column(model) or batch_size == 1
         counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
-        num_kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
+        num_kept = torch.tensor(counts, device="cpu")  # [B] number of tokens kept in each row
         cache.crop(num_tokens - num_kept)
         columns = (num_kept[:, None] + torch.arange(num_reread, device="cpu")).to(device)  # [B, Q]
         again = language_model.forward(
@@ -225,7 +226,7 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
 
 
 def _num_read_together(token_ids: Tensor, no_position: int | None) -> int:
-    """Return the number of leading tokens [B, N] allowed in one forward, at least 1."""
+    """Return how many of the first tokens [B, N] may be read in one forward, at least 1."""
     ends = (
         (token_ids == no_position).any(0).nonzero()[:, 0].tolist()
         if no_position is not None
@@ -242,7 +243,7 @@ def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the model's compute dtype; bfloat16 if float32 matrix products may be coarser."""
+    """Return the model's compute dtype; bfloat16 if float32 matrix products may be less precise."""
     device_type = model.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

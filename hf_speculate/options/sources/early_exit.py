@@ -1,4 +1,4 @@
-"""Draft by early exit: with the target's own first layers."""
+"""Early exit: draft with the target's own first layers."""
 
 import copy
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
     config = copy.copy(model.config)
     config.num_hidden_layers = num_layers
     types = getattr(config, "layer_types", None)
-    if types is not None and len(types) > num_layers:  # else derived from the number of layers
+    if types is not None and len(types) > num_layers:  # otherwise derived from the number of layers
         config.layer_types = list(types)[:num_layers]
     if _has_recurrence_alone(config) and not _has_recurrence_alone(model.config):
         raise ConfigError(
@@ -65,7 +65,7 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
 
 
 def _has_recurrence_alone(config: PreTrainedConfig) -> bool:
-    """Return whether all layers are recurrent; their cache does not count its tokens."""
+    """Return whether all layers are recurrent; such a cache does not count its tokens."""
     if only_attends(config):
         return False
     cache = DynamicCache(config=config)
@@ -76,7 +76,7 @@ def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn
     """Copy a module shallowly, with another config and some children replaced."""
     module_copy: Any = copy.copy(module)
     state = vars(module_copy)
-    # assigning a child would write to the original's own table
+    # assigning a child would write to the original's table
     state["_modules"] = {**state["_modules"], **parts}
     module_copy.config = config
     return module_copy

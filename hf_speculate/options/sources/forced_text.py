@@ -1,10 +1,11 @@
-"""Draft forced text, the only continuation that a logits processor allows.
+"""Forced text: draft the only continuation that a logits processor allows.
 
-A grammar often allows one continuation only, such as the names of a JSON schema and the quotes
+A grammar often allows only one continuation, such as the names in a JSON schema and the quotes
 around them. The processor returns this text, the call's tokenizer splits it, and the target
-verifies the tokens under the grammar's mask like any draft. A split other than the target's lowers
-acceptance and changes no text. Rows with several allowed continuations use the call's other draft
-source, and so do rows that expect more tokens from a draft model or head.
+verifies the tokens under the grammar's mask, like any draft. If the target would split the text
+differently, acceptance drops, but the output does not change. Rows with several allowed
+continuations use the call's other draft source, and so do rows that expect more tokens from a draft
+model or head.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +30,11 @@ from hf_speculate.types import CachedDraft, DraftNames, DraftOut, Kept
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
 
-# newest tokens of a row, tokenised together with its forced text; fewer if these do not fit
+# number of newest tokens tokenised together with the forced text; fewer if they do not fit
 _TAIL_LENS = (4, 2, 1)
-_BORDER = "\n"  # replaces the tail if its last token would merge with the text
-_CHARS_PER_TOKEN = 16  # tokenised characters of a forced text per drafted token; texts have about 4
-# Capabilities copied from the other source and from its drafter.
+_BORDER = "\n"  # replaces the newest tokens if the last one would merge with the text
+_CHARS_PER_TOKEN = 16  # characters to tokenise per drafted token; ordinary text has about 4
+# Capabilities copied from the other source and its drafter.
 _OF_SOURCE = (
     *(
         "argument",
@@ -70,7 +71,7 @@ _OF_DRAFTER = (
 
 
 class Continuation:
-    """Tokeniser of forced text.
+    """Tokeniser for forced text.
 
     It splits the text as a continuation of a row.
 
@@ -85,10 +86,10 @@ class Continuation:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def tokens(self, tail: Sequence[int], text: str) -> tuple[list[int], bool]:
-        """Return the first tokens of `text` after the tokens `tail`, and whether these are all.
+        """Return the first tokens of `text` after `tail`, and whether they cover the text.
 
-        The text is tokenised together with the tail, so words across the border are split as usual.
-        If the result does not begin with the tail, `text` is split alone.
+        The text is tokenised together with the tail, so words across the boundary are split as
+        usual. If the result does not begin with the tail, `text` is split alone.
         """
         shown = text[: _CHARS_PER_TOKEN * self.max_tokens]
         token_ids = self._behind(tail, shown)
@@ -116,13 +117,13 @@ class Continuation:
 
 
 class ForcedRow(RowChoice):
-    """Newest tokens of a row and its forced proposal."""
+    """The newest tokens and the forced proposal of a row."""
 
     def __init__(self, tail: Sequence[int], shared: SharedRates):
         super().__init__()
         self.tail, self.rates = list(tail), RowRates(shared)
         self.token_ids: list[int] = []  # the proposal
-        self.probabilities: list[float] = []  # acceptance of each proposed token and all before it
+        self.probabilities: list[float] = []  # of accepting each proposed token and all before it
         self._buckets: list[int] = []  # kinds of the proposed tokens
 
     def learn(self, ids: Sequence[int]) -> None:
@@ -140,14 +141,14 @@ class ForcedRow(RowChoice):
 
         Args:
             token_ids: the tokens.
-            is_whole: whether they are all of the forced text.
+            is_whole: whether they cover the whole forced text.
         """
         self.token_ids, self._buckets = token_ids, forced_buckets(len(token_ids), is_whole)
         self.probabilities = self.rates.probabilities(self._buckets)
 
 
 def is_costly(drafter: Drafter) -> bool:
-    """Return whether drafts of a drafter cost forwards of a model."""
+    """Return whether a drafter's drafts cost forwards of a model."""
     return drafter.max_draft_tokens != 0 and not drafter.is_free
 
 
@@ -167,9 +168,9 @@ class ForcedTextDrafter(PerRow, Drafter):
         self,
         rest: Drafter,
         continuation: Continuation,
-        # called for each row; acceptance rates of forced tokens
+        # called for each row; returns acceptance rates of forced tokens
         make_rates: Callable[[], SharedRates],
-        max_model_tokens: int,  # limit of the other drafter, unless it proposes
+        max_model_tokens: int,  # limit for the other drafter, unless it proposes
         device: torch.device,
     ):
         self.rest, self._continuation, self._make_rates, self._device = (
@@ -256,7 +257,7 @@ class ForcedTextDrafter(PerRow, Drafter):
             raise
 
     def _prefers(self, row: ForcedRow, num_draft_tokens: int) -> bool:
-        """Return whether a row expects at least as many tokens as from the other drafter."""
+        """Return whether a row expects at least as many tokens from its forced text."""
         return row.prefers(
             row.probabilities[:num_draft_tokens], self._num_of_rest(num_draft_tokens)
         )
@@ -265,13 +266,13 @@ class ForcedTextDrafter(PerRow, Drafter):
         return min(num_draft_tokens, self._max_model_tokens)
 
     def _mixed(self, forced: list[list[int]], drafted: DraftOut) -> DraftOut:
-        """Return the forced tokens of rows, or else the other drafter's tokens."""
+        """Return each row's forced tokens, or the other drafter's tokens if it has none."""
         is_forced = upload([bool(ids) for ids in forced], self._device, torch.bool)
         return mixed_draft(point_masses(forced, self._device), drafted, is_forced)
 
 
 class ForcedText(DraftSource):
-    """Draft source of forced text before another source."""
+    """Draft source that tries forced text before another source."""
 
     varies_len = True
 
@@ -314,8 +315,8 @@ class ForcedText(DraftSource):
     ) -> Drafter:
         drafter = self.rest.make_drafter(setup, runners, meet)
         shared = SharedRates.of_forced_texts(setup.target)
-        # A row's choice between two sources depends on its own tokens only, as if it were decoded
-        # alone.
+        # A row's choice between two sources depends only on its own tokens, as if it were decoded
+        # on its own.
         make_rates = forced_rates if is_costly(drafter) else lambda: shared
         continuation = Continuation(self._tokenizer, setup.max_draft_tokens, setup.vocab_size)
         max_model_tokens = setup.config.max_model_tokens
@@ -329,5 +330,5 @@ class ForcedText(DraftSource):
 
 
 def make_source(rest: DraftSource, tokenizer: Any) -> ForcedText:
-    """Return the draft source of forced text before another source."""
+    """Return the draft source that tries forced text before the source `rest`."""
     return ForcedText(rest, tokenizer)

@@ -1,4 +1,4 @@
-"""Draft with prompt lookup and a draft model, chosen row by row."""
+"""Draft with prompt lookup or a draft model, whichever each row prefers."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +28,12 @@ _HOST = torch.device("cpu")
 class RowChoice:
     """A row's choice between two drafts.
 
-    It compares a free proposal with a draft of a model or head by expected tokens.
+    It compares the expected number of tokens from a free proposal and from a draft model or head.
     """
 
     def __init__(self) -> None:
         self.model_rates = RowRates(model_rates())
-        self.num_model = 0  # tokens of the model in the last draft
+        self.num_model = 0  # number of the model's tokens in the last draft
         self.is_live = False  # whether the last round emitted tokens
 
     def prefers(self, probabilities: Sequence[float], num_model: int) -> bool:
@@ -58,17 +58,14 @@ class RowChoice:
 
 
 class HybridRow(RowChoice):
-    """One row of the hybrid drafter.
-
-    It holds the tokens that the model has not read.
-    """
+    """One row of the hybrid drafter, with the tokens that the model has not read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.unread: list[int] = []  # tokens emitted since the model ran
+        self.unread: list[int] = []  # tokens emitted since the model last ran
 
     def prefers_match(self, text: RowText, num_match: int, num_model: int) -> bool:
-        """Return whether the match is expected to gain at least as much as `num_model` tokens."""
+        """Return whether the match should gain at least as much as `num_model` model tokens."""
         return self.prefers(text.probabilities()[:num_match], num_model)
 
     def learn(self, ids: Sequence[int]) -> None:
@@ -79,8 +76,8 @@ class HybridRow(RowChoice):
 class HybridDrafter(PerRow, Drafter):
     """A `Drafter` of suffix matches or a draft model.
 
-    Each row chooses by expected tokens. The choice depends on past tokens of the row only, so each
-    row's proposal keeps its distribution.
+    Each row chooses by the expected number of tokens. The choice depends only on the row's past
+    tokens, so each row's proposal keeps its distribution.
 
     Source:
         Oliaro et al., "SuffixDecoding" (arXiv:2411.04975), section 4.
@@ -167,7 +164,7 @@ class HybridDrafter(PerRow, Drafter):
         return max(min(num_model, context_len - len(text.token_ids) + 1), 0)
 
     def _run_model(self, request: DraftRequest, num_draft_tokens: int) -> DraftOut:
-        """Draft with the model, after feeding the tokens emitted since its last run."""
+        """Draft with the model after feeding it the tokens emitted since its last run."""
         counts = [len(row.unread) for row in self._rows]
         pairs = zip(self._rows, counts, strict=True)
         ids = [row.unread + [-1] * (max(counts) - count) for row, count in pairs]
@@ -187,7 +184,7 @@ class HybridDrafter(PerRow, Drafter):
 def mixed_draft(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:
     """Merge two drafts by `uses_match` [B] bool.
 
-    Kept logits of matched tokens are 0 at the token and -inf elsewhere.
+    Logits for matched tokens are 0 at the token and -inf elsewhere.
     """
     num_drafted = drafted.token_ids.shape[1]
     width = max(matched.token_ids.shape[1], num_drafted)
@@ -214,7 +211,7 @@ def mixed_draft(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> Dra
 
 
 class HybridSource(DraftSource):
-    """Draft source for a model with prompt lookup."""
+    """Draft source for a draft model combined with prompt lookup."""
 
     varies_len = True
     unsynced = "prompt_lookup_num_tokens"

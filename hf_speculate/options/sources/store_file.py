@@ -1,4 +1,4 @@
-"""Save and load suffix stores: outputs with their keys, and a digest of their tokenizer."""
+"""Save and load suffix stores: outputs with their keys, and a digest of the tokenizer."""
 
 import hashlib
 import json
@@ -27,10 +27,10 @@ class StoredOutput(NamedTuple):
 def write_outputs(
     path: Path, outputs: Sequence[StoredOutput], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write outputs, the oldest first, atomically.
+    """Write outputs atomically, oldest first.
 
-    Tensors: `token_ids` [N] int32 of all outputs, `lens` [M] int64, `keys` [M] int64, the indices
-    of their keys in `key_names` [S] uint8, a list in JSON.
+    The tensors are `token_ids` [N] int32 of all outputs, `lens` [M] int64, `keys` [M] int64
+    (indices into the list of keys), and `key_names` [S] uint8 (the list as JSON).
     """
     key_indices: dict[Hashable, int] = {}
     keys = [key_indices.setdefault(output.key, len(key_indices)) for output in outputs]
@@ -53,10 +53,10 @@ def write_outputs(
 
 
 def read_outputs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StoredOutput]:
-    """Read the outputs of a file, the oldest first.
+    """Read the outputs in a file, oldest first.
 
     Raises:
-        ConfigError: the file holds no store, or the store of another tokenizer.
+        ConfigError: the file holds no store, or a store of another tokenizer.
     """
     try:
         with safe_open(path, "numpy") as file:

@@ -12,7 +12,7 @@ from hf_speculate.options.sources.suffix_store import SuffixStore
 class StoredLookup(PromptLookup):
     """Prompt lookup with a suffix store.
 
-    It searches the store and adds the outputs of the call.
+    It also searches the store, and adds the call's outputs to it.
     """
 
     def __init__(self, store: SuffixStore):

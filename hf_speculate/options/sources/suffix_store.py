@@ -1,4 +1,4 @@
-"""Store outputs of earlier calls, to be searched by prompt lookup."""
+"""Store outputs of earlier calls for prompt lookup."""
 
 import copy
 import math
@@ -16,17 +16,17 @@ from hf_speculate.field_checks import is_int
 from hf_speculate.options.sources.store_file import StoredOutput, read_outputs, write_outputs
 
 MIN_BYTES = 1 << 20
-_CHUNK_TOKENS = 256  # appended between two checks of the size
-# last tokens of a prompt, stored before its outputs so their beginning can be matched
+_CHUNK_TOKENS = 256  # tokens appended between two size checks
+# number of last prompt tokens stored before an output, so that its beginning can be matched
 _PROMPT_TOKENS = 8
-_KEY_BYTES = 2048  # bytes of the index of one key without its tokens, at most
-_ID_BYTES = 40  # bytes of an id in a key, at most
-_OUTPUT_BYTES = 192  # bytes of one output without its tokens, at most
+_KEY_BYTES = 2048  # upper bound for the index of one key without its tokens, in bytes
+_ID_BYTES = 40  # upper bound for an id in a key, in bytes
+_OUTPUT_BYTES = 192  # upper bound for one output without its tokens, in bytes
 PromptKey = Callable[[list[int]], Hashable]
 
 
 def _bytes_of(key: Hashable) -> int:
-    """Return an upper bound of the memory for a key with an empty index, in bytes."""
+    """Return an upper bound on the memory for a key with an empty index, in bytes."""
     return _KEY_BYTES + _ID_BYTES * _num_ids(key)
 
 
@@ -47,7 +47,7 @@ class _Outputs:
         self.num_tokens = 0
 
     def bytes_under(self, key: Hashable) -> int:
-        """Return an upper bound of the memory in use with a key, in bytes."""
+        """Return an upper bound on the memory in use once a key is added, in bytes."""
         return self.index.num_bytes + _bytes_of(key) + _OUTPUT_BYTES * len(self.begins)
 
     def extend(self, token_ids: "array[int]") -> None:
@@ -55,7 +55,7 @@ class _Outputs:
         self.num_tokens += len(token_ids) - token_ids.count(SEPARATOR)
 
     def numbered(self) -> Iterator[tuple[int, list[int]]]:
-        """Iterate over the number and the tokens of each output."""
+        """Iterate over the numbers and tokens of all outputs."""
         token_ids = self.index.token_ids
         ends = [begin for _, begin in self.begins[1:]] + [len(token_ids)]
         for (number, begin), end in zip(self.begins, ends, strict=True):
@@ -63,14 +63,14 @@ class _Outputs:
 
 
 class _Generation:
-    """Outputs dropped together."""
+    """Outputs that are dropped together."""
 
     def __init__(self) -> None:
         self.by_key: dict[Hashable, _Outputs] = {}
         self.num_bytes = self.num_tokens = 0
 
     def forget(self, key: Hashable) -> _Outputs:
-        """Remove and return the outputs of a key, empty if there are none."""
+        """Remove and return the outputs of a key; empty if there are none."""
         outputs = self.by_key.pop(key, None)
         if outputs is None:
             return _Outputs()
@@ -102,8 +102,8 @@ class _Memory:
             chunk = text[begin : begin + _CHUNK_TOKENS]
             if self._is_full(len(chunk), 0 if key in self.newer.by_key else _bytes_of(key)):
                 self.newer, self.older, is_begin = _Generation(), self.newer, True
-            # Removed meanwhile, because after an interrupt the index is inconsistent and must not
-            # be searched.
+            # Removed in the meantime, because the index is inconsistent after an interrupt and must
+            # not be searched.
             outputs = self.newer.forget(key)
             if is_begin:
                 outputs.begins.append((self.num_added, len(outputs.index.token_ids)))
@@ -122,23 +122,23 @@ class _Memory:
 class SuffixStore:
     """Outputs of earlier calls, in bounded memory.
 
-    Use it as `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`. Every call without
-    an error adds the new tokens of its rows. Near a bound, the older half is dropped. One store
-    serves one tokenizer; threads may share it.
+    Use it as `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`. Every successful
+    call adds the new tokens of its rows. Near a bound, the older half is dropped. A store is for
+    one tokenizer; threads may share it.
 
-    With `key`, a row searches and extends the outputs of its own key only, so the rollouts of a
-    prompt draft from each other. `store.of(key)` does the same for all prompts of a call.
+    With `key`, a row only searches and extends the outputs under its own key, so the rollouts of a
+    prompt draft from each other. `store.of(key)` uses one key for all prompts of a call.
 
     Args:
         max_bytes: maximum memory, at least 1 MiB.
         max_tokens: maximum number of tokens, at least 1,024.
             None for `max_bytes` as the only bound.
-        key: a function of a prompt's token ids, a list, such as `tuple`. It returns a key of
-            strings, integers and tuples of them. None for one key for all prompts.
-        tokenizer: the tokenizer of the tokens; only `save` needs it.
+        key: a function from a prompt's list of token ids to a key, such as `tuple`. A key consists
+            of strings, integers and tuples of them. None to use one key for all prompts.
+        tokenizer: the tokenizer of the outputs; only `save` needs it.
 
     Raises:
-        ConfigError: an argument has a wrong value.
+        ConfigError: an argument has an invalid value.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class SuffixStore:
             )
         self.max_bytes, self.max_tokens, self.tokenizer = max_bytes, max_tokens, tokenizer
         self._key_of: PromptKey | None = key
-        self._key: Hashable = None  # key of all prompts
+        self._key: Hashable = None  # key for all prompts
         self._memory = _Memory(max_bytes, max_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SuffixStore":
@@ -194,7 +194,7 @@ class SuffixStore:
             A store with the newest outputs within its bounds.
 
         Raises:
-            ConfigError: the file holds no store, or the store of another tokenizer.
+            ConfigError: the file holds no store, or a store of another tokenizer.
         """
         store = cls(max_bytes, max_tokens=max_tokens, key=key, tokenizer=tokenizer)
         for output in read_outputs(Path(path), tokenizer):
@@ -203,7 +203,7 @@ class SuffixStore:
 
     @property
     def num_bytes(self) -> int:
-        """Upper bound of the memory in use, over all keys, in bytes."""
+        """Upper bound on the memory in use by all keys, in bytes."""
         with self._memory.lock:
             return self._memory.newer.num_bytes + self._memory.older.num_bytes
 
@@ -219,10 +219,10 @@ class SuffixStore:
             return self._memory.newer.num_tokens + self._memory.older.num_tokens
 
     def of(self, key: Hashable) -> "SuffixStore":
-        """Return a view of the outputs under one key; it shares this store's memory.
+        """Return a view of the outputs under one key that shares this store's memory.
 
         Args:
-            key: of strings, integers and tuples of them.
+            key: a key of strings, integers and tuples of them.
 
         Raises:
             ConfigError: the key takes more than an eighth of the store's memory.
@@ -238,10 +238,10 @@ class SuffixStore:
         return view
 
     def of_prompt(self, token_ids: Sequence[int]) -> "SuffixStore":
-        """Return the view for the row of a prompt.
+        """Return the view for the row with this prompt.
 
         Raises:
-            ConfigError: the key function fails, or its key is not hashable or too long.
+            ConfigError: the key function fails, or returns a key that is too long or not hashable.
         """
         if self._key_of is None:
             return self
@@ -262,12 +262,12 @@ class SuffixStore:
             self._memory.add(self._key, token_ids)
 
     def add_output(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Add the output of a prompt; under a key, after the end of the prompt."""
+        """Add the output of a prompt; under a key, it follows the last tokens of the prompt."""
         store = self.of_prompt(prompt_ids)
         store.add(token_ids if store._key is None else [*prompt_ids[-_PROMPT_TOKENS:], *token_ids])
 
     def reset(self) -> None:
-        """Remove all outputs; in a view, those under its key."""
+        """Remove all outputs, or in a view the outputs under its key."""
         with self._memory.lock:
             if self._key is None:
                 self._memory.reset()
@@ -302,7 +302,7 @@ class SuffixStore:
     def find(self, last: "array[int]", num: int) -> Proposal:
         """Return at most `num` tokens after the longest match of the `last` tokens.
 
-        Of two matches of equal length, the newer wins.
+        If two matches have equal length, the newer match wins.
         """
         memory = self._memory
         with memory.lock:

@@ -1,4 +1,4 @@
-"""Spans: a lossy verifier decides inside spans of the sequence, a lossless one outside."""
+"""Spans: a lossy verifier decides inside spans of the sequence, a lossless verifier outside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from hf_speculate.verify.base import Verifier, make_verifier
 class Span(NamedTuple):
     """The opening and closing tokens of a span.
 
-    Spans do not nest: a second opening token changes nothing.
+    Spans do not nest, so a second opening token has no effect.
     """
 
     open_id: int
@@ -40,12 +40,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class SpanVerifier:
-    """A lossy verifier inside spans, lossless outside.
+    """A verifier that is lossy inside spans and lossless outside.
 
-    Position i of a round is inside if the sequence and the first i drafted tokens end inside a
-    span. Every position is verified as a draft of one token, with its noise in the whole round. So
-    each token outside has the target's distribution given the sequence before it, or is the
-    target's argmax. An opening token is verified outside, a closing token inside.
+    Position i of a round is inside if the sequence with the first i drafted tokens ends inside a
+    span. Every position is verified as a draft of one token, with the noise that it has in the
+    whole round. Hence each token outside has the target's distribution given the sequence before
+    it, or is the target's argmax. An opening token is verified as outside, a closing token as
+    inside.
     """
 
     lossy: Verifier  # verifies positions inside
@@ -78,9 +79,9 @@ class SpanVerifier:
 
 
 class Spans(PerRow):
-    """The span state of each row.
+    """The span state of each row: inside a span, or outside.
 
-    A row is inside a span or outside. Tokens are read once, on the host.
+    Tokens are read once, on the host.
     """
 
     TENSORS = ("_num_read", "_is_open")
@@ -108,7 +109,7 @@ class Spans(PerRow):
 
 
 def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans:
-    """Make the spans of a call's settings."""
+    """Make the spans for a call's settings."""
     exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))
     open_id, close_id = config.relax_only_inside or ()
     return Spans(Span(int(open_id), int(close_id)), exact, num_pads)
@@ -119,7 +120,7 @@ def _token_by_token(
 ) -> tuple[Tensor, DraftOut, NoiseKeys]:
     """Split B rounds of K+1 positions into N = B (K+1) rounds of one drafted token.
 
-    A bonus position gets no drafted token.
+    Bonus positions get no drafted token.
     """
     num_positions, vocab_size = target_logits.shape[1:]
     offsets = torch.arange(num_positions, device=target_logits.device)

@@ -1,4 +1,4 @@
-"""Copies between transformers' static and dynamic caches.
+"""Copy between transformers' static and dynamic caches.
 
 A static cache cannot be rolled back row by row.
 """
@@ -24,7 +24,7 @@ from hf_speculate.errors import UnsupportedGenerationError, counted
 
 
 def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
-    """Copy a static cache to a dynamic one by reference; its states are never written to."""
+    """Copy a static cache to a dynamic cache by reference; its states are never written to."""
     copies = []
     for source in parts_of(cache):
         copy = DynamicCache(config=config)
@@ -44,12 +44,12 @@ def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
 
 
 def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> Cache:
-    """Copy a dynamic cache to a new static one with room for `max_cache_len` tokens."""
+    """Copy a dynamic cache to a new static cache with room for `max_cache_len` tokens."""
     lens = [max_cache_len, *(int(source.get_seq_length()) for source in parts_of(cache)[1:])]
     copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
     layers: list[Any] = text_cache(cache).layers
     for index in fixed_layers(config):
-        if layers[index].is_initialized:  # as long as the pictures' states
+        if layers[index].is_initialized:  # as long as the states of the images
             copies[0].layers[index] = StaticLayer(max_cache_len=layers[index].keys.shape[2])
     copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
     write_back(cache, copy)
@@ -64,8 +64,8 @@ def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> C
 
 
 def write_back(cache: Cache, static: Cache) -> None:
-    """Update a static cache in place with a dynamic one's states; undo this after an error."""
-    # The oldest column of a full window is not written: the next token drops it unread.
+    """Update a static cache in place with a dynamic cache's states; undo this after an error."""
+    # The oldest column of a full window is not written, because the next token drops it unread.
     layers: list[list[Any]] = [
         [
             layer
@@ -92,7 +92,7 @@ def write_back(cache: Cache, static: Cache) -> None:
     windows: list[Any] = [
         layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)
     ]
-    # other layers only gain columns
+    # the other layers only gain columns
     before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]
     try:
         for source, layer in pairs:
@@ -118,7 +118,7 @@ def write_back(cache: Cache, static: Cache) -> None:
 
 
 def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
-    """Return the capacity of a static cache in tokens; None if it only has window layers."""
+    """Return the capacity of a static cache in tokens; None if it has only window layers."""
     layers = zip(
         holding(DynamicCache(config=config).layers), holding(parts_of(cache)[0].layers), strict=True
     )
@@ -131,7 +131,7 @@ def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
 
 
 def _num_tokens(layer: Any) -> int:
-    """Return the number of tokens seen by a dynamic layer."""
+    """Return the number of tokens that a dynamic layer has seen."""
     return (
         layer.cumulative_length
         if isinstance(layer, DynamicSlidingWindowLayer)
