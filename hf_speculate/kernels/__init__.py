@@ -1,8 +1,8 @@
 """Speculative decoding on tensors: verification and sampling, in torch and as Triton kernels.
 
 Every function takes `backend="auto" | "torch" | "triton"`. The torch implementation is the
-reference. Functions take raw logits and compute the softmax themselves. Random numbers depend on
-`NoiseKeys` and a `Stream` only.
+reference. Functions take raw logits and compute the softmax themselves. Random numbers depend only
+on `NoiseKeys` and a `Stream`.
 """
 
 from .block import verify_block

@@ -1,4 +1,4 @@
-"""Validation of shapes, dtypes and devices; values of tensors are never read."""
+"""Validate shapes, dtypes and devices; the values of tensors are never read."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
 
 
 def check_device(name: str, tensor: Tensor, other: Tensor, other_name: str = "the logits") -> None:
-    """Raise unless both tensors are on one device."""
+    """Raise unless both tensors are on the same device."""
     if tensor.device != other.device:
         raise ShapeError(
             f"{name} must be on {other.device}, like {other_name}, got {tensor.device}"
@@ -38,7 +38,7 @@ def check_device(name: str, tensor: Tensor, other: Tensor, other_name: str = "th
 
 
 def check_logits(name: str, logits: Tensor, legend: str) -> None:
-    """Raise unless `logits` has the dimensions of `legend`, V >= 1 and a float dtype."""
+    """Raise unless `logits` has the dimensions in `legend`, V >= 1 and a float dtype."""
     num_dims = legend.count(",") + 1
     if (
         logits.dim() != num_dims

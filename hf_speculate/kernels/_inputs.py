@@ -1,4 +1,4 @@
-"""Validated inputs of a backend."""
+"""Validated inputs for a backend."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .errors import ConfigError
 
 
 class Round(NamedTuple):
-    """Target logits and drafted tokens of one round."""
+    """The target logits and drafted tokens of one round."""
 
     target_logits: Tensor  # [B, K+1, V] any float dtype
     draft_token_ids: Tensor  # [B, K] int32 or int64, may be outside [0, V)
@@ -21,7 +21,7 @@ class Warp(NamedTuple):
     """Temperature and cutoffs, applied to raw logits."""
 
     temperature: float | Tensor = 1.0  # a float or [B], >= 0; 0 means argmax
-    # [B, ...], thresholds of the scaled logits; logits below are masked
+    # [B, ...], thresholds for the scaled logits; smaller logits are masked
     row_cutoffs: Tensor | None = None
 
     @property
@@ -30,20 +30,20 @@ class Warp(NamedTuple):
         return not isinstance(self.temperature, Tensor) and self.temperature == 0.0
 
 
-# Bins of a row's histogram, by the distance from its largest entry.
+# Bins of a row's histogram, by distance from the largest entry.
 NUM_BINS, BINS_PER_NAT = 1024, 64
 
 
 class Cut(NamedTuple):
-    """Cutoffs of a draft distribution."""
+    """Cutoffs for a draft distribution."""
 
-    top_k: int  # entries
-    top_p: float  # share of the mass; above 1: all of it
-    most_below: float  # largest distance from the maximum, in nats; infinity: any
+    top_k: int  # number of entries to keep
+    top_p: float  # share of the mass to keep; above 1 for all of it
+    most_below: float  # largest distance from the maximum, in nats; infinity if unlimited
 
 
 class WarpedDraw(NamedTuple):
-    """Memory for one draw of a round."""
+    """Output memory for one draw of a round."""
 
     token_ids: Tensor  # [B] int64, contiguous
     logsumexp: Tensor  # [B] float32, any stride
@@ -51,23 +51,23 @@ class WarpedDraw(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Draft distribution of the drafted tokens."""
+    """Distributions from which the tokens were drafted."""
 
     logits: Tensor  # [B, K, V] any float dtype
     logsumexp: Tensor | None  # [B, K] float32; None if not computed yet
 
 
 class Attention(NamedTuple):
-    """Inputs of attention for few queries; see `attention.attend`."""
+    """Inputs to attention for a few queries; see `attention.attend`."""
 
     query: Tensor  # [B, g*H, Q, D]
     key: Tensor  # [B, H, T, D]
     value: Tensor  # [B, H, T, D]
-    # [B or 1, Q, 2] int32, the columns seen by a query: the first, and one past the last
+    # [B or 1, Q, 2] int32, the first column seen by each query, and one past the last
     spans: Tensor
-    scaling: float | None = None  # factor of the scores; None: 1 / sqrt(D)
-    softcap: float | None = None  # limit of the scores; None: no limit
-    sinks: Tensor | None = None  # [g*H], a score of each head without a value
+    scaling: float | None = None  # factor on the scores; None for 1 / sqrt(D)
+    softcap: float | None = None  # limit on the scores; None for no limit
+    sinks: Tensor | None = None  # [g*H], a score per head that has no value
 
 
 @dataclass(frozen=True)

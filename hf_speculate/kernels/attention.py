@@ -1,9 +1,9 @@
-"""Attention of few queries over many keys ("flash decoding"), as in verification and drafting.
+"""Attention of a few queries over many keys ("flash decoding"), for verification and drafting.
 
-A verification scores K+1 tokens of each row against all keys before them. In kernels for prompts,
-one multiprocessor reads all keys of a head; here the keys are split over all multiprocessors. A
-query sees a span of columns. Causal masks, padding, rows of different lengths and windows are all
-spans.
+Verification scores K+1 tokens of each row against all earlier keys. In kernels for prompts, one
+multiprocessor reads all keys of a head. Here, the keys are split over all multiprocessors. A query
+sees a span of columns. Causal masks, padding, rows of different lengths, and windows can all be
+written as spans.
 
     output[q] = sum_t exp(s[q, t] - m) value[t] / (sum_t exp(s[q, t] - m) + exp(sink - m))
     with first[q] <= t < end[q]
@@ -19,14 +19,14 @@ from ._inputs import Attention
 from .backends import runs_kernels
 from .errors import ConfigError, ShapeError
 
-MAX_QUERY = 32  # tokens of a row; with more, kernels made for prompts fill the device too
+MAX_QUERY = 32  # tokens per row; with more, kernels for prompts also fill the device
 MAX_WIDTH = 256
-_UNIT_BYTES = 16  # read at once
+_UNIT_BYTES = 16  # size of one vector load
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def key_spans(mask: Tensor, *, backend: str = "auto") -> Tensor:
-    """Return the visible span of columns of each row of an additive mask, without a host sync.
+    """Return the span of visible columns in each row of an additive mask, without a host sync.
 
     Args:
         mask: [B or 1, 1, Q, T] floating. The visible columns of a row are adjacent. A column is
@@ -34,11 +34,11 @@ def key_spans(mask: Tensor, *, backend: str = "auto") -> Tensor:
         backend: "auto", "torch" or "triton".
 
     Returns:
-        [B or 1, Q, 2] int32: the first visible column, and one past the last; 0, 0 if all are
+        [B or 1, Q, 2] int32: the first visible column, and one past the last; 0 and 0 if all are
         hidden.
 
     Raises:
-        ConfigError: an unknown backend.
+        ConfigError: the backend is unknown.
         KernelUnavailableError: backend="triton" is not available.
         ShapeError: the shape or dtype of the mask is not supported.
     """
@@ -64,26 +64,27 @@ def attend(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention of few query tokens, each over a span of columns, accumulated in float32.
+    """Compute attention of a few query tokens, each over a span of columns, in float32.
 
-    A query without columns gives zeros. Columns outside of every span are not read and may be NaN.
+    The output of a query without columns is zero. Columns outside every span are not read and may
+    be NaN.
 
     Args:
-        query: [B, g*H, Q, D], float16, bfloat16 or float32; float64 in torch alone.
-        key: [B, H, T, D], the dtype of the query. Views of longer buffers are read in place.
-        value: [B, H, T, D], the dtype of the query.
-        spans: [B or 1, Q, 2] int32 in 0..T, the columns seen by a query: the first, and one past
-            the last.
-        scaling: factor of the scores; None: 1 / sqrt(D).
-        softcap: limit of the scores, > 0; None: no limit.
-        sinks: [g*H] floating, a score of each head without a value; None: no sinks.
+        query: [B, g*H, Q, D], float16, bfloat16 or float32; float64 only with torch.
+        key: [B, H, T, D], in the dtype of the query. Views of longer buffers are read in place.
+        value: [B, H, T, D], in the dtype of the query.
+        spans: [B or 1, Q, 2] int32 in 0..T, the first column seen by each query, and one past the
+            last.
+        scaling: factor on the scores; None for 1 / sqrt(D).
+        softcap: limit on the scores, > 0; None for no limit.
+        sinks: [g*H] floating, a score per head that has no value; None for no sinks.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        [B, Q, g*H, D] contiguous, the dtype of the query.
+        [B, Q, g*H, D], contiguous, in the dtype of the query.
 
     Raises:
-        ConfigError: an unknown backend, or a soft cap out of range.
+        ConfigError: the backend is unknown, or the soft cap is out of range.
         KernelUnavailableError: backend="triton" is not available.
         ShapeError: a shape, dtype, width or stride is not supported.
     """

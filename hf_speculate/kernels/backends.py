@@ -18,7 +18,7 @@ OLDEST_TRITON = (3, 6)
 
 
 class Operations(Protocol):
-    """Operations of `reference` (torch) and `kernels` (Triton)."""
+    """Operations implemented by `reference` (torch) and `kernels` (Triton)."""
 
     def greedy(self, round_: Round) -> Verdict:
         """Verify greedily."""
@@ -31,7 +31,7 @@ class Operations(Protocol):
     def reject_and_test(
         self, round_: Round, proposal: Proposal, keys: NoiseKeys
     ) -> tuple[Verdict, Tensor]:
-        """Verify by rejection sampling; also return each position's own test, [B, K] bool."""
+        """Verify by rejection sampling; also return the test at each position, [B, K] bool."""
 
     def typical(
         self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
@@ -39,7 +39,7 @@ class Operations(Protocol):
         """Verify by typical acceptance; `keys` is required if the rule samples."""
 
     def block(self, round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
-        """Verify by blocks."""
+        """Verify by block verification."""
 
     def coupled(self, round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
         """Verify against the target's own samples."""
@@ -54,13 +54,13 @@ class Operations(Protocol):
 def is_interpreting() -> bool:
     """Return whether TRITON_INTERPRET is set.
 
-    Triton then runs kernels in Python, on tensors of any device.
+    If it is, Triton runs kernels in Python, on tensors on any device.
     """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
 def _triton_version() -> tuple[int, int] | None:
-    """Return major and minor version of Triton; None if it is not installed."""
+    """Return the major and minor version of Triton; None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     import triton  # optional dependency
@@ -106,9 +106,9 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_kernels(backend: str, device: torch.device) -> bool:
-    """Return whether `backend` means Triton on `device`, as "auto" does on a GPU if installed.
+    """Return whether `backend` selects Triton on `device`; "auto" does on a GPU if installed.
 
-    Raises like `check_backend`.
+    Raise the errors of `check_backend`.
     """
     check_backend(backend, device)
     if backend == "auto":
@@ -117,9 +117,9 @@ def runs_kernels(backend: str, device: torch.device) -> bool:
 
 
 def operations(backend: str, device: torch.device) -> Operations:
-    """Return the implementation of `backend` on `device`; see `runs_kernels`.
+    """Return the implementation that `backend` selects on `device`; see `runs_kernels`.
 
-    Raises like `check_backend`.
+    Raise the errors of `check_backend`.
     """
     is_triton = runs_kernels(backend, device)
     if torch.compiler.is_compiling():

@@ -22,23 +22,23 @@ def verify_block(
     draft_logsumexp: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Accept the longest prefix of the draft to pass a joint test (block verification).
+    """Accept the longest prefix of the draft that passes a joint test (block verification).
 
-    The emitted tokens follow the target distribution, and at least as many are accepted on average
-    as by `verify_rejection`. For a point mass or a single drafted token it is `verify_rejection`.
-    Every round needs new keys: with shared random numbers, tokens rejected once are rejected again
-    and the output is biased.
+    The emitted tokens follow the target distribution. On average, at least as many are accepted as
+    by `verify_rejection`. For a point mass or a single drafted token, the results are those of
+    `verify_rejection`. Every round needs new keys: if rounds shared random numbers, tokens rejected
+    once would be rejected again, and the output would be biased.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64, sampled from `draft_logits`.
-        draft_logits: [B, K, V], without further temperature or cutoffs. None for a deterministic
-            draft (point mass).
-        keys: [B] int64 each, at the position of the first drafted token. Streams ACCEPT and
+        draft_logits: [B, K, V], with temperature and cutoffs already applied. None for a
+            deterministic draft (point mass).
+        keys: [B] int64 each, at the position of the first drafted token. The streams are ACCEPT and
             CORRECTION.
         draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
-        temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
-        row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
+        temperature: divides the target logits in float32; a float or [B], >= 0; 0 means greedy.
+        row_cutoffs: [B, K+1], thresholds for the scaled target logits; smaller logits are masked.
         draft_logsumexp: [B, K] float32, as returned by `sample`; saves a pass over `draft_logits`.
         backend: "auto", "torch" or "triton".
 
@@ -46,10 +46,10 @@ def verify_block(
         The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: unknown backend, invalid temperature, or `draft_logsumexp` without
-            `draft_logits`.
+        ConfigError: the backend is unknown, the temperature is invalid, or `draft_logsumexp` is
+            given without `draft_logits`.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape, dtype or device.
+        ShapeError: a tensor has the wrong shape, dtype or device.
 
     Source: Sun et al., arXiv:2403.10444, algorithm 2.
     """

@@ -1,4 +1,4 @@
-"""Coupled verification: drafted tokens are compared with the target's own samples."""
+"""Coupled verification, which compares drafted tokens with the target's own samples."""
 
 import torch
 from torch import Tensor
@@ -22,27 +22,27 @@ def verify_coupled(
 ) -> Verdict:
     """Accept drafted tokens while they equal the target's own samples (coupled verification).
 
-    Every emitted token is `sample(..., stream=Stream.RACE)` of the target logits, so the output
-    does not depend on the draft. The acceptance rate is close to the optimum if the drafter samples
-    with stream RACE too.
+    Every emitted token is the result of `sample(..., stream=Stream.RACE)` for the target logits, so
+    the output does not depend on the draft. The acceptance rate is close to the optimum if the
+    drafter also samples with stream RACE.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64.
-        keys: [B] int64 each, at the position of the first drafted token. Stream RACE ignores the
-            round.
+        keys: [B] int64 each, at the position of the first drafted token. The stream is RACE, which
+            ignores the round.
         draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
-        temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
-        row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
+        temperature: divides the target logits in float32; a float or [B], >= 0; 0 means greedy.
+        row_cutoffs: [B, K+1], thresholds for the scaled target logits; smaller logits are masked.
         backend: "auto", "torch" or "triton".
 
     Returns:
         The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: unknown backend or invalid temperature.
+        ConfigError: the backend is unknown or the temperature is invalid.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape, dtype or device.
+        ShapeError: a tensor has the wrong shape, dtype or device.
 
     Source: Daliri et al., arXiv:2408.07978.
     """

@@ -1,4 +1,4 @@
-"""Custom operators: torch.compile calls them and does not trace their launches."""
+"""Custom operators, which torch.compile calls without tracing their launches."""
 
 from typing import Any, NamedTuple
 
@@ -106,11 +106,11 @@ def _split(warp: Warp) -> tuple[float, Tensor | None, Tensor | None]:
 
 
 class CustomOperations(NamedTuple):
-    """Operations inside of a compiled function.
+    """Operations inside a compiled function.
 
-    The torch reference of `sample` and `cut` is traced, because a compiler fuses it with the code
-    around it. The reference of the verifiers writes into parts of tensors and cannot be traced
-    whole.
+    The torch reference of `sample` and `cut` is traced, so that the compiler fuses it with the
+    surrounding code. The reference of the verifiers writes into parts of tensors and cannot be
+    traced as a whole.
     """
 
     is_triton: bool
@@ -152,7 +152,7 @@ class CustomOperations(NamedTuple):
     def reject_and_test(
         self, round_: Round, proposal: Proposal, keys: NoiseKeys
     ) -> tuple[Verdict, Tensor]:
-        """Run outside of the graph: the counts are updated in place.
+        """Run outside the graph, since the counts are updated in place.
 
         `chain_speculative_sampling` is the only caller and is never compiled in pieces.
         """

@@ -1,4 +1,4 @@
-"""Sample the drafted tokens of a round position by position, with noise computed once."""
+"""Sample the drafted tokens of a round position by position, with shared noise."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,16 @@ from .reference.sampling import Drawn, draw, logsumexps
 from .sampling import sample
 from .types import NoiseKeys, Stream
 
-# Above this size, every draw computes its own noise: 2 MB stay in the caches of a core until they
-# are read. Sharing is faster for small rows: the number of operations bounds their time (V = 4,096,
-# 2 cores of an AMD EPYC).
+# Above this size, every draw computes its own noise, since only 2 MB stay in a core's cache until
+# they are read. Sharing is faster for small rows, whose time is bounded by the number of operations
+# (V = 4,096, 2 cores of an AMD EPYC).
 MAX_SHARED_NUMEL = 1 << 19
 
 
 class Draws:
     """Samples of one round with shared noise.
 
-    They equal those of `sample`, bit for bit.
+    They are bitwise equal to those of `sample`.
 
     Args:
         keys: [B] int64 each, at the position of the first token.
@@ -34,14 +34,14 @@ class Draws:
         self._positions: Tensor | None = None  # [N, B] int64; None until the first draw
         self._noise: Tensor | None = None  # [B, N, V] float32; None if every draw computes its own
         self._drawn: list[Drawn] = []
-        self._logsumexps: list[Tensor] = []  # [B] float32 each, used without shared noise
+        self._logsumexps: list[Tensor] = []  # [B] float32 each, only used without shared noise
 
     @torch.no_grad()
     def draw(self, logits: Tensor) -> Tensor:
         """Sample the next token of every row.
 
         Args:
-            logits: [B, V], any float dtype; same shape and device in all calls.
+            logits: [B, V], any float dtype; the shape and device must be the same in all calls.
 
         Returns:
             [B] int64.
@@ -49,7 +49,7 @@ class Draws:
         Raises:
             ConfigError: `draw` was called more than `num_draws` times.
             KernelUnavailableError: backend="triton" is not available.
-            ShapeError: a tensor has a wrong shape, dtype or device.
+            ShapeError: a tensor has the wrong shape, dtype or device.
         """
         step = len(self._drawn) + len(self._logsumexps)
         if step == self.num_draws:
@@ -72,7 +72,7 @@ class Draws:
         return self._drawn[-1].token_ids
 
     def logsumexps(self) -> Tensor:
-        """Return log-sum-exps of the n >= 1 draws so far, [B, n] float32; see `sample`."""
+        """Return the log-sum-exps of the n >= 1 draws so far, [B, n] float32; see `sample`."""
         if self._noise is None:
             return torch.stack(self._logsumexps, dim=1)
         return logsumexps(self._drawn)

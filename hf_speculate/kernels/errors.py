@@ -1,25 +1,25 @@
-"""Exceptions of the operations.
+"""Exceptions raised by the operations.
 
-Inside hf_speculate they are named as of `hf_speculate.errors`.
+Inside hf_speculate, their module name is `hf_speculate.errors`.
 """
 
-_HOME = __name__.replace(".kernels", "")  # the kernels alone are no subpackage
+_HOME = __name__.replace(".kernels", "")  # on their own, the kernels are not a subpackage
 
 
 class SpeculateError(Exception):
-    """Base class of the exceptions of hf_speculate."""
+    """Base class for all exceptions of hf_speculate."""
 
     __module__ = _HOME
 
 
 class ConfigError(SpeculateError, ValueError):
-    """Setting that is unknown, out of range or incompatible."""
+    """A setting is unknown, out of range or incompatible."""
 
     __module__ = _HOME
 
 
 class ShapeError(SpeculateError, ValueError):
-    """Tensor of an unsupported shape, dtype or device."""
+    """A tensor has an unsupported shape, dtype or device."""
 
     __module__ = _HOME
 

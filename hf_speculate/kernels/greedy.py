@@ -31,9 +31,9 @@ def verify_greedy(
         The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: unknown backend.
+        ConfigError: the backend is unknown.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape, dtype or device.
+        ShapeError: a tensor has the wrong shape, dtype or device.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
     return operations(backend, target_logits.device).greedy(

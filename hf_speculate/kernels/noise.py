@@ -1,16 +1,16 @@
-"""Counter-based random numbers: each is a hash of (row seed, round, position, stream, token id).
+"""Counter-based random numbers, hashed from (row seed, round, position, stream, token id).
 
-There is no generator state. A 64-bit state is hashed once per row and position, then mixed with the
-token id:
+There is no generator state. A 64-bit state is hashed once per row and position, then mixed with
+each token id:
 
     state = fold64(fold64(fold64(seed + round * A + position * B + stream * C + D) * M1) * M2)
     word  = sum16(fold15(fold16((token + low(state)) * N1) * N2 + high(state)) * N3)
 
     fold64(z) = z ^ (z >> 32)      foldS(x) = x ^ (x >>> S)      sum16(x) = x + (x >> 16)
 
-Arithmetic is signed and wraps around; `>>` keeps the sign, `>>>` fills with zeros. torch and Triton
-therefore give the same bits. Two multiplications, or folds with addition instead of xor, failed the
-tests on consecutive token ids (chi-square of single rows, pairs of neighbours).
+Arithmetic is signed and wraps around; `>>` keeps the sign, and `>>>` fills with zeros. Hence torch
+and Triton give the same bits. Variants with two multiplications, or with folds that add instead of
+xor, failed the tests on consecutive token ids (chi-square of single rows, pairs of neighbours).
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ from .types import NoiseKeys, Stream
 
 
 def _signed(value: int, bits: int) -> int:
-    """Return the signed integer with the lowest `bits` bits of `value`."""
+    """Return the lowest `bits` bits of `value` as a signed integer."""
     return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
 
 
-# Odd constants: fractions of irrational numbers, and the multipliers of the murmur and lowbias hash
-# functions.
+# Odd constants: fractional parts of irrational numbers, and the multipliers of the murmur and
+# lowbias hash functions.
 ROUND_FACTOR = _signed(0x9E3779B97F4A7C15, 64)
 POSITION_FACTOR = _signed(0xD1B54A32D192ED03, 64)
 STREAM_FACTOR = 0x2545F4914F6CDD1D
@@ -38,11 +38,11 @@ WORD_SHIFTS = (16, 15, 16)
 WORD_MASKS = tuple((1 << (32 - shift)) - 1 for shift in WORD_SHIFTS)
 ROW_FACTOR = 0x5851F42D4C957F2D
 
-# (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word: the float32 nearest to 2**32 times it
-# is 1 - 2**-24.
+# (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word, since 2**32 times the scale is 1 -
+# 2**-24 in float32.
 UNIFORM_SCALE = (2.0**24 - 1.0) * 2.0**-56
 
-# Tensors save time: torch converts a Python int in every operation, and on small rows this costs
+# Tensors save time, since torch converts a Python int in every operation. On small rows, this costs
 # more than the arithmetic.
 _FACTORS = tuple(torch.tensor(factor, dtype=torch.int32, device="cpu") for factor in WORD_FACTORS)
 _SHIFTS = tuple(torch.tensor(shift, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
@@ -54,13 +54,13 @@ def _fold64(z: Tensor) -> Tensor:
 
 
 def _mix64(z: Tensor) -> Tensor:
-    """Hash int64 `z` of any shape: every output bit depends on every input bit."""
+    """Hash int64 `z` of any shape, so that every output bit depends on every input bit."""
     first, second = STATE_FACTORS
     return _fold64(_fold64(_fold64(z) * first) * second)
 
 
 def row_seeds(seed: int | Tensor, num_rows: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Derive the row seeds of one call: row 0 gets the seed itself, row r gets mix(seed, r).
+    """Derive the row seeds of a call; row 0 gets the seed itself, and row r gets mix(seed, r).
 
     Args:
         seed: any integer, taken modulo 2**64; or [1] int64, used on its device.
@@ -116,7 +116,7 @@ def words(state: Tensor, token_ids: Tensor) -> Tensor:
 def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the words and a scratch buffer for reuse.
 
-    Allocating memory costs more than the arithmetic on it.
+    Allocating memory costs more than the arithmetic.
     """
     # Compiled code uses Python numbers, because CPU tensors would prevent CUDA graph capture.
     is_compiling = torch.compiler.is_compiling()
@@ -136,7 +136,7 @@ def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor
 
 
 def _scaled_words(state: Tensor, token_ids: Tensor, scale: float) -> Tensor:
-    """`scale` * (word + 0.5) with the word as an unsigned integer, float32."""
+    """Return `scale` * (word + 0.5), float32, with the word as an unsigned integer."""
     bits, scratch = _words_and_scratch(state, token_ids)
     return scratch.view(torch.float32).copy_(bits.view(torch.uint32)).add_(0.5).mul_(scale)
 

@@ -1,4 +1,4 @@
-"""Sampling one token per row."""
+"""Sample one token per row."""
 
 import torch
 from torch import Tensor
@@ -24,20 +24,20 @@ def sample(
     Args:
         logits: [B, V], float16, bfloat16, float32 or float64, any strides.
         keys: [B] int64 each, at the position of the sampled token.
-        stream: DRAFT for a drafter, RACE for coupled drafting and plain coupled decoding.
-        temperature: divides the logits in float32; a float or [B], >= 0. 0 means argmax.
-        row_cutoffs: [B], thresholds of the scaled logits; logits below are masked.
+        stream: DRAFT for a drafter, RACE for coupled drafting and for plain coupled decoding.
+        temperature: divides the logits in float32; a float or [B], >= 0; 0 means argmax.
+        row_cutoffs: [B], thresholds for the scaled logits; smaller logits are masked.
         backend: "auto", "torch" or "triton".
 
     Returns:
         Ids in [0, V), and the log-sum-exp of the logits after temperature and cutoffs. At
-        temperature 0 it is their maximum and gives the argmax probability 1. It is NaN, +inf or
-        -inf if the row is not a valid distribution.
+        temperature 0, the log-sum-exp is the maximum logit, which gives the argmax a probability of
+        1. If the row is not a valid distribution, it is NaN, +inf or -inf.
 
     Raises:
-        ConfigError: unknown backend or invalid temperature.
+        ConfigError: the backend is unknown or the temperature is invalid.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape, dtype or device.
+        ShapeError: a tensor has the wrong shape, dtype or device.
     """
     check_logits("logits", logits, "B, V")
     warp = check_warp(logits, "B", Warp(temperature, row_cutoffs))

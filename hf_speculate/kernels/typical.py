@@ -1,4 +1,4 @@
-"""Typical acceptance."""
+"""Verification by typical acceptance."""
 
 import torch
 from torch import Tensor
@@ -29,31 +29,31 @@ def verify_typical(
 ) -> Verdict:
     """Accept drafted tokens while p(x) > min(threshold, alpha * exp(-entropy of p)).
 
-    p is the target distribution. Typical acceptance is lossy: the output does not follow the target
-    distribution.
+    Here p is the target distribution. Typical acceptance is lossy: the output does not follow the
+    target distribution.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64.
         posterior_threshold: in (0, 1), a probability.
         posterior_alpha: > 0.
-        correction: "argmax" or "sample", how the correction or bonus token is chosen.
+        correction: how to choose the correction or bonus token, "argmax" or "sample".
         entropy_epsilon: >= 0, added inside the logarithm of the entropy; 0 gives the exact entropy
             in nats.
         keys: [B] int64 each, required for correction="sample" (stream CORRECTION).
         draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
-        temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
-        row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
+        temperature: divides the target logits in float32; a float or [B], >= 0; 0 means greedy.
+        row_cutoffs: [B, K+1], thresholds for the scaled target logits; smaller logits are masked.
         backend: "auto", "torch" or "triton".
 
     Returns:
         The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: unknown backend or correction, a value out of range, or correction="sample"
-            without keys.
+        ConfigError: the backend or correction is unknown, a value is out of range, or
+            correction="sample" has no keys.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape, dtype or device.
+        ShapeError: a tensor has the wrong shape, dtype or device.
 
     Source: Cai et al., arXiv:2401.10774, section 3.3.1.
     """

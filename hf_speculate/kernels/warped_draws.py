@@ -16,14 +16,14 @@ from .warping import cut_of
 class WarpedDraws:
     """Samples of one round from warped logits.
 
-    They equal those of `Draws` from the results of `warp_logits`, bit for bit. A draw takes only
-    the three launches of `warp_logits`. See `can_run`.
+    They are bitwise equal to samples of `Draws` from the results of `warp_logits`. A draw takes
+    only the three launches of `warp_logits`. See `can_run`.
 
     Args:
         keys: [B] int64 each, at the position of the first token.
         stream: random number stream.
         num_draws: N, maximum number of calls of `draw`.
-        keeps_logits: whether `logits` is called.
+        keeps_logits: whether `logits` will be called.
         warp: arguments of `warp_logits`.
     """
 
@@ -38,13 +38,13 @@ class WarpedDraws:
         self.keys, self.stream, self.num_draws, self.warp = keys, stream, num_draws, warp
         self.num_drawn = 0
         self._num_kept = num_draws if keeps_logits else 1
-        # [B, N, V], or [B, 1, V] if only the last draw's are read
+        # [B, N, V], or [B, 1, V] if only the last draw's logits are read
         self._logits = self._memory(0, 0)
         self._logsumexps = self._memory(num_draws)  # [B, N]
 
     @staticmethod
     def can_run(backend: str, device: torch.device) -> bool:
-        """Return whether the kernels run on a device, with atomics to count finished programs."""
+        """Return whether the kernels run on a device, which needs atomics to count programs."""
         if not runs_kernels(backend, device):
             return False
         from . import kernels  # imports Triton
@@ -53,10 +53,10 @@ class WarpedDraws:
 
     @torch.no_grad()
     def draw(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Warp the logits, and sample the next token of every row.
+        """Warp the logits and sample the next token of every row.
 
         Args:
-            logits: [B, V], any float dtype; same shape and device in all calls.
+            logits: [B, V], any float dtype; the shape and device must be the same in all calls.
             out: [B] int64, contiguous memory for the tokens; None for new memory.
 
         Returns:
@@ -65,7 +65,7 @@ class WarpedDraws:
         Raises:
             ConfigError: `draw` was called more than `num_draws` times, or an argument of
                 `warp_logits` is invalid.
-            ShapeError: a tensor has a wrong shape, dtype or device.
+            ShapeError: a tensor has the wrong shape, dtype or device.
         """
         from . import kernels  # imports Triton
 

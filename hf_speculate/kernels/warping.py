@@ -23,25 +23,25 @@ def warp_logits(
 ) -> Tensor:
     """Apply temperature, then top-k, top-p and min-p, in three launches of the kernels.
 
-    The largest 16 nats of a row are divided into 1,024 bins, and the row is cut between two of
-    them. Entries in the bin of the last kept one are kept too, and entries more than 16 nats below
-    the largest are always dropped. The result differs from an exact cut by a few tokens at the
-    border. Use it for drafts: their distribution is free as long as the verifier gets the same
-    logits.
+    The top 16 nats of a row are divided into 1,024 bins, and the row is cut between two bins. All
+    entries in the bin of the last kept entry are kept, and entries more than 16 nats below the
+    largest are always dropped. The result differs from an exact cut by a few tokens at the
+    boundary. Use this function for drafts, whose distribution is free as long as the verifier gets
+    the same logits.
 
     Args:
         logits: [B, V], float16, bfloat16, float32 or float64, any strides.
         temperature: divides the logits in float32; > 0.
-        top_k: entries to keep, >= 1; None: all.
-        top_p: share of the probability to keep, in (0, 1]; None: all.
-        min_p: least probability to keep as a share of the largest, in [0, 1]; None: 0.
+        top_k: number of entries to keep, >= 1; None for all.
+        top_p: share of the probability to keep, in (0, 1]; None for all.
+        min_p: smallest probability to keep, as a share of the largest, in [0, 1]; None for 0.
         backend: "auto", "torch" or "triton".
 
     Returns:
         [B, V] float32, -inf for dropped entries. A row with a NaN, a +inf, or only -inf is not cut.
 
     Raises:
-        ConfigError: an unknown backend, or a number out of range.
+        ConfigError: the backend is unknown, or a number is out of range.
         KernelUnavailableError: backend="triton" is not available.
         ShapeError: the shape or dtype is not supported.
     """
@@ -57,7 +57,7 @@ def cut_of(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Cut:
-    """Check the arguments of `warp_logits` and return its cut."""
+    """Check the arguments of `warp_logits`; return its cut."""
     check_temperature(temperature)
     if temperature == 0.0:
         raise ConfigError("temperature must be > 0, got 0.0; take the argmax instead")

@@ -1,6 +1,7 @@
-"""FlashInfer's `chain_speculative_sampling` from normalised probabilities.
+"""FlashInfer's `chain_speculative_sampling`, which takes normalised probabilities.
 
-A position emits -1 instead of a token if its row has a NaN, an infinite entry or no positive entry.
+A position emits -1 instead of a token if its row has a NaN, an infinite entry, or no positive
+entry.
 """
 
 import torch
@@ -47,9 +48,9 @@ def chain_speculative_sampling(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Verify by rejection sampling from probabilities, as FlashInfer's function of this name.
+    """Verify by rejection sampling from probabilities, like FlashInfer's function of this name.
 
-    `verify_rejection` takes logits instead.
+    `verify_rejection` is the equivalent for logits.
 
     Args:
         draft_probs: [B, K, V] probabilities, any float dtype; each row is divided by its sum.
@@ -58,23 +59,24 @@ def chain_speculative_sampling(
         target_probs: [B, K+1, V] probabilities, any float dtype; each row is divided by its sum.
         maybe_output_accepted_token_num: [B] int32 or int64 counter, incremented in place.
         maybe_output_emitted_draft_token_num: [B] int32 or int64 counter, incremented in place.
-        deterministic: ignored; results are always deterministic.
+        deterministic: ignored, since results are always deterministic.
         generator: draws the seed if `seed` is None; None means torch's global generator.
-        seed: an integer or [1] for `row_seeds`, or the row seeds [B]. Tensors are int32 or int64
-            and stay on their device.
-        offset: an integer, [1] or [B], number of calls so far with this seed; None means 0. Equal
-            seeds and offsets give equal random numbers.
+        seed: an integer or a tensor [1] for `row_seeds`, or the row seeds [B]. Tensors are int32 or
+            int64 and stay on their device.
+        offset: the number of calls so far with this seed, an integer, [1] or [B]; None means 0.
+            Equal seeds and offsets give equal random numbers.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        Token ids [B, K+1] int32: the accepted prefix, the correction or bonus token, then -1. The
-        number of drafted tokens to pass their own acceptance test, also after a rejected one. The
-        number of accepted tokens. The two counts are the given counters, or [B] int32.
+        The token ids [B, K+1] int32 (accepted prefix, correction or bonus token, then -1), the
+        number of drafted tokens that pass their own acceptance test, even after a rejected token,
+        and the number of accepted tokens. The two counts are the given counters, or new tensors [B]
+        int32.
 
     Raises:
-        ConfigError: unknown backend.
+        ConfigError: the backend is unknown.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape or dtype.
+        ShapeError: a tensor has the wrong shape or dtype.
 
     Source: Chen et al., arXiv:2302.01318, algorithm 2.
     """

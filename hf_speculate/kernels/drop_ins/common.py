@@ -1,4 +1,4 @@
-"""Helpers of the drop-in functions: seeds, and masking of tokens from invalid rows."""
+"""Helpers for the drop-in functions: draw seeds, and mask tokens from invalid rows."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ..types import Verdict
 
 
 def mask_undefined_draws(verdict: Verdict, logits: Tensor) -> Tensor:
-    """Return the verdict's ids [B, K+1], -1 where a row of `logits` is no valid distribution.
+    """Return the verdict's ids [B, K+1], with -1 where a row of `logits` is not a distribution.
 
     The logits are [B, K+1, V].
     """

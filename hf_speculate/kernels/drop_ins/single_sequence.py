@@ -20,7 +20,7 @@ def _first_rejection(verdict: Verdict, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the index of the first rejected token and the token emitted there.
 
     Args:
-        verdict: of a batch of one.
+        verdict: the verdict for a batch of one.
         logits: [1, K+1, V].
     """
     rejected_idx = verdict.num_accepted.to(torch.int64)
@@ -39,13 +39,13 @@ def greedy_match(
         backend: "auto", "torch" or "triton".
 
     Returns:
-        `rejected_idx`, the first position with another token (K if there is none), and the target's
-        most probable token there; both 0-dim int64.
+        `rejected_idx`, the first position where the tokens differ (K if there is none), and the
+        target's most probable token there; both are 0-dim int64.
 
     Raises:
-        ConfigError: unknown backend.
+        ConfigError: the backend is unknown.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape or dtype.
+        ShapeError: a tensor has the wrong shape or dtype.
     """
     _check_candidates(target_dists, candidate_tokens)
     batch = target_dists.unsqueeze(0)
@@ -74,12 +74,12 @@ def speculative_sampling(
 
     Returns:
         `rejected_idx`, the first rejected position (K if all are accepted), and the correction or
-        bonus token sampled there; both 0-dim int64.
+        bonus token sampled there; both are 0-dim int64.
 
     Raises:
-        ConfigError: unknown backend.
+        ConfigError: the backend is unknown.
         KernelUnavailableError: backend="triton" is not available.
-        ShapeError: a tensor has a wrong shape or dtype.
+        ShapeError: a tensor has the wrong shape or dtype.
     """
     _check_candidates(target_dists, candidate_tokens)
     num_candidates, vocab_size = candidate_tokens.shape[0], target_dists.shape[1]

@@ -1,4 +1,4 @@
-"""vLLM's `TypicalAcceptanceSampler`: typical acceptance from normalised probabilities."""
+"""vLLM's `TypicalAcceptanceSampler`, for typical acceptance from normalised probabilities."""
 
 from dataclasses import dataclass, field
 
@@ -16,16 +16,16 @@ ENTROPY_EPSILON = 1e-5  # vLLM's constant
 
 @dataclass(frozen=True)
 class TypicalAcceptanceSampler:
-    """Typical acceptance from probabilities, as vLLM's class.
+    """Typical acceptance from probabilities, like vLLM's class.
 
-    `verify_typical` takes logits instead and uses the exact entropy.
+    `verify_typical` is the equivalent for logits, with the exact entropy.
 
     Args:
         posterior_threshold: in (0, 1), a probability.
         posterior_alpha: > 0.
-        strict_mode: also check devices and the range of every id. This synchronises with the
+        strict_mode: whether to check devices and the range of every id, which synchronises with the
             device.
-        disable_bonus_tokens: emit -1 instead of the bonus token.
+        disable_bonus_tokens: whether to emit -1 instead of the bonus token.
         backend: "auto", "torch" or "triton".
 
     Raises:
@@ -63,7 +63,7 @@ class TypicalAcceptanceSampler:
                 by its sum.
             bonus_token_ids: [B] or [B, 1] int32 or int64, emitted if all drafted tokens are
                 accepted.
-            draft_probs: [B, K, V] or None; not read.
+            draft_probs: [B, K, V] or None; ignored.
             draft_token_ids: [B, K] int32 or int64. An id outside [0, V) is rejected.
 
         Returns:
@@ -72,9 +72,9 @@ class TypicalAcceptanceSampler:
             distribution), then -1.
 
         Raises:
-            ConfigError: unknown backend, or in strict mode an id outside [0, V).
+            ConfigError: the backend is unknown, or in strict mode an id is outside [0, V).
             KernelUnavailableError: backend="triton" is not available.
-            ShapeError: a tensor has a wrong shape or dtype, or in strict mode a wrong device.
+            ShapeError: a tensor has the wrong shape or dtype, or in strict mode the wrong device.
         """
         _check(target_with_bonus_probs, bonus_token_ids, draft_token_ids)
         if self.strict_mode:
@@ -85,9 +85,8 @@ class TypicalAcceptanceSampler:
             Round(logits, draft_token_ids, None), Warp(), self._make_rule(), None
         )
         at = verdict.num_accepted.to(torch.int64).unsqueeze(-1)  # [B, 1]
-        # The argmax is taken over the probabilities, because the logarithm can round two of them to
-        # the same number.
-        # [B, 1, V]
+        # Take the argmax over probabilities, since the logarithm can round two of them to the same
+        # number. [B, 1, V]
         rows = target_with_bonus_probs.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         best = implementation.greedy(Round(rows, draft_token_ids[:, :0], None)).token_ids  # [B, 1]
         ids = mask_undefined_draws(
@@ -116,7 +115,7 @@ def _check_strictly(
     draft_probs: Tensor | None,
     draft_token_ids: Tensor,
 ) -> None:
-    """Raise unless devices agree, `draft_probs` matches the target and all ids are in [0, V)."""
+    """Raise unless devices agree, `draft_probs` matches the target, and all ids are in [0, V)."""
     num_rows, num_positions, vocab_size = target_probs.shape
     if draft_probs is not None:
         check_shape(

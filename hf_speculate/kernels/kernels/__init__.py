@@ -1,8 +1,8 @@
-"""Triton kernels of every operation; importing this package requires Triton.
+"""Triton kernels for every operation; importing this package requires Triton.
 
-A call has two launches: `stats` reads every row once, `decide` tests the drafted tokens and samples
-the final token. Block verification and entropies with an epsilon read the rows a second time in
-between. `cut` has three launches, and so has `cut_and_draw`.
+A call has two launches. `stats` reads every row once. `decide` tests the drafted tokens and samples
+the final token. Block verification, and typical acceptance with an epsilon, read the rows a second
+time in between. `cut` and `cut_and_draw` have three launches each.
 """
 
 from .attention_launch import attend, key_spans

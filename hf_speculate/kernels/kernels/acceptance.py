@@ -1,4 +1,4 @@
-"""Acceptance tests of drafted tokens.
+"""Acceptance tests for drafted tokens.
 
 The rules are rejection sampling, typical acceptance and block verification.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 from .noise import ACCEPT, noise_states, uniforms
 from .rows import is_finite, logsumexps, merge_plain_sums, merge_rows, merge_spreads
 
-# Verification rules; a kernel is compiled for one of them.
+# Verification rules; each kernel is compiled for one rule.
 GREEDY = tl.constexpr(0)
 REJECTION = tl.constexpr(1)
 POINT_MASS = tl.constexpr(2)
@@ -17,8 +17,8 @@ TYPICAL = tl.constexpr(3)
 BLOCK = tl.constexpr(4)
 COUPLED = tl.constexpr(5)
 
-# Positions tested in one step. All kernels merge rows in this shape, so their results are equal bit
-# for bit.
+# Positions tested in one step. All kernels merge rows in this shape, so their results are bitwise
+# equal.
 POSITIONS_AT_ONCE = tl.constexpr(8)
 # Replaces a log ratio of +inf. A sum of 128 such ratios does not overflow, and other ratios cannot
 # undo it.
@@ -29,7 +29,7 @@ MAX_LOG_RATIO = tl.constexpr(1e30)
 def load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size):
     """Load drafted ids [P] int32, and whether they are within the length and in [0, V).
 
-    Other ids are 0.
+    Ids that are not are 0.
     """
     counts = positions < length
     ids = tl.load(
@@ -64,9 +64,9 @@ def draft_logsumexps(
     floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, mask, num_sequences,
     num_draft_tokens, num_chunks,
 ):  # fmt: skip
-    """Load saved log-sum-exps [P] of draft rows, or merge them from their chunks.
+    """Load the saved log-sum-exps [P] of draft rows, or merge them from their chunks.
 
-    The chunks of the draft follow those of the target.
+    Chunks of the draft follow those of the target.
     """
     row = sequence.to(tl.int64) * num_draft_tokens
     if draft_lse_ptr is not None:
@@ -85,8 +85,8 @@ def combine_ratios(sum_before, cap_before, sum_after, cap_after):
 @triton.jit
 def passes_rejection(log_u, target_logprobs, draft_logprobs, draft_lse):
     """Return whether u < target / draft, [P] bool."""
-    # A +inf in a draft row gives its other tokens the log-probability -inf. All of them would be
-    # accepted.
+    # A +inf in a draft row gives its other tokens a log-probability of -inf, so all of them would
+    # be accepted.
     is_possible = (target_logprobs > float("-inf")) & is_finite(draft_lse)
     return is_possible & (
         (target_logprobs >= draft_logprobs) | (log_u < target_logprobs - draft_logprobs)
@@ -98,7 +98,7 @@ def passes_typical(
     floats_ptr, plane, entropy_sums_ptr, first_row, lanes, mask, num_chunks, tops, sums,
     target_logprobs, threshold, alpha,
 ):  # fmt: skip
-    """Return whether the target probability exceeds the threshold of its row, [P] bool."""
+    """Return whether the target probability exceeds the row's threshold, [P] bool."""
     if entropy_sums_ptr is None:
         spreads = merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, tops)
         entropies = tl.log(sums) - spreads / sums
@@ -109,7 +109,7 @@ def passes_typical(
 
 @triton.jit
 def one_minus_exp(x):
-    """Compute 1 - exp(x) of x <= 0, float32; a series near 0, where the difference loses digits."""
+    """Compute 1 - exp(x) for x <= 0, float32, with a series near 0 to avoid cancellation."""
     series = -x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
     return tl.where(x > -0.0625, series, 1.0 - tl.exp(x))
 

@@ -1,9 +1,9 @@
-"""Kernels of attention for few queries: programs split the keys, a second launch merges.
+"""Kernels for attention of a few queries: programs split the keys, a second launch merges.
 
-One program reads a share of the keys of one KV head for a tile of its query rows. These are the
-query tokens of all query heads in the group, so keys and values are read once. It keeps three
-things for each row: the largest score `top`, the sum of `exp(score - top)`, and the values weighted
-by it. The second launch merges them over the shares.
+One program reads a share of the keys of one KV head for a tile of query rows. The rows are the
+query tokens of all query heads in the group, so keys and values are read once. For each row, the
+program keeps the largest score `top`, the sum of `exp(score - top)`, and the sum of the values with
+these weights. The second launch merges them over the shares.
 """
 
 from functools import partial
@@ -13,17 +13,17 @@ import triton.language as tl
 
 # Scores are in units of log 2, so the exponential is one instruction.
 LOG2_E = tl.constexpr(1.4426950408889634)
-NOWHERE = tl.constexpr(2**30)  # as a column: after all others
+NOWHERE = tl.constexpr(2**30)  # a column number after all columns
 SPAN_COLUMNS = tl.constexpr(1024)  # columns of a mask read at once
-PARTS_AT_ONCE = tl.constexpr(8)  # shares merged at once
+PARTS_AT_ONCE = tl.constexpr(8)  # number of shares merged at once
 
 _RUN_TIME = [
     "query_stride_b", "query_stride_h", "query_stride_q", "mask_stride_b", "mask_stride_q",
     "spans_stride_b", "scaling", "softcap", "lowest", "num_heads", "num_groups", "num_query",
     "num_keys", "num_rows", "num_parts",
 ]  # fmt: skip
-# Keys, values and their strides are not listed. Loads of 16 bytes need to know their divisibility
-# by 16.
+# Keys, values and their strides are not listed, since 16-byte loads need to know that they are
+# divisible by 16.
 _SMALL = ["query_ptr", "mask_ptr", "spans_ptr", "sinks_ptr"]
 
 _entry_point = partial(
@@ -35,7 +35,7 @@ _entry_point = partial(
 def key_spans_kernel(
     mask_ptr, spans_ptr, mask_stride_b, mask_stride_q, num_query, num_keys, lowest
 ):
-    """Write the visible span of each row of a mask, int32 [B, Q, 2]. Grid: (B, Q)."""
+    """Write the visible span of each row in a mask, int32 [B, Q, 2]. Grid: (B, Q)."""
     sequence, token = tl.program_id(0), tl.program_id(1)
     row_ptr = mask_ptr + sequence.to(tl.int64) * mask_stride_b + token.to(tl.int64) * mask_stride_q
     first, end = token * 0 + NOWHERE, token * 0
@@ -58,7 +58,7 @@ def attend_kernel(
     scaling, softcap, num_heads, num_groups, num_query, num_rows, num_parts,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the weighted values, tops and sums of one share.
+    """Write the weighted values, tops and sums for one share.
 
     Grid: (B * H, tiles of rows, shares).
     """
@@ -73,7 +73,7 @@ def attend_kernel(
     spans = spans_ptr + sequence * spans_stride_b + tokens * 2
     first = tl.load(spans, mask=is_row, other=0)
     end = tl.load(spans + 1, mask=is_row, other=0)
-    # This program's share of the columns seen by any of its rows.
+    # This program's share of the columns that any of its rows sees.
     sees = end > first
     lowest, stop = (
         tl.min(tl.where(sees, first, NOWHERE), axis=0),
@@ -103,7 +103,7 @@ def attend_kernel(
     weighted = tl.zeros([ROWS, PADDED_WIDTH], tl.float32)
     for start in range(begin, stop, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        # Columns outside of the share are not read. An unseen column may hold NaN, and NaN times a
+        # Columns outside the share are not read. An unseen column may hold NaN, and NaN times a
         # weight of 0 is NaN.
         is_read = (columns < stop)[:, None] & is_entry[None, :]
         key = tl.load(keys + tl.cast(start, tl.int64) * key_stride_t + key_offsets, is_read, 0.0)
@@ -171,7 +171,7 @@ def merge_kernel(
         sums = tl.load(stats_ptr + num_parts.to(tl.int64) * num_rows + at, is_part, 0.0)
         shrinks = tl.exp2(tops - base)
         total += tl.sum(sums * shrinks, axis=0)
-        # A share without columns has written nothing and has the sum 0. A sum of NaN comes from
+        # A share without columns has written no values, and its sum is 0. A NaN sum comes from
         # columns.
         is_read = (is_part & (sums != 0.0))[:, None] & (entries < WIDTH)[None, :]
         part = tl.load(parts_ptr + at[:, None] * WIDTH + entries[None, :], is_read, 0.0)

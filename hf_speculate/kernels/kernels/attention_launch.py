@@ -1,4 +1,4 @@
-"""Launches of attention for few queries; `reference.attention` defines the results."""
+"""Launch attention for a few queries; `reference.attention` defines the results."""
 
 import math
 from functools import cache
@@ -10,18 +10,18 @@ from torch import Tensor
 from .._inputs import Attention
 from .attention import attend_kernel, key_spans_kernel, merge_kernel
 
-MIN_PRODUCT = 16  # least rows, columns and entries of a matrix product
+MIN_PRODUCT = 16  # smallest size of each dimension of a matrix product
 ROWS = (MIN_PRODUCT, 32, 64)  # tiles of query rows
-# Programs on one multiprocessor, and the number of multiprocessors if it is unknown. Estimates, not
-# measured yet: two tiles of keys and values fit into shared memory.
+# Programs per multiprocessor, and the number of multiprocessors if it is unknown. Both are
+# estimates, not yet measured: two tiles of keys and values fit into shared memory.
 PROGRAMS_PER_PROCESSOR, NUM_PROCESSORS = 2, 128
-MAX_PARTS = 64  # shares of the keys: more would cost the merge more than they save
+MAX_PARTS = 64  # shares of the keys; more shares would cost more in the merge than they save
 
 
 class Tile(NamedTuple):
     """Sizes of one program of `attend_kernel`.
 
-    None spills on cuda 80, 90 or 120, with at least 99 KiB of shared memory for a block.
+    No tile spills on cuda 80, 90 or 120, with at least 99 KiB of shared memory per block.
     """
 
     num_rows: int
@@ -40,9 +40,9 @@ def tile_of(num_rows: int, width: int, dtype: torch.dtype) -> Tile:
 
 
 def num_parts_of(num_tiles: int, num_keys: int, num_columns: int, device: torch.device) -> int:
-    """Return the number of shares of the keys for each tile of rows.
+    """Return the number of shares into which the keys are split for each tile of rows.
 
-    It is large enough to fill the device, and leaves at least one block of keys for each share.
+    It is large enough to fill the device, and leaves each share at least one block of keys.
     """
     wanted = -(-PROGRAMS_PER_PROCESSOR * _num_processors(device) // max(num_tiles, 1))
     return max(min(wanted, -(-num_keys // num_columns), MAX_PARTS), 1)
@@ -117,7 +117,7 @@ def launched(
     by_name: dict[str, Any],
     **options: int,
 ) -> None:
-    """Launch a kernel with its arguments, looked up by name."""
+    """Launch a kernel with the arguments that it names."""
     arguments = [by_name[name] for name in _arg_names(kernel)]
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **options)
@@ -128,5 +128,5 @@ def launched(
 
 @cache
 def _arg_names(kernel: Any) -> tuple[str, ...]:
-    """Return the names of a kernel's arguments; Triton makes the list anew at every access."""
+    """Return the names of a kernel's arguments; Triton rebuilds the list on every access."""
     return tuple(kernel.arg_names)

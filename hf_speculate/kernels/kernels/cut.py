@@ -1,8 +1,8 @@
-"""Kernels of `warp_logits`: temperature, top-k, top-p and min-p.
+"""Kernels for `warp_logits`: temperature, top-k, top-p and min-p.
 
-A row is cut at a bin of its histogram. It has one program per chunk in each of three launches; the
-last launch may draw a token too. In one launch, a single program would read all of a row: it took
-0.46 ms for V = 151,936 on an H100, 12 microseconds per chunk.
+A row is cut at a bin of its histogram. Each of three launches runs one program per chunk of a row;
+the last launch may also draw a token. With only one launch, a single program would read the whole
+row, which took 0.46 ms for V = 151,936 on an H100, or 12 microseconds per chunk.
 """
 
 import triton
@@ -32,9 +32,9 @@ PER_NAT = tl.constexpr(float(BINS_PER_NAT))
 
 @triton.jit
 def bins_of(x, top):
-    """Return the bin [CHUNK] int32 of each entry by its distance from the largest.
+    """Return the bin [CHUNK] int32 of each entry, by its distance from the largest entry.
 
-    The last bin holds all larger distances too.
+    The last bin also holds all larger distances.
     """
     distance = (top - x) * PER_NAT
     return tl.maximum(tl.minimum(distance, BINS - 1.0), 0.0).to(tl.int32)
@@ -42,10 +42,10 @@ def bins_of(x, top):
 
 @triton.jit
 def last_kept_bin(counts, top_k, top_p):
-    """Return the bin of the last kept entry, by `top_k` and `top_p`.
+    """Return the bin of the last entry kept by `top_k` and `top_p`.
 
     Args:
-        counts: [BINS] int32 entries; the last bin's are not read.
+        counts: [BINS] int32, number of entries per bin; the last bin is not read.
         top_k: entries to keep.
         top_p: share of the mass to keep; above 1: all.
     """
@@ -60,7 +60,7 @@ def last_kept_bin(counts, top_k, top_p):
 
 @triton.jit
 def row_top(floats_ptr, row, num_chunks):
-    """Return the largest entry of a row, NaN aside, and whether the row is valid, as int32.
+    """Return the largest entry of a row other than NaN, and whether the row is valid, as int32.
 
     A valid row has a finite maximum and no NaN.
     """
@@ -80,7 +80,7 @@ def warped_chunk(
     target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Load this program's chunk of logits over the row's temperature, and their token ids.
+    """Load this program's chunk of logits, divided by the temperature, and their token ids.
 
     Both are [CHUNK].
     """
@@ -125,7 +125,7 @@ def cut_counts_kernel(
     target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr,
     counts_ptr, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add each chunk's entries to the counts of their bins, int32 [B, BINS]. Grid: (B, chunks)."""
+    """Count each chunk's entries by bin, into int32 [B, BINS]. Grid: (B, chunks)."""
     row = tl.program_id(0)
     top, _ = row_top(floats_ptr, row, num_chunks)
     x, _ = warped_chunk(
@@ -155,7 +155,7 @@ def cut_chunk(
 ):  # fmt: skip
     """Return `warped_chunk` with -inf for dropped logits.
 
-    The cut follows from the maxima of chunks and the counts of bins.
+    The cut is computed from the chunk maxima and bin counts.
     """
     row = tl.program_id(0)
     top, is_valid = row_top(floats_ptr, row, num_chunks)
@@ -182,7 +182,7 @@ def cut_kernel(
     counts_ptr, top_k, top_p, most_below, out_ptr, vocab_size, num_chunks, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write each row's logits over its temperature, -inf if dropped, float32 [B, V].
+    """Write each row's logits divided by its temperature, -inf if dropped, float32 [B, V].
 
     Grid: (B, chunks).
     """
@@ -206,9 +206,9 @@ def cut_draw_kernel(
 ):  # fmt: skip
     """Write the result of `cut_kernel`, and the id and log-sum-exp of `sample` for it.
 
-    Grid: (B, chunks). The keys' positions count from `draw` on. The first plane of `floats_ptr`
-    holds the maxima of `cut_tops_kernel`, the next three the race results of `row_stats_kernel`.
-    The last program of a row to finish merges the chunks.
+    Grid: (B, chunks). `draw` is added to the keys' positions. The first plane of `floats_ptr` holds
+        the maxima from `cut_tops_kernel`, and the next three hold race results as in
+        `row_stats_kernel`. The last program of a row to finish merges the chunks.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     x, token_ids = cut_chunk(

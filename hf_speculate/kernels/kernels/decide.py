@@ -1,4 +1,4 @@
-"""Second launch: test the drafted tokens, sample the final token, write the verdict."""
+"""Second launch: test the drafted tokens, sample the final token, and write the verdict."""
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 @triton.jit
 def lane_of(values, is_lane):
-    """Return the entry of [P] at the lane with `is_lane`, as a scalar; 0 if no lane has it."""
+    """Return the entry of [P] in the lane where `is_lane` is true, as a scalar; 0 if none is."""
     return tl.sum(tl.where(is_lane, values, tl.zeros_like(values)), axis=0)
 
 
@@ -111,11 +111,11 @@ def walk_chain(
     floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
     sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Find the first drafted token rejected by RULE (BLOCK: by GREEDY).
+    """Find the first drafted token rejected by RULE (by GREEDY for BLOCK).
 
-    Returns its position, or `length`; the log-sum-exp (GREEDY: the maximum) of the target there,
-    and of the draft; the id of the maximum (COUPLED: of the winner); and the drafted id, -1 if it
-    is not in the vocabulary.
+    Returns its position, or `length` if there is none; the log-sum-exps of the target (the maximum
+    for GREEDY) and the draft there; the id of the maximum (of the winner for COUPLED); and the
+    drafted id, or -1 if it is not in the vocabulary.
     """
     end = length
     target_lse = 0.0
@@ -192,7 +192,7 @@ def row_at(
     ids_ptr, floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, end, length,
     num_sequences, num_draft_tokens, vocab_size, num_chunks,
 ):  # fmt: skip
-    """Return log-sum-exps of target and draft at position `end`, and the drafted id.
+    """Return the log-sum-exps of target and draft at position `end`, and the drafted id.
 
     The id is -1 if it is not in the vocabulary.
     """
@@ -230,14 +230,14 @@ def decide_kernel(
     """Verify one sequence.
 
     Grid: (B, programs per row). With RACES, every program tests the chain by itself and races its
-    pieces of the row of the final token. If FUSED, the last program to finish merges the races and
-    writes the verdict; otherwise `finish_kernel` does, from `plans_ptr` [B, 4].
+        pieces of the final token's row. If FUSED, the last program to finish merges the races and
+        writes the verdict. Otherwise `finish_kernel` writes it, from `plans_ptr` [B, 4].
     """
     sequence = tl.program_id(0)
     program = tl.program_id(1)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
     this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
-    # The compiler then drops the ids of the maxima, which were not stored.
+    # This lets the compiler drop the ids of the maxima, which were not stored.
     takes_argmax = tl.full([], 0, tl.int1)
     if temperatures_ptr is not None:
         takes_argmax = this_temperature == 0.0
@@ -319,7 +319,7 @@ def finish_kernel(
     ids_ptr, races_ptr, plans_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
     num_draft_tokens, vocab_size, num_programs,
 ):  # fmt: skip
-    """Write the verdicts from the `plans_ptr` of `decide_kernel`. Grid: (B,)."""
+    """Write the verdicts from `plans_ptr`, as written by `decide_kernel`. Grid: (B,)."""
     sequence = tl.program_id(0)
     end = tl.load(plans_ptr + 4 * sequence)
     argmax_id = tl.load(plans_ptr + 4 * sequence + 1)

@@ -14,7 +14,7 @@ def draw_kernel(
 ):  # fmt: skip
     """Write the sampled id and the log-sum-exp of every row.
 
-    At temperature 0 they are the argmax and the maximum. Grid: (rows / POSITIONS_AT_ONCE,).
+    At temperature 0, these are the argmax and the maximum. Grid: (rows / POSITIONS_AT_ONCE,).
     """
     first_row = tl.program_id(0) * POSITIONS_AT_ONCE
     lanes = tl.arange(0, POSITIONS_AT_ONCE)
@@ -25,7 +25,7 @@ def draw_kernel(
     )
     ids = merge_races(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, tops)
     lses = logsumexps(tops, sums)
-    if TOP_IDS:  # temperature 0 for all, or for some
+    if TOP_IDS:  # temperature 0 for all rows, or for some
         takes_argmax = mask
         if temperatures_ptr is not None:
             takes_argmax = tl.load(temperatures_ptr + rows, mask=mask, other=1.0) == 0.0

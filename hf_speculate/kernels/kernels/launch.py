@@ -11,24 +11,24 @@ from .._inputs import Proposal, Round, Warp
 from ..types import NoiseKeys
 from .rows import ALIGNED, SHIFTED, STRIDED
 
-# Entries per chunk of a row; fixed, because it determines the rounding of sums.
+# Entries per chunk of a row. The number is fixed, because it determines the rounding of sums.
 CHUNK = 4096
-# Pieces of a chunk read at once by a race: eight entries per thread, or 16 bytes of a bf16 row.
+# Size of the pieces that a race reads at once: eight entries per thread, or 16 bytes of a bf16 row.
 PIECES_PER_CHUNK = 4
-# Programs of a race over all sequences. An estimate, not measured yet: four on each of 132
-# multiprocessors, which hold five. Every program re-tests the accepted prefix before it races, so
-# in large batches extra programs cost more than they overlap.
+# Number of programs in a race, over all sequences. This is an estimate, not yet measured: four on
+# each of 132 multiprocessors, which can hold five. Every program re-tests the accepted prefix
+# before it races, so in large batches extra programs cost more than their overlap saves.
 RACE_PROGRAMS = 528
-# Equal for all kernels: all merge rows in the same order. Four warps hold a chunk without spilling,
-# and spend fewer instructions on reductions than eight.
+# The same for all kernels, so that all merge rows in the same order. Four warps hold a chunk
+# without spilling, and spend fewer instructions on reductions than eight warps.
 NUM_WARPS = 4
 
 
 def chunks_per_program(num_rows: int) -> int:
-    """Return the number of chunks per program: few rows need many programs, many rows need few.
+    """Return the number of chunks per program; few rows need many programs, many rows need few.
 
-    An estimate, not measured yet: V = 151,936 gives 38 chunks per row, and a large GPU holds a few
-    hundred programs.
+    This is an estimate, not yet measured: V = 151,936 gives 38 chunks per row, and a large GPU
+    holds a few hundred programs.
     """
     if num_rows <= 24:
         return 1
@@ -36,9 +36,9 @@ def chunks_per_program(num_rows: int) -> int:
 
 
 def pieces_per_program(batch_size: int, num_pieces: int) -> int:
-    """Return the number of pieces of one row per program.
+    """Return how many pieces of a row each program races.
 
-    It is the smallest number with at most RACE_PROGRAMS programs.
+    This is the smallest number with at most RACE_PROGRAMS programs.
     """
     return -(-num_pieces // max(1, RACE_PROGRAMS // max(1, batch_size)))
 
@@ -49,12 +49,12 @@ def has_atomics(device: torch.device) -> bool:
 
 
 class Layout(NamedTuple):
-    """Sizes and grids of an operation's shapes and strides."""
+    """Sizes and grids for the shapes and strides of an operation."""
 
     num_rows: int
     num_chunks: int
-    num_programs: int  # programs of the first launch, for a row
-    num_race_programs: int  # programs of the last launch, for a sequence
+    num_programs: int  # programs per row in the first launch
+    num_race_programs: int  # programs per sequence in the last launch
     arguments: dict[str, int]
     # V and all strides between rows are multiples of 16 entries, as wide loads require
     has_even_rows: bool
@@ -65,7 +65,7 @@ def _layout(
     shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[int, ...], num_rows: int,
     chunk: int, num_chunks_per_program: int,
 ) -> Layout:  # fmt: skip
-    """Compute the layout of target logits [B, K+1, V] and draft logits.
+    """Compute the layout for target logits [B, K+1, V] and draft logits.
 
     Args:
         shape: of the target logits.
@@ -109,7 +109,7 @@ def _rows(layout: Layout, logits: list[Tensor]) -> int:
     if layout.has_even_rows and all(tensor.data_ptr() % 16 == 0 for tensor in logits):
         return int(ALIGNED)
     for tensor in logits:
-        # SHIFTED reads from the aligned address below a row's start. It must not lie before the
+        # SHIFTED reads from the aligned address before a row's start, which must be inside the
         # storage.
         if (
             tensor.stride(-1) != 1
@@ -122,7 +122,7 @@ def _rows(layout: Layout, logits: list[Tensor]) -> int:
 
 @dataclass
 class Launch:
-    """Arguments and scratch memory of one operation's launches.
+    """Arguments and scratch memory for the launches of one operation.
 
     Args:
         round_: target logits and drafted tokens.
@@ -168,8 +168,8 @@ class Launch:
             "draft_ptr": draft,
             "ids_ptr": ids.contiguous(),
             "lens_ptr": None if lens is None else lens.contiguous(),
-            # A temperature of 1.0 is compiled out; 1.0 is a placeholder if the temperature is a
-            # tensor.
+            # A temperature of 1.0 is compiled away. If the temperature is a tensor, 1.0 is a
+            # placeholder.
             "temperature": 1.0
             if is_tensor
             else (None if temperature == 1.0 else float(temperature)),
@@ -193,7 +193,7 @@ class Launch:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def run(self, kernel: Any, grid: tuple[int, ...], **extra: Any) -> None:
-        """Launch `kernel` with its arguments from the shared ones and from `extra`, which win."""
+        """Launch `kernel` with the shared arguments that it names; `extra` takes precedence."""
         by_name = {**self.shared, **extra}
         arguments = [by_name[name] for name in _arg_names(kernel)]
         if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
@@ -207,7 +207,7 @@ _ARG_NAMES: dict[str, tuple[str, ...]] = {}
 
 
 def _arg_names(kernel: Any) -> tuple[str, ...]:
-    """Return the names of a kernel's arguments; Triton makes the list anew at every access."""
+    """Return the names of a kernel's arguments; Triton rebuilds the list on every access."""
     name = kernel.__name__
     if name not in _ARG_NAMES:
         _ARG_NAMES[name] = tuple(kernel.arg_names)

@@ -1,4 +1,4 @@
-"""Random numbers of `kernels.noise` in Triton, equal bit for bit."""
+"""The random numbers of `kernels.noise` in Triton, bitwise equal."""
 
 import triton
 import triton.language as tl
@@ -31,8 +31,8 @@ _WORD_MASK_0 = tl.constexpr((1 << (32 - WORD_SHIFTS[0])) - 1)
 _WORD_MASK_1 = tl.constexpr((1 << (32 - WORD_SHIFTS[1])) - 1)
 _UNIFORM_SCALE = tl.constexpr(UNIFORM_SCALE)
 _BOUND_SCALE = tl.constexpr(UNIFORM_SCALE * (1.0 - 2.0**-16))
-# Below this, -log1p(-u) is a series; its first omitted term is 5e-9 of it. Above, 1 - u has enough
-# digits.
+# Below this, -log1p(-u) is computed with a series, whose first omitted term is a relative 5e-9.
+# Above, 1 - u has enough digits.
 _SERIES_BELOW = tl.constexpr(0.03125)
 
 
@@ -80,12 +80,12 @@ def uniforms(states, token_ids):
 
 @triton.jit
 def key_bounds(weights, states, token_ids):
-    """Return numbers further from 0 than weights / `exponentials`, with their signs.
+    """Return numbers farther from 0 than weights / `exponentials`, with the same signs.
 
-    u < -log(1 - u), and u is rounded down.
+    The bound holds since u < -log(1 - u), and u is rounded down.
     """
     u = words(states, token_ids) * _BOUND_SCALE + 0.5 * _BOUND_SCALE
-    root = tl.rsqrt(u)  # its square is a reciprocal in two instructions
+    root = tl.rsqrt(u)  # its square is the reciprocal, in two instructions
     return weights * root * root
 
 

@@ -1,4 +1,4 @@
-"""Kernel launches of every operation; `kernels.reference` defines the results."""
+"""Kernel launches for every operation; `kernels.reference` defines the results."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def _stats(
     stream: int = 0,
     **extra: Any,
 ) -> Tensor:
-    """Run the first launch; return the counters [B] of finished programs, set to 0."""
+    """Run the first launch; return the zeroed counters [B] of finished programs."""
     arrivals = launch.scratch(launch.batch_size, dtype=torch.int32)
     # Saved log-sum-exps of the draft make its chunk statistics unnecessary.
     if not launch.reads_draft_stats:
@@ -177,7 +177,7 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     """See `verify_block`."""
     batch_size, num_draft_tokens = round_.draft_token_ids.shape
     if num_draft_tokens < 2:
-        return reject(round_, warp, proposal, keys)  # equal for a block of one token
+        return reject(round_, warp, proposal, keys)  # the same for a block of one token
     if warp.is_greedy:
         return greedy(round_)
     if batch_size == 0:
@@ -262,9 +262,9 @@ def cut_and_draw(
     draw: int,
     out: WarpedDraw,
 ) -> None:
-    """Draw token number `draw` of a round from the `cut` of logits [B, V].
+    """Draw token number `draw` of a round from logits [B, V] after `cut`.
 
-    Needs `has_atomics`.
+    The device must have atomics, see `has_atomics`.
     """
     num_rows = logits.shape[0]
     arrivals = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
@@ -297,7 +297,7 @@ def _begin_cut(
     """Run the first two launches of `cut`; they also set `arrivals` [B] to 0.
 
     Returns:
-        The launch, and the counts of bins, int32 [B, NUM_BINS].
+        The launch, and the bin counts, int32 [B, NUM_BINS].
     """
     num_rows = logits.shape[0]
     no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)

@@ -1,4 +1,4 @@
-"""Exponential race over one row: the entry with the largest weight / exponential random number."""
+"""Exponential race over a row: find the entry with the largest weight / exponential number."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from .acceptance import POINT_MASS, TYPICAL
 from .noise import exponentials, key_bounds
 from .rows import NO_ID, SHIFTED, STRIDED, exp, load_chunk, pack_race, warp
 
-# Lanes of a race held by one thread, for loads of 16 bytes of half precision.
+# Lanes of a race held by one thread, for 16-byte loads of half precision.
 LANES_AT_ONCE = tl.constexpr(8)
 
 
@@ -19,14 +19,14 @@ def signed_weights(
 ):  # fmt: skip
     """Compute the race weights of `token_ids`: the residual, or the target's probability.
 
-    The residual is taken if `uses_residual`. Entries without a residual take part with their
-    negated probability: one of them wins if the residual is empty.
+    The residual is used if `uses_residual`. Entries without a residual take part with their negated
+    probability, so one of them wins if the residual is empty.
     """
     x = load_chunk(target_row_ptr, target_stride_v, first_id, token_ids, vocab_size, ROWS)
     weights = exp(warp(x, temperature, cutoff) - target_lse)
     if RULE == POINT_MASS:
         weights = tl.where((token_ids != excluded_id) & (weights > 0.0), weights, -weights)
-    elif RULE != TYPICAL:  # noqa: SIM102, the one is a constant, the other a tensor
+    elif RULE != TYPICAL:  # noqa: SIM102, one is a constant, the other a tensor
         if uses_residual:
             d = load_chunk(draft_row_ptr, draft_stride_v, first_id, token_ids, vocab_size, ROWS)
             residual = weights * ratio - exp(d - draft_lse)
@@ -42,10 +42,10 @@ def race_row(
 ):  # fmt: skip
     """Race some pieces of one row against exponential noise; return the winner as `pack_race`.
 
-    A key is a weight over an exponential number, and costs a logarithm and a division. Every lane
-    therefore computes upper bounds of the keys, and keeps the entry with the largest bound and the
-    second largest bound. The keys of the kept entries decide, unless another bound exceeds them;
-    then all keys are computed.
+    A key is a weight divided by an exponential number, and costs a logarithm and a division. Every
+    lane therefore computes upper bounds on the keys, and keeps the entry with the largest bound and
+    the second-largest bound. The keys of the kept entries decide the race. If another bound exceeds
+    them, all keys are computed.
     """
     lanes = tl.arange(0, PIECE)
     excluded_id = tl.where(uses_residual, last_id, -1)
@@ -109,9 +109,9 @@ def race_all(
 
 @triton.jit
 def merge_lanes(bounds, ids, other_bounds, PIECE: tl.constexpr):
-    """Return the ids [PIECE / 8] of the largest of eight neighbouring bounds.
+    """Return the ids [PIECE / 8] of the largest of each eight neighbouring bounds.
 
-    Also returns the largest of all other bounds.
+    Also return the largest of all other bounds.
     """
     bounds = tl.reshape(bounds, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
     ids = tl.reshape(ids, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])

@@ -1,4 +1,4 @@
-"""Row helpers of the kernels: load a chunk of logits, compute its statistics, merge chunks.
+"""Row helpers for the kernels: load a chunk of logits, compute its statistics, merge chunks.
 
 A row is read in chunks of CHUNK entries. The statistics of a chunk are the same in every program,
 and chunks are merged in order, so no result depends on the grid.
@@ -7,10 +7,10 @@ and chunks are merged in order, so no result depends on the grid.
 import triton
 import triton.language as tl
 
-# Chunks merged in one step; one step is enough for V up to 262,144.
+# Number of chunks merged in one step; one step is enough for V up to 262,144.
 CHUNKS_AT_ONCE = tl.constexpr(64)
 NO_ID = tl.constexpr(2**31 - 1)
-# Memory layouts of a row; a kernel is compiled for one of them.
+# Memory layouts of a row; each kernel is compiled for one layout.
 STRIDED = tl.constexpr(0)
 ALIGNED = tl.constexpr(1)  # contiguous; V and the offsets of all rows are multiples of 16 entries
 SHIFTED = tl.constexpr(2)  # contiguous
@@ -19,7 +19,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def exp(x):
-    """Compute 2**(x * log2(e)), 0 below 2**-126; `tl.exp` takes three more instructions."""
+    """Compute 2**(x * log2(e)), or 0 below 2**-126; `tl.exp` takes three more instructions."""
     return tl.exp2(x * LOG2_E)
 
 
@@ -34,12 +34,12 @@ def row_offset(sequence, position, stride_b, stride_i, ROWS: tl.constexpr):
 
 @triton.jit
 def load_chunk(row_ptr, stride_v, first_id, token_ids, vocab_size, ROWS: tl.constexpr):
-    """Load logits of `token_ids` [CHUNK] in float32, -inf past the vocabulary.
+    """Load the logits of `token_ids` [CHUNK] in float32, with -inf past the vocabulary.
 
-    If SHIFTED, the ids count from `first_id` on.
+    If SHIFTED, the ids start at `first_id`.
     """
     if ROWS == ALIGNED:
-        # This equals vocab_size and tells the compiler its divisibility by 16.
+        # This equals vocab_size, and tells the compiler that it is divisible by 16.
         is_inside = token_ids < (vocab_size // 16) * 16
         return tl.load(row_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
     elif ROWS == SHIFTED:
@@ -51,12 +51,12 @@ def load_chunk(row_ptr, stride_v, first_id, token_ids, vocab_size, ROWS: tl.cons
 
 @triton.jit
 def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
-    """Load logits of CHUNK token ids from `first_id` on, by vectors of 16 bytes.
+    """Load the logits of CHUNK token ids from `first_id` on, in vectors of 16 bytes.
 
-    They are float32, -inf past the vocabulary. The row starts `shift` bytes after an aligned
-    address. A vector of the row therefore ends one aligned vector, `low`, and begins the next,
-    `high`. These may hold entries from before the row. Past its last whole vector the row is read
-    by entries, because its storage may end there.
+    They are float32, with -inf past the vocabulary. The row starts `shift` bytes after an aligned
+    address. A vector of the row therefore consists of the end of one aligned vector, `low`, and the
+    beginning of the next, `high`. These may hold entries from before the row. Past its last whole
+    vector, the row is read entry by entry, because its storage may end there.
     """
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     BYTES: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -64,7 +64,7 @@ def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
     shift = (row_ptr.to(tl.int64) & 15).to(tl.int32)
     start_ptr = tl.multiple_of(row_ptr - shift // BYTES, 16)
     end = vocab_size + shift // BYTES
-    # Vectors of this chunk and of later ones.
+    # Number of vectors in this chunk and later chunks.
     num_whole = end * BYTES // 16 - first_id * BYTES // 16
     vectors = tl.arange(0, CHUNK * BYTES // 16)[:, None]
     words = tl.arange(0, 2)[None, :]
@@ -109,14 +109,14 @@ def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
 
 @triton.jit
 def skip_bytes(low, high, shift, NUM_BYTES: tl.constexpr):
-    """Drop NUM_BYTES bytes of `low` if `shift` has the bit, filled up from `high`; uint64."""
+    """Drop NUM_BYTES bytes of `low` if `shift` has this bit, and fill up from `high`; uint64."""
     skipped = (low >> (8 * NUM_BYTES)) | (high << (64 - 8 * NUM_BYTES))
     return tl.where((shift & NUM_BYTES) != 0, skipped, low)
 
 
 @triton.jit
 def load_temperature(temperature, temperatures_ptr, sequence):
-    """Load the temperature of a sequence, float32; None if it is 1 for all."""
+    """Load the temperature of a sequence, float32; None if it is 1 for all sequences."""
     if temperatures_ptr is not None:
         return tl.load(temperatures_ptr + sequence).to(tl.float32)
     elif temperature is not None:  # Triton 3.6 cannot return None by name
@@ -154,7 +154,7 @@ def load_cutoffs(cutoffs_ptr, rows, mask):
 
 @triton.jit
 def is_finite(x):
-    """Return whether entries are neither NaN nor infinite."""
+    """Return whether each entry is neither NaN nor infinite."""
     return tl.abs(x) < float("inf")
 
 
@@ -167,29 +167,29 @@ def chunk_max(x):
 
 @triton.jit
 def first_id(is_there, token_ids, vocab_size):
-    """Return the lowest token id with `is_there`; some id in range if there is none."""
+    """Return the lowest token id where `is_there` is true; some id in range if there is none."""
     return tl.minimum(tl.min(tl.where(is_there, token_ids, NO_ID), axis=0), vocab_size - 1)
 
 
 @triton.jit
 def chunk_masses(x, top):
-    """Compute exp(x - top) of [CHUNK]; exp(x) if the maximum `top` is not finite."""
+    """Compute exp(x - top) for [CHUNK], or exp(x) if the maximum `top` is not finite."""
     return exp(x - tl.where(is_finite(top), top, 0.0))
 
 
 @triton.jit
 def pack_race(keys, token_ids):
-    """Pack keys of a race with their token ids, as int64: larger keys, then lower ids, are larger.
+    """Pack race keys and token ids into int64, ordered by larger keys, then by lower ids.
 
-    The bits of non-negative floats are ordered like integers. A negated key is below all others,
-    and negated keys are ordered by their absolute values.
+    The bits of non-negative floats are ordered like integers. Negated keys are below all others,
+    and are ordered by their absolute values.
     """
     return (keys.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (token_ids ^ NO_ID).to(tl.int64)
 
 
 @triton.jit
 def unpack_race(packed, vocab_size):
-    """Return the bits of the key, and the token id, clamped to the vocabulary."""
+    """Return the bits of the key, and the token id clamped to the vocabulary."""
     return (packed >> 32).to(tl.int32), tl.minimum(
         (packed.to(tl.int32) & NO_ID) ^ NO_ID, vocab_size - 1
     )
@@ -199,7 +199,7 @@ def unpack_race(packed, vocab_size):
 def chunk_race(weights, noise, token_ids, vocab_size):
     """Run the exponential race of a chunk.
 
-    Weights and noise are [CHUNK]. Returns the largest key weight / noise and its token id.
+    Weights and noise are [CHUNK]. Return the largest key, weight / noise, and its token id.
     """
     bits, winner = unpack_race(tl.max(pack_race(weights / noise, token_ids), axis=0), vocab_size)
     return bits.to(tl.float32, bitcast=True), winner
@@ -212,9 +212,10 @@ def merge_rows(
 ):  # fmt: skip
     """Merge the chunks of rows `first_row` + lanes.
 
-    Returns the maximum, its lowest token id and, with SUMS, the sum of exp(x - maximum), each [P].
-    The chunk sums are relative to the chunk maxima. If a chunk has a NaN, so has the sum, or
-    without SUMS the maximum. CACHE ".cg" reads the results of other programs in the same launch.
+    Return the maximum, its lowest token id and, with SUMS, the sum of exp(x - maximum), each [P].
+    The chunk sums are relative to the chunk maxima. If a chunk contains a NaN, the sum is NaN, or
+    the maximum without SUMS. CACHE ".cg" is needed to read results of other programs in the same
+    launch.
     """
     start = first_row.to(tl.int64) * num_chunks
     top = tl.where(mask, float("-inf"), 0.0)
@@ -252,7 +253,7 @@ def merge_rows(
 
 @triton.jit
 def merge_plain_sums(sums_ptr, first_row, lanes, mask, num_chunks):
-    """Sum [P] of the chunk sums of rows `first_row` + `lanes` [P]."""
+    """Add up the chunk sums of rows `first_row` + `lanes` [P], to [P]."""
     start = first_row.to(tl.int64) * num_chunks
     total = tl.where(mask, 0.0, 0.0)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
@@ -265,7 +266,7 @@ def merge_plain_sums(sums_ptr, first_row, lanes, mask, num_chunks):
 
 @triton.jit
 def merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, top):
-    """Sum (x - top) exp(x - top), [P].
+    """Sum (x - top) exp(x - top) over each row, to [P].
 
     The chunk sums and spreads are relative to the chunk maxima.
     """
@@ -291,7 +292,7 @@ def merge_races(
 ):  # fmt: skip
     """Return the token id [P] with the largest key of each row.
 
-    The keys of a chunk are rescaled from its maximum to `top` [P].
+    The keys of each chunk are rescaled from the chunk's maximum to `top` [P].
     """
     start = first_row.to(tl.int64) * num_chunks
     base = tl.where(is_finite(top), top, 0.0)
@@ -323,7 +324,7 @@ def merge_races(
 
 @triton.jit
 def logsumexps(top, total):
-    """Return log-sum-exps; NaN, +inf or -inf for a row with NaN, with +inf or of only -inf."""
+    """Return log-sum-exps; NaN, +inf or -inf for a row with a NaN, with +inf, or of only -inf."""
     return tl.where(is_finite(top) | (total != total), top + tl.log(total), top)
 
 

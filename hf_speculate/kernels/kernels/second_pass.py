@@ -1,4 +1,4 @@
-"""Second pass over the rows: residual masses of block verification, entropies with epsilon."""
+"""Second pass over the rows: residual masses for block verification, entropies with epsilon."""
 
 import triton.language as tl
 
@@ -33,11 +33,11 @@ def block_ratios_kernel(
     floats_ptr, ints_ptr, plane, draft_lse_ptr, ratios_ptr, block_lens_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks,
 ):  # fmt: skip
-    """Write the log ratios of block verification; only the drafted tokens' logits are read.
+    """Write the log ratios for block verification; only the drafted tokens' logits are read.
 
-    Grid: (B,). Planes of `ratios_ptr`, each [B, K]: log rho after this token; log-sum-exp of the
-    target row; log-sum-exp of the draft row. `block_lens_ptr` [B]: drafted tokens before the first
-    bad id or invalid row.
+    Grid: (B,). The planes of `ratios_ptr`, each [B, K], are log rho after this token, the
+        log-sum-exp of the target row, and the log-sum-exp of the draft row. `block_lens_ptr` [B] is
+        the number of drafted tokens before the first invalid id or row.
     """
     sequence = tl.program_id(0)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
@@ -99,7 +99,7 @@ def block_masses_kernel(
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write chunk sums of the residuals max(rho * p - q, 0) at positions 1 .. K-1.
+    """Write the chunk sums of the residuals max(rho * p - q, 0) at positions 1 .. K-1.
 
     Grid: (B * (K-1), programs per row). `masses_ptr` is [B, K-1, chunks].
     """
@@ -139,7 +139,7 @@ def entropies_kernel(
     epsilon, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write chunk sums of p * log(p + epsilon) to `sums_ptr` [B, K+1, chunks].
+    """Write the chunk sums of p * log(p + epsilon) to `sums_ptr` [B, K+1, chunks].
 
     Bonus rows are skipped. Grid: (B * (K+1), programs per row).
     """

@@ -1,4 +1,4 @@
-"""First launch: statistics of every chunk of every row."""
+"""First launch: compute the statistics of every chunk of every row."""
 
 import triton
 import triton.language as tl
@@ -50,9 +50,10 @@ def store_chunk(
 ):  # fmt: skip
     """Write the statistics of a chunk [CHUNK].
 
-    Planes of `floats_ptr`: maximum; with SUMS the sum of exp(x - maximum); with SPREADS the sum of
-    (x - maximum) exp(x - maximum), or with RACES the largest key of the race. Planes of `ints_ptr`:
-    with TOP_IDS the token id of the maximum; with RACES the token id of the largest key.
+    The planes of `floats_ptr` are the maximum; with SUMS, the sum of exp(x - maximum); and with
+    SPREADS, the sum of (x - maximum) exp(x - maximum), or with RACES, the largest race key. The
+    planes of `ints_ptr` are, with TOP_IDS, the token id of the maximum, and with RACES, the token
+    id of the largest key.
     """
     if SUMS:
         top = tl.max(x, axis=0)
@@ -87,8 +88,8 @@ def row_stats_kernel(
 ):  # fmt: skip
     """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows.
 
-    Grid: (rows, programs per row). The draft is skipped if `draft_ptr` is None, and so are rows
-    past the length of a sequence. `arrivals_ptr` [B] is set to 0.
+    Grid: (rows, programs per row). Draft rows are skipped if `draft_ptr` is None, and so are rows
+        past the length of a sequence. `arrivals_ptr` [B] is set to 0.
     """
     row = tl.program_id(0)
     num_positions = num_draft_tokens + 1

@@ -1,10 +1,10 @@
-"""Torch reference implementation of every operation; also the CPU backend.
+"""Torch reference implementation of every operation, which is also the CPU backend.
 
 All operations are vectorised over rows and positions and never synchronise with the host. Logits
 are converted to float32 first. No epsilon is added to a probability, and comparisons avoid
-divisions. A row with a NaN, a +inf or only -inf is not a valid distribution: verification ends
-there with some token in [0, V), and `Status` holds the reason. Row `draft_lens[b]` of the target is
-the bonus row of batch row b; later rows are ignored.
+divisions. A row with a NaN, a +inf or only -inf is not a valid distribution. Verification ends at
+such a row with some token in [0, V), and `Status` holds the reason. Row `draft_lens[b]` of the
+target is the bonus row of batch row b; later rows are ignored.
 """
 
 from .attention import attend, key_spans

@@ -1,4 +1,4 @@
-"""Reference of attention for few queries, in torch: a softmax over all columns, written out."""
+"""Torch reference of attention for a few queries: an explicit softmax over all columns."""
 
 import math
 
@@ -19,7 +19,7 @@ def key_spans(mask: Tensor) -> Tensor:
 
 
 def attend(inputs: Attention) -> Tensor:
-    """See `attention.attend`; float64 is computed in float64, every other dtype in float32."""
+    """See `attention.attend`; computes in float64 for float64, in float32 for other dtypes."""
     query, key, value, spans, scaling, softcap, sinks = inputs
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     groups, width = query.shape[1] // key.shape[1], query.shape[3]

@@ -3,13 +3,13 @@
 With target distributions p, draft distributions q, drafted tokens x_1 .. x_K and rho_0 = 1:
 
     rho_i  = min(rho_{i-1} * p(x_i) / q(x_i), 1)
-    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), p and q of the position after x_1 .. x_i
-    h_i    = mass_i / (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
+    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), with p and q after x_1 .. x_i h_i = mass_i /
+    (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
 
-Position i passes if its uniform random number u_i < h_i. The longest prefix whose last position
-passes is accepted. With s the cumulative sum of the log ratios, log rho_i = s_i - max(0, s_1, ..,
-s_i), so the recursion needs no loop. The draft ends before its first id outside [0, V) or its first
-row without a valid distribution.
+Position i passes if its uniform random number u_i is below h_i. The longest prefix whose last
+position passes is accepted. If s is the cumulative sum of the log ratios, then log rho_i = s_i -
+max(0, s_1, .., s_i), so the recursion needs no loop. The draft ends before the first id outside [0,
+V) and before the first row without a valid distribution.
 """
 
 import torch
@@ -67,7 +67,7 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     """See `verify_block`."""
     num_draft_tokens = round_.draft_token_ids.shape[1]
     if num_draft_tokens < 2:
-        return reject(round_, warp, proposal, keys)  # equal for a block of one token
+        return reject(round_, warp, proposal, keys)  # the same for a block of one token
     if warp.is_greedy:
         return greedy(round_)
     chain = make_chain(round_)

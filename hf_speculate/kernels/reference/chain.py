@@ -1,4 +1,4 @@
-"""Drafted chains: validation of ids and lengths, the first rejected position, and the verdict."""
+"""Drafted chains: validate ids and lengths, find the first rejection, assemble the verdict."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ BAD_DRAFT_ID = int(Status.BAD_DRAFT_ID)
 
 
 class Chain(NamedTuple):
-    """Drafted tokens of one round, validated."""
+    """The validated drafted tokens of one round."""
 
     token_ids: Tensor  # [B, K] int64, clamped to [0, V)
     good_ids: Tensor  # [B, K] bool, whether the id was in [0, V)
@@ -24,7 +24,7 @@ class Chain(NamedTuple):
 class End(NamedTuple):
     """The first rejected position of every row."""
 
-    # [B] int64, also the index of the target row of the correction or bonus token
+    # [B] int64, also the index of the target row for the correction or bonus token
     num_accepted: Tensor
     last: Tensor  # [B] int64, num_accepted clamped to K-1
     rejected: Tensor  # [B] bool, whether a drafted token in [0, V) was rejected
@@ -50,7 +50,7 @@ def make_chain(round_: Round) -> Chain:
 
 
 def find_end(chain: Chain, accepted: Tensor) -> End:
-    """End each row at its first position with False in `accepted` [B, K] bool."""
+    """End each row at its first position where `accepted` [B, K] bool is False."""
     return end_at(chain, (accepted & chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))
 
 
@@ -79,7 +79,7 @@ def make_verdict(chain: Chain, end: End, final_ids: Tensor, status: Tensor) -> V
 
 
 def choose_rows(rows: Tensor, yes: Verdict, no: Verdict) -> Verdict:
-    """Take `yes` in the rows with True in `rows` [B] bool, else `no`."""
+    """Take `yes` in rows where `rows` [B] bool is True, and `no` in the others."""
     return Verdict(
         torch.where(rows.unsqueeze(-1), yes.token_ids, no.token_ids),
         torch.where(rows, yes.num_accepted, no.num_accepted),

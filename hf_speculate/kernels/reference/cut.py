@@ -1,4 +1,4 @@
-"""Reference of `warp_logits` in torch."""
+"""Torch reference of `warp_logits`."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
     scaled = scale(
         logits, temperature, torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     )
-    top = scaled.amax(-1, keepdim=True)  # [B, 1], NaN where an entry is
+    top = scaled.amax(-1, keepdim=True)  # [B, 1], NaN if any entry is NaN
     distance = top - scaled
     bins = (distance * BINS_PER_NAT).nan_to_num_(0.0).clamp_(0.0, NUM_BINS - 1.0).to(torch.int64)
     counts = torch.zeros(len(scaled), NUM_BINS, dtype=torch.int64, device=scaled.device)
-    counts.scatter_add_(1, bins, torch.ones_like(bins))[:, -1] = 0  # its entries are always dropped
+    counts.scatter_add_(1, bins, torch.ones_like(bins))[:, -1] = 0  # the last bin is always dropped
     is_kept = counts.cumsum(-1) - counts < rule.top_k
     indices = torch.arange(NUM_BINS, dtype=torch.float32, device=scaled.device)
     masses = torch.where(is_kept, counts * (-(indices + 0.5) / BINS_PER_NAT).exp(), 0.0)

@@ -1,6 +1,6 @@
 """Softmax of rows of logits: unnormalised probabilities ("masses"), their sums and log-sum-exps.
 
-Every result depends only on its own row, bit for bit.
+Every result depends only on its own row and is bitwise reproducible.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ class Masses(NamedTuple):
     """Unnormalised probabilities of every row."""
 
     masses: Tensor  # [..., V] float32, exp(x - max)
-    sums: Tensor  # [...] float32, of the masses
-    # [...] float32; NaN, +inf or -inf for a row with a NaN, with a +inf or of only -inf
+    sums: Tensor  # [...] float32, sums of the masses
+    # [...] float32; NaN, +inf or -inf for a row with a NaN, with +inf, or of only -inf
     logsumexp: Tensor
 
 
@@ -40,13 +40,13 @@ class KeptMasses(NamedTuple):
 
 
 def piece_masses(pieces: Pieces, raw: Tensor, warp: Warp, bases: Tensor) -> Tensor:
-    """Compute exp(x - base) of pieces of logits, [P, S] float32 in new memory; 0 if masked.
+    """Compute exp(x - base) for pieces of logits, [P, S] float32 in new memory; 0 if masked.
 
     Args:
         pieces: pieces of logits [B, ..., V].
         raw: [P, S], their raw logits.
         warp: temperature and cutoffs.
-        bases: [B, ...] float32, maxima or log-sum-exps; the latter give probabilities.
+        bases: [B, ...] float32, maxima or log-sum-exps; log-sum-exps give probabilities.
     """
     rows = padded_like(raw)
     temperature = warp.temperature
@@ -75,7 +75,7 @@ def _kept_masses(logits: Tensor, warp: Warp) -> KeptMasses | None:
 
 
 def write_masses(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
-    """Write the masses into `rows` from `padded_like`; returns the row maxima and the sums."""
+    """Write the masses into `rows` from `padded_like`; return the row maxima and the sums."""
     tops, dropped = _write_exponents(rows, logits, warp)
     return tops, _masked_sum(rows.exp2_(), logits.shape[-1], dropped)
 
@@ -103,7 +103,7 @@ def _scaled(logits: Tensor, temperature: float | Tensor, rows: Tensor) -> Tensor
     is_plain = (
         not isinstance(temperature, Tensor) and temperature == 1.0 and logits.dtype == torch.float32
     )
-    # A compiler takes no slice of another tensor as `out`.
+    # A compiler does not accept a slice of another tensor as `out`.
     if is_plain and not torch.compiler.is_compiling():
         return logits
     return scale(logits, temperature, rows[..., : logits.shape[-1]])
@@ -115,8 +115,8 @@ def _to_exponents(
     """Write log2(exp(x - base)) of `scaled` [..., V] to the front of `rows` [..., W].
 
     Returns:
-        A mask (1.0 = masked), or None without cutoffs. It is float: on a CPU, a multiplication
-        takes a tenth of the time of masked_fill with a bool mask (V = 151,936).
+        A mask (1.0 = masked), or None without cutoffs. The mask is float because, on a CPU, a
+        multiplication takes a tenth of the time of masked_fill with a bool mask (V = 151,936).
     """
     dropped = (
         None
@@ -124,7 +124,7 @@ def _to_exponents(
         else torch.lt(scaled, cutoffs.unsqueeze(-1), out=torch.empty_like(scaled))
     )
     if torch.compiler.is_compiling():
-        scaled.sub_(bases.unsqueeze(-1))  # the front itself, see `_scaled`
+        scaled.sub_(bases.unsqueeze(-1))  # this is the front of `rows`, see `_scaled`
     else:
         torch.sub(scaled, bases.unsqueeze(-1), out=rows[..., : scaled.shape[-1]])
     rows.mul_(LOG2_E)
@@ -150,7 +150,7 @@ def logsumexp_of(tops: Tensor, sums: Tensor) -> Tensor:
 
 
 def _write_masses_sparsely(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
-    """Write masses like `write_masses`, bit for bit, but compute the kept pieces only."""
+    """Write the same bits as `write_masses`, but compute only the kept pieces."""
     kept = _kept_masses(logits, warp)
     if kept is None:
         return write_masses(rows, logits, warp)
@@ -167,10 +167,10 @@ def _sum_of_kept(kept: KeptMasses) -> Tensor:
 def row_masses(logits: Tensor, warp: Warp = PLAIN) -> Masses:
     """Compute the masses of logits [B, ..., V], any float dtype, in new memory.
 
-    exp2 takes half the time of exp on a CPU (V = 151,936, AVX2), but computes the remainder of a
-    vector with another routine. Rows padded to tiles have no remainder if the threads split them
-    evenly, so the bits of an entry do not depend on its position. With an odd number of threads,
-    such as 3, the last bit differs in one of 50,000 entries.
+    exp2 takes half the time of exp on a CPU (V = 151,936, AVX2), but uses another routine for the
+    remainder after the last full vector. Rows padded to tiles have no remainder if threads split
+    them evenly, so the bits of an entry do not depend on its position. With an odd number of
+    threads, such as 3, the last bit differs in one of 50,000 entries.
     """
     rows = padded_like(logits)
     parts = [
@@ -184,7 +184,7 @@ def row_masses(logits: Tensor, warp: Warp = PLAIN) -> Masses:
 
 
 def row_sums(logits: Tensor, warp: Warp = PLAIN) -> Sums:
-    """Compute log-sum-exps of logits [B, ..., V], equal to those of `row_masses` bit for bit."""
+    """Compute log-sum-exps of logits [B, ..., V], bitwise equal to those of `row_masses`."""
     kept = _kept_masses(logits, warp)
     if kept is not None:
         return Sums(logsumexp_of(kept.tops, _sum_of_kept(kept)), kept.pieces)
@@ -196,7 +196,7 @@ def row_sums(logits: Tensor, warp: Warp = PLAIN) -> Sums:
 
 
 def masses_and_exponents(logits: Tensor, warp: Warp) -> tuple[Masses, Tensor]:
-    """Compute `row_masses`, and log2 of the masses [..., W] with masked entries; in new memory."""
+    """Compute `row_masses`, and log2 of the masses [..., W], masked, both in new memory."""
     exponents = padded_like(logits)
     tops, dropped = _write_exponents(exponents, logits, warp)
     rows = exponents.exp2()

@@ -1,4 +1,4 @@
-"""Sparse rows: few pieces of a row keep a nonzero probability after top-k; others are skipped."""
+"""Sparse rows: after top-k, only the few pieces of a row with nonzero probability are read."""
 
 from typing import NamedTuple
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from .._inputs import Warp
 from .rows import PIECE_SIZE, TILE_SIZE, pick_rows, scale
 
-# Pieces are faster than full rows up to this share of kept pieces.
+# Pieces are faster than full rows if at most this share of the pieces is kept.
 MAX_KEPT_SHARE = 0.25
-# Cutoff below all finite logits: it masks only -inf.
+# A cutoff below all finite logits, which masks only -inf.
 LOWEST = torch.finfo(torch.float32).min
 
 
 class Pieces(NamedTuple):
     """P pieces of S entries each from rows [..., V], or all rows in full."""
 
-    # [P] int64 each: indices of the row, index of the piece; None for full rows
+    # [P] int64 each: the indices of the row, and the index of the piece; None for full rows
     indices: tuple[Tensor, ...] | None
     shape: tuple[int, ...]  # [..., N], N pieces per row
     size: int  # S
@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
     def select(self, positions: Tensor) -> "Pieces":
         """Select the pieces of one row `positions[b]` [B] int64 per batch row.
 
-        These are pieces of [B, R, V]; the selected ones are pieces of [B, V].
+        These pieces refer to [B, R, V], the selected pieces to [B, V].
         """
         if self.indices is None:
             return Pieces(None, (self.shape[0], 1), self.size)
@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
     def gather_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Gather the entries [P, S] of row `positions[b]` [B] int64 per batch row.
 
-        These are pieces of [B, V], and the rows are [B, R, V].
+        These pieces refer to [B, V], and the rows are [B, R, V].
         """
         if self.indices is None:
             return pick_rows(rows, positions)
@@ -50,7 +50,7 @@ class Pieces(NamedTuple):
         return torch.unflatten(rows, -1, (-1, self.size))[row, positions[row], piece]
 
     def expand(self, values: Tensor) -> Tensor:
-        """Expand `values` [...], one per row, to one per piece, [P]."""
+        """Expand `values` [...] from one per row to one per piece, [P]."""
         return values.reshape(-1) if self.indices is None else values[self.indices[:-1]]
 
     def scatter(self, values: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ def _split(rows: Tensor) -> Tensor | None:
     """View `rows` [..., V] as [..., N, PIECE_SIZE].
 
     Returns:
-        None if V is too small or no multiple of PIECE_SIZE, or on other devices than the CPU, where
-        reading the pieces would sync.
+        None if V is too small or not a multiple of PIECE_SIZE, or on devices other than the CPU,
+        where reading the pieces would sync.
     """
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return None
@@ -94,7 +94,7 @@ def _split(rows: Tensor) -> Tensor | None:
 
 
 def _select_kept(is_kept: Tensor) -> Pieces | None:
-    """Return the pieces with True in `is_kept` [..., N]; None if they are too many."""
+    """Return the pieces where `is_kept` [..., N] is True; None if there are too many."""
     indices = is_kept.nonzero(as_tuple=True)
     if indices[0].numel() > MAX_KEPT_SHARE * is_kept.numel():
         return None
@@ -104,7 +104,7 @@ def _select_kept(is_kept: Tensor) -> Pieces | None:
 def _is_likely_dense(split: Tensor) -> bool:
     """Return whether a sample of pieces of `split` [B, ..., N, PIECE_SIZE] looks dense.
 
-    The sample has about 32 pieces; in a dense row none has only -inf.
+    The sample has about 32 pieces. In a dense row, no piece consists of only -inf.
     """
     sample = split.flatten(0, -3)[0, :: max(split.shape[-2] // 32, 1)]
     return bool((sample.amax(-1) > -torch.inf).all())

@@ -1,6 +1,6 @@
-"""Sampling with the exponential race: argmax of weight / exponential noise.
+"""Sample with the exponential race, the argmax of weight / exponential noise.
 
-It is equivalent to the Gumbel-max trick.
+The race is equivalent to the Gumbel-max trick.
 """
 
 import torch
@@ -21,8 +21,8 @@ def race(
     long as they contain all positive weights.
 
     Args:
-        weights: [P, S] float32, unnormalised probabilities of the pieces. A row with a NaN, or
-            without a positive weight, gives some index in range.
+        weights: [P, S] float32, unnormalised probabilities of the pieces. The result is some index
+            in range for a row with a NaN or without a positive weight.
         pieces: positions of the weights in rows [B, ..., V].
         keys: [B] int64 each.
         stream: random number stream.

@@ -51,7 +51,7 @@ def make_draft(proposal: Proposal) -> Draft:
 
 
 def acceptance_uniforms(chain: Chain, keys: NoiseKeys) -> Tensor:
-    """Return uniform random numbers of the acceptance tests, [B, K] float32 in (0, 1)."""
+    """Return uniform random numbers for the acceptance tests, [B, K] float32 in (0, 1)."""
     offsets = torch.arange(chain.token_ids.shape[1], device=chain.token_ids.device).unsqueeze(0)
     return uniforms(keys, Stream.ACCEPT, offsets, chain.token_ids)
 
@@ -73,8 +73,8 @@ def _accept(target_of_token: Tensor, draft: Draft | None, chain: Chain, keys: No
     if draft is None:
         return log_u < target_of_token
     draft_of_token = draft_logprobs(draft, chain)
-    # A +inf in a draft row gives its other tokens the log-probability -inf. All of them would be
-    # accepted.
+    # A +inf in a draft row gives its other tokens a log-probability of -inf, so all of them would
+    # be accepted.
     possible = (target_of_token > -torch.inf) & (draft.logsumexp.abs() < torch.inf)
     return possible & (
         (target_of_token >= draft_of_token) | (log_u < target_of_token - draft_of_token)
@@ -141,7 +141,7 @@ def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
 
 
 def _sample_without_draft(logits: Tensor, warp: Warp, keys: NoiseKeys) -> Verdict:
-    """Compute the verdict for K = 0 from logits [B, V]; equal to `_reject` bit for bit."""
+    """Compute the verdict for K = 0 from logits [B, V]; bitwise equal to `_reject`."""
     with torch.inference_mode():
         if warp.row_cutoffs is not None:
             warp = Warp(warp.temperature, warp.row_cutoffs.squeeze(1))
@@ -165,13 +165,13 @@ def reject_and_test(round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple
 def _reject(
     chain: Chain, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
 ) -> tuple[Verdict, Tensor]:
-    """Return the verdict, and the acceptance test of every position by itself, [B, K] bool."""
-    # Inference mode takes an eighth less time for many small operations. Results are made outside
-    # of it.
+    """Return the verdict, and the separate acceptance test of every position, [B, K] bool."""
+    # Inference mode takes an eighth less time for many small operations. Results are created
+    # outside it.
     with torch.inference_mode():
         draft = None if proposal is None else make_draft(proposal)
-        # Only log-sum-exps are kept. Computing the final row again is cheaper than writing the
-        # probabilities of all.
+        # Only log-sum-exps are kept. Recomputing the final row is cheaper than writing the
+        # probabilities of all rows.
         target = Target(round_.target_logits, warp, *row_sums(round_.target_logits, warp))
         accepted = _accept(target_logprobs(target, chain), draft, chain, keys)
         end = find_end(chain, accepted)

@@ -1,6 +1,6 @@
 """Operations on rows of logits: argmax, sum, temperature, chunking.
 
-Each row's result depends on its own entries only.
+Each row's result depends only on its own entries.
 """
 
 import math
@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .._inputs import Warp
 from ..types import Status
 
-# Wider rows are padded to a multiple of this. torch splits a sum between threads from eight tiles
-# on.
+# Wider rows are padded to a multiple of this. From eight tiles on, torch splits a sum between
+# threads.
 TILE_SIZE = 4096
 # Narrower rows are padded to a multiple of two vectors of the widest CPU.
 VECTOR_SIZE = 32
@@ -25,7 +25,7 @@ STATUS_FLAGS = {
     "posinf": float(Status.POSITIVE_INF),
     "neginf": float(Status.ALL_MASKED),
 }
-# Entries per thread: 2 MB stay in the caches of a core between operations (2 cores of an AMD EPYC).
+# Entries per thread; 2 MB stay in a core's cache between operations (2 cores of an AMD EPYC).
 CHUNK_NUMEL = 1 << 19
 # Wide rows are summed, and searched for unmasked entries, in pieces of this size.
 PIECE_SIZE = 128
@@ -35,7 +35,7 @@ class FirstMax(NamedTuple):
     """The largest entry of every row."""
 
     values: Tensor  # [...] float32
-    indices: Tensor  # [...] int64, the lowest index of the value
+    indices: Tensor  # [...] int64, the lowest index with this value
 
 
 def scale(logits: Tensor, temperature: float | Tensor, out: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def scale(logits: Tensor, temperature: float | Tensor, out: Tensor) -> Tensor:
         divisor = torch.where(divisor == 0, 1.0, divisor)
     elif temperature == 1.0:
         return out.copy_(logits)
-    # A compiler takes no slice of another tensor as `out`.
+    # A compiler does not accept a slice of another tensor as `out`.
     if logits.dtype == torch.float32 and not torch.compiler.is_compiling():
         return torch.div(logits, divisor, out=out)
     return out.copy_(logits).div_(divisor)
@@ -80,13 +80,13 @@ def logits_at(logits: Tensor, warp: Warp, token_ids: Tensor) -> Tensor:
 def first_argmax(logits: Tensor) -> Tensor:
     """Return the lowest index of the largest entry of [..., V] in float32, [...] int64.
 
-    NaN counts as the largest.
+    NaN counts as the largest entry.
     """
     entries = logits.detach().to(torch.float32)
     if not is_on_host(entries):
         return entries.argmax(-1)
-    # A fifth of the time of torch.argmax or less (V = 4,096 and 151,936), with ties broken in the
-    # same way.
+    # This takes at most a fifth of the time of torch.argmax (V = 4,096 and 151,936), and breaks
+    # ties in the same way.
     return torch.from_numpy(entries.numpy().argmax(-1))
 
 
@@ -106,10 +106,10 @@ def first_max(logits: Tensor) -> FirstMax:
 
 
 def row_sum(terms: Tensor) -> Tensor:
-    """Sum rows [..., W] float32 from `padded_like`, in an order given by W alone.
+    """Sum rows [..., W] float32 from `padded_like`, in an order that depends only on W.
 
-    `sum(-1)` splits a single row between threads; the sums inside torch's softmax lose two digits
-    at V = 50,257.
+    `sum(-1)` splits a single row between threads, and the sums inside torch's softmax lose two
+    digits at V = 50,257.
     """
     if terms.shape[-1] <= TILE_SIZE:
         return terms.sum(-1)
@@ -132,7 +132,7 @@ def padded_like(logits: Tensor) -> Tensor:
 def chunks(logits: Tensor) -> list[slice]:
     """Split the batch rows of `logits` [B, ..., V] into slices that fit into the CPU caches.
 
-    On other devices one slice holds all rows.
+    On other devices, one slice holds all rows.
     """
     if torch.compiler.is_compiling() or logits.device.type != "cpu":
         # A slice with bounds would specialise a compiled graph to its batch size.
@@ -146,7 +146,7 @@ def chunks(logits: Tensor) -> list[slice]:
 
 
 def warp_of(warp: Warp, rows: slice) -> Warp:
-    """Return temperature and cutoffs of some batch rows."""
+    """Return the temperature and cutoffs of the batch rows in a slice."""
     temperature, cutoffs = warp
     return Warp(
         temperature[rows] if isinstance(temperature, Tensor) else temperature,
@@ -169,7 +169,7 @@ def row_status(logsumexp: Tensor) -> Tensor:
 
 
 def warp_at(warp: Warp, positions: Tensor) -> Warp:
-    """Return temperature and cutoffs of row `positions[b]` [B] int64 of every batch row."""
+    """Return the temperature and cutoffs of row `positions[b]` [B] int64 in every batch row."""
     if warp.row_cutoffs is None:
         return warp
     return Warp(warp.temperature, warp.row_cutoffs.gather(1, positions.unsqueeze(-1)).squeeze(-1))

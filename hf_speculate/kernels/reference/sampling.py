@@ -1,4 +1,4 @@
-"""Torch reference of sampling one token per row."""
+"""Torch reference for sampling one token per row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from .rows import PLAIN, first_argmax, first_max, padded_like
 
 
 class Drawn(NamedTuple):
-    """Sampled tokens and terms of their log-sum-exps."""
+    """Sampled tokens, and the terms of their log-sum-exps."""
 
     token_ids: Tensor  # [B] int64
     tops: Tensor  # [B] float32, row maxima of the logits
-    sums: Tensor  # [B] float32, of exp(x - top)
+    sums: Tensor  # [B] float32, sums of exp(x - top)
 
 
 def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
@@ -41,14 +41,14 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
 
 
 def draw(logits: Tensor, noise: Tensor) -> Drawn:
-    """Sample from logits [B, V] with noise [B, V] float32; equals `sample` bit for bit."""
+    """Sample from logits [B, V] with noise [B, V] float32; bitwise equal to `sample`."""
     rows = padded_like(logits)
     tops, sums = write_masses(rows, logits, PLAIN)
     return Drawn(first_argmax(rows[..., : logits.shape[-1]].div_(noise)), tops, sums)
 
 
 def logsumexps(drawn: Sequence[Drawn]) -> Tensor:
-    """Compute log-sum-exps of N draws, [B, N] float32."""
+    """Compute the log-sum-exps of N draws, [B, N] float32."""
     tops, sums = (
         torch.stack([getattr(step, name) for step in drawn], dim=1) for name in ("tops", "sums")
     )

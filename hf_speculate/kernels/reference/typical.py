@@ -11,13 +11,12 @@ from .masses import LOG2_E, masses_and_exponents, row_masses
 from .races import race_rows
 from .rows import chunks, first_max, pick_rows, row_status, row_sum, scale, warp_at, warp_of
 
-# exp2(-300) is 0 in float32, and the product of 0 and a finite exponent is 0, whereas 0 * -inf is
-# NaN.
+# exp2(-300) is 0 in float32. The product of 0 and a finite exponent is 0, whereas 0 * -inf is NaN.
 MIN_EXPONENT = -300.0
 
 
 def _accept(logits: Tensor, warp: Warp, token_ids: Tensor, rule: TypicalRule) -> Tensor:
-    """Test every position by itself, [B, K] bool; False for an invalid row.
+    """Test every position separately, [B, K] bool; False for an invalid row.
 
     The logits are [B, K, V].
     """
