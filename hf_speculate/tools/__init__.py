@@ -1,1 +1,1 @@
-"""Programs over the public API."""
+"""Programs built on the public API."""

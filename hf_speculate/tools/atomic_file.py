@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None:
-    """Replace a file's content; after a crash the file holds the old or the new content.
+    """Replace a file's content; after a crash, the file holds either the old or the new content.
 
-    The new file has the permissions `mode` without the process's umask.
+    The permissions of the new file are `mode`, restricted by the process's umask.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -23,7 +23,7 @@ def replace_file(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, if the system supports it."""
+    """Flush a folder's entries to disk if the system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

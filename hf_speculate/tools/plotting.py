@@ -1,4 +1,4 @@
-"""Plots of speculation statistics."""
+"""Plot speculation statistics."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from hf_speculate.errors import import_extra
 
 _SIZE = (12.0, 3.5)  # inches
-_COLOR = "#0072B2"  # blue of the Okabe-Ito palette
+_COLOR = "#0072B2"  # blue from the Okabe-Ito palette
 
 
 def make_figure(
@@ -16,8 +16,8 @@ def make_figure(
     num_rounds: int,
     seconds_by_stage: Mapping[str, float],
 ) -> Any:
-    """Make a `matplotlib.figure.Figure` of acceptance, draft lengths and time by stage."""
-    # Unlike pyplot, the class starts no window system and keeps no reference to the figure.
+    """Make a `matplotlib.figure.Figure` of acceptance, draft lengths, and time by stage."""
+    # Unlike pyplot, the class does not start a window system or keep a reference to the figure.
     figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_SIZE, layout="constrained")
     figure.suptitle(headline)
     acceptance, lens, stages = figure.subplots(1, 3)
@@ -37,7 +37,7 @@ def make_figure(
     rounds = range(1, len(draft_lens) + 1)
     lens.step(rounds, draft_lens, where="mid", color=_COLOR)
     if len(draft_lens) == 1:
-        lens.plot(rounds, draft_lens, marker="o", color=_COLOR)  # a step plot of one point is empty
+        lens.plot(rounds, draft_lens, marker="o", color=_COLOR)  # steps of one point are empty
     label = (
         "round"
         if num_rounds <= len(draft_lens)

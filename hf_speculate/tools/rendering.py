@@ -1,4 +1,4 @@
-"""Render speculation statistics: one line, the lines of `print(stats)`, and a rich table."""
+"""Render speculation statistics as one line, as the lines of `print(stats)`, or as a rich table."""
 
 from rich.markup import escape
 from rich.table import Table
@@ -10,7 +10,7 @@ _NOTHING_DRAFTED = "nothing was drafted"
 
 
 def headline(stats: SpeculationStats) -> str:
-    """Return the estimated speed-up over plain decoding, or the reason for its absence."""
+    """Return the estimated speed-up over plain decoding, or the reason why there is none."""
     if not stats.has_draft_source:
         return "plain decoding: no draft source"
     if not stats.num_rounds:
@@ -50,7 +50,7 @@ def text(stats: SpeculationStats) -> str:
 
 
 def as_table(stats: SpeculationStats) -> Table:
-    """Return a rich table, shown by `rich.print(stats)`."""
+    """Return the rich table that `rich.print(stats)` shows."""
     table = Table(title=headline(stats), show_header=False)
     for name, value in _lines(stats):
         table.add_row(name, escape(value))

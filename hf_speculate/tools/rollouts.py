@@ -1,4 +1,4 @@
-"""Log the acceptance of rollouts of an enabled model in trainers."""
+"""Log the acceptance of an enabled model's rollouts in trainers."""
 
 from typing import Any
 
@@ -12,23 +12,23 @@ from hf_speculate.stats import SpeculationStats
 class RolloutCallback(TrainerCallback):
     """Trainer callback for the acceptance of rollouts.
 
-    It logs the acceptance and warns about an old draft model. Give `record` to the model, as in
+    It logs the acceptance and warns about an old draft model. Pass `record` to the model, as in
     `enable(model, draft, speculation_stats=callback.record)`, and the callback to the trainer. Logs
     then hold `draft/acceptance_rate` and `draft/acceptance_length` (tokens per row and target
     forward) of the rollouts since the previous log. With a draft model, `draft/age` is the number
-    of optimiser steps since `enable` got it. Earlier callbacks in the trainer's list read a log
-    without these.
+    of optimiser steps since `enable` got it. Callbacks earlier in the trainer's list read a log
+    without these values.
 
     Args:
-        max_draft_age: maximum age of a draft model in optimiser steps; an older one brings one
-            warning. None for no warning.
+        max_draft_age: maximum age of a draft model in optimiser steps; an older draft model
+            triggers one warning. None for no warning.
     """
 
     def __init__(self, max_draft_age: int | None = None):
         self.max_draft_age = max_draft_age
-        self._stats = SpeculationStats()  # statistics of rollouts since the last log
+        self._stats = SpeculationStats()  # statistics of the rollouts since the last log
         self._defaults = Defaults({})  # latest defaults of `enable`
-        self._first_step = 0  # step of the call of `enable`
+        self._first_step = 0  # step at which `enable` was called
 
     def record(self, stats: SpeculationStats) -> None:
         """Add the statistics of a call."""

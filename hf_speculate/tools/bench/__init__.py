@@ -1,1 +1,1 @@
-"""Benchmarks decoding methods of a pair of models against each other."""
+"""Benchmark decoding methods for a pair of models against each other."""

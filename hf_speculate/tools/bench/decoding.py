@@ -1,4 +1,4 @@
-"""Batches of prompts, and timed calls of public `generate()` by several methods in turn."""
+"""Batch prompts, and time calls of the public `generate()` by several methods in turn."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.methods import OURS, PLAIN, SAMPLING_NAMES, TRANSFORMERS, Method
 
 _WARM_UP_TOKENS = 8
-# Errors of transformers' assisted generation for unsupported pairs.
+# Errors that transformers' assisted generation raises for unsupported pairs.
 _ASSISTED_ERRORS = (
     AttributeError,
     IndexError,
@@ -35,16 +35,16 @@ ItemT = TypeVar("ItemT")
 
 
 class Batch(NamedTuple):
-    """Prompts of one call."""
+    """The prompts of one call."""
 
     number: int  # index among all batches
     input_ids: Tensor  # [B, T] int64, left-padded
     attention_mask: Tensor  # [B, T] int64, left-padded
-    category: str = ""  # category of all its prompts; empty if they differ or there is none
+    category: str = ""  # category of all prompts; empty if they differ or have none
 
     @property
     def rows(self) -> list[Tensor]:
-        """Token ids [T] of each prompt without padding."""
+        """Token ids [T] of each prompt, without padding."""
         return [
             ids[mask != 0] for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)
         ]
@@ -60,8 +60,7 @@ def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | N
     Args:
         items: any objects.
         categories: category of each item.
-        num: number of items to take.
-            None takes all.
+        num: number of items to take. None for all.
     """
     by_category: dict[str, list[ItemT]] = defaultdict(list)
     for item, category in zip(items, categories, strict=True):
@@ -81,7 +80,7 @@ def make_batches(
     batch_size: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Group prompts into full batches of one category; remaining prompts form mixed batches."""
+    """Group prompts into full batches of one category, and remaining prompts into mixed batches."""
     groups: list[tuple[str, Sequence[Sequence[int]]]] = []
     waiting: dict[str, list[Sequence[int]]] = defaultdict(list)
     for ids, category in zip(prompts, categories, strict=True):
@@ -106,13 +105,13 @@ class Run(NamedTuple):
     seconds: float
     texts: list[list[int]]  # new token ids of each row, up to EOS
     stats: SpeculationStats | None  # None for other engines
-    # time from the call to the end of the target's first forward
+    # time from the start of the call to the end of the target's first forward
     first_token_s: float | None = None
     peak_bytes: int | None = None  # peak memory on a CUDA device; None elsewhere
 
     @property
     def key(self) -> tuple[int, int]:
-        """Numbers of batch and repetition; runs with equal keys are compared."""
+        """Indices of the batch and the repetition; runs with equal keys are compared."""
         return self.batch.number, self.repeat
 
     @property
@@ -125,9 +124,9 @@ class Run(NamedTuple):
 
     @property
     def ms_per_token(self) -> float | None:
-        """Milliseconds per token of the longest row after its first token.
+        """Milliseconds per token of the longest row, after its first token.
 
-        None if the row has one token, or the time to the first token is not known.
+        None if the row has only one token, or if the time to the first token is unknown.
         """
         num_later_tokens = max(map(len, self.texts)) - 1
         if self.first_token_s is None or num_later_tokens < 1:
@@ -138,13 +137,13 @@ class Run(NamedTuple):
 class Decoder:
     """Timed calls of `generate()` on one target.
 
-    The caller's models stay unchanged: the decoder uses views of them.
+    The decoder uses views of the caller's models, which stay unchanged.
 
     Args:
         target: the target model.
-        draft_arguments: draft source of the methods: `assistant_model`, `drafter` or the like, and
-            tokenizers.
-        arguments: arguments of `generate()` for all methods.
+        draft_arguments: arguments that give the draft source, such as `assistant_model` or
+            `drafter`, and tokenizers.
+        arguments: arguments of `generate()` shared by all methods.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class Decoder:
         self.eos_token_ids = frozenset(
             eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
         )
-        self.draft: PreTrainedModel | None = None  # None for a draft head too
+        self.draft: PreTrainedModel | None = None  # None even if there is a draft head
         self._draft_arguments = dict(draft_arguments)
         draft = unwrapped(draft_arguments.get("assistant_model"), "assistant_model")
         if isinstance(draft, PreTrainedModel):
@@ -168,7 +167,7 @@ class Decoder:
         self._arguments = arguments
 
     def options(self, do_sample: bool) -> dict[str, Any]:
-        """Return the common arguments of all sampling methods, or of all greedy methods."""
+        """Return the arguments shared by all sampling methods, or by all greedy methods."""
         arguments = {
             name: value
             for name, value in self._arguments.items()
@@ -179,7 +178,7 @@ class Decoder:
     def __call__(
         self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None
     ) -> Run:
-        """Decode a batch, wait for the device and return the timed run."""
+        """Decode a batch, wait for the device, and return the timed run."""
         options = {**self.options(method.do_sample), **method.options}
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
@@ -224,7 +223,7 @@ class Decoder:
         return Run(batch, 0, seconds, texts, stats, first_s[0] if first_s else None, peak_bytes)
 
     def _assisted(self, method: Method, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
-        """Run transformers' assisted generation row by row, because it supports one row only."""
+        """Run transformers' assisted generation row by row, because it supports only one row."""
         arguments = dict(self._draft_arguments)
         if "prompt_lookup_num_tokens" in method.fields:
             arguments = {"tokenizer": self.tokenizer, **method.fields}
@@ -264,9 +263,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model without its weights, not enabled and without speculative fields.
+    """Copy a model without its weights; the copy is not enabled and has no speculative fields.
 
-    Plain decoding would read such fields from the generation config.
+    Plain decoding would read these fields from the generation config.
     """
     view = disable(copy.copy(model))
     view.generation_config = copy.deepcopy(model.generation_config)
@@ -280,10 +279,10 @@ OnStep = Callable[[Method, Run | None], object]
 
 
 class Measured(NamedTuple):
-    """Timed calls of several methods."""
+    """The timed calls of several methods."""
 
     runs: Runs
-    left_out: dict[str, str]  # name of a failed method of transformers -> error
+    left_out: dict[str, str]  # name of a method of transformers that failed -> error
     is_interrupted: bool = False
 
 
@@ -299,15 +298,15 @@ def measure(
 ) -> Measured:
     """Time all methods on all batches.
 
-    The methods decode each batch in turn, so a change of the machine's load hits all of them.
+    The methods decode each batch in turn, so a change in the machine's load affects all of them.
     Ctrl-C ends the measurement and returns the calls so far.
 
     Args:
-        methods: methods with different names.
+        methods: methods with distinct names.
         batches: at least one batch.
         decode: runs one call.
         repeats: number of calls per method and batch.
-        is_warm: whether to skip the warm-up, a few untimed tokens per method.
+        is_warm: whether to skip the warm-up, which decodes a few untimed tokens per method.
         seed: seed of the first call; each batch and repetition has its own seed.
         on_step: called after each call.
     """
@@ -353,11 +352,11 @@ def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
 
 
 def of_equal_texts(runs: Runs, methods: Iterable[Method]) -> Runs:
-    """Select the batches and repetitions with equal texts in all exact greedy methods.
+    """Select the batches and repetitions for which all exact greedy methods give equal texts.
 
-    After a near-tie a method may decode another text, with other drafts and perhaps fewer tokens.
-    Its speed is then not comparable. Sampling and lossy methods are not compared; their runs are
-    selected by the same keys.
+    After a near-tie, a method may decode another text, with other drafts and perhaps fewer tokens,
+    so its speed is not comparable. The texts of sampling and lossy methods are not compared, but
+    their runs are selected by the same keys.
     """
     exact = [
         method.name
@@ -375,7 +374,7 @@ def of_equal_texts(runs: Runs, methods: Iterable[Method]) -> Runs:
 
 
 def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
-    """Select the batches decoded by all plain methods, and leave out methods without any."""
+    """Select the batches that all plain methods decoded; leave out methods without any."""
     plain_keys = [
         {run.key for run in runs[method.name]} for method in methods if method.engine == PLAIN
     ]

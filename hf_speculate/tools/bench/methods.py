@@ -1,4 +1,4 @@
-"""Decoding methods of a benchmark: plain, transformers' assisted generation and ours."""
+"""Decoding methods to benchmark: plain, transformers' assisted generation, and ours."""
 
 import itertools
 import math
@@ -11,12 +11,12 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.verify.base import check_verifier, is_lossless
 
 PLAIN, TRANSFORMERS, OURS = "plain", "transformers", "ours"
-SAMPLING_NAMES = ("temperature", "top_k", "top_p")  # arguments of `generate()` for sampling only
+SAMPLING_NAMES = ("temperature", "top_k", "top_p")  # arguments of `generate()` for sampling
 _ADAPTIVE = "adaptive"
 
 
 class DraftLen(NamedTuple):
-    """Constant or adaptive draft length."""
+    """A constant or adaptive draft length."""
 
     num: int | None  # tokens per round, the maximum if adaptive; None for the default
     is_adaptive: bool
@@ -37,7 +37,7 @@ class DraftLen(NamedTuple):
 class Method:
     name: str  # unique among the methods of a comparison
     engine: str  # `PLAIN`, `TRANSFORMERS` (assisted generation or prompt lookup) or `OURS`
-    # fields of `SpeculationConfig`; for transformers only draft length and prompt lookup
+    # fields of `SpeculationConfig`; for transformers, only draft length and prompt lookup
     fields: Mapping[str, Any] = field(default_factory=dict)
     do_sample: bool = False  # whether tokens are sampled
     is_lossy: bool = False  # whether the output's distribution differs from plain decoding's
@@ -50,7 +50,7 @@ class Method:
 
     @property
     def num_assistant_tokens(self) -> int | None:
-        """Constant draft length; None if it varies or nothing is drafted."""
+        """The constant draft length; None if it varies or nothing is drafted."""
         is_constant = self.fields.get("num_assistant_tokens_schedule") == "constant"
         return self.fields.get("num_assistant_tokens") if is_constant else None
 
@@ -105,7 +105,7 @@ def plain_method(do_sample: bool) -> Method:
 
 
 def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
-    """Make methods of transformers: its defaults, and the first constant draft length."""
+    """Make the methods of transformers: its defaults, and the first constant draft length."""
     compared = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
     constant = [draft_len for draft_len in lens if not draft_len.is_adaptive and draft_len.num]
     return compared + [
@@ -126,13 +126,13 @@ def our_methods(
     fields: Mapping[str, Any],
     thresholds: Sequence[float | None] = (None,),
 ) -> list[Method]:
-    """Combine each verifier with each draft length and each threshold.
+    """Combine each verifier with each draft length and threshold.
 
     Args:
         verifiers: names of verifiers.
         lens: draft lengths.
         do_sample: whether tokens are sampled.
-        fields: fields of `SpeculationConfig` for all methods.
+        fields: fields of `SpeculationConfig` shared by all methods.
         thresholds: posterior thresholds, for lossy verifiers only.
             None keeps the default threshold and includes lossless verifiers.
     """
@@ -140,7 +140,7 @@ def our_methods(
     for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
         method_fields, name = dict(fields), verifier
         if threshold is not None:
-            # Like the defaults, alpha is the square root. A threshold above alpha would have no
+            # As in the defaults, alpha is the square root. A threshold above alpha would have no
             # effect.
             alpha = round(math.sqrt(threshold), 6)
             method_fields = {"posterior_alpha": alpha, **fields, "posterior_threshold": threshold}

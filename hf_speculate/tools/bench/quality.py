@@ -1,7 +1,7 @@
-"""Check the outputs of methods before their speed counts.
+"""Check the outputs of methods before comparing their speed.
 
-Greedy outputs of lossless methods are compared with plain decoding's. Outputs of lossy methods
-drift from the target's; quality rules bound the drift.
+Greedy outputs of lossless methods are compared with those of plain decoding. Outputs of lossy
+methods drift from the target's outputs; quality rules bound the drift.
 """
 
 import math
@@ -31,7 +31,7 @@ from hf_speculate.tools.checks.near_ties import (
 )
 
 _TRANSFORMERS_TOKENS = 20  # default draft length of transformers' assisted generation
-_NUM_WIDE = 64  # rows of logits converted to float32 at once
+_NUM_WIDE = 64  # number of rows of logits converted to float32 at once
 _EXACT = "exact"
 _BOUNDS = {
     "agreement": real(
@@ -46,11 +46,11 @@ _BOUNDS = {
 
 
 class Compared(NamedTuple):
-    """Numbers of rows by comparison with plain decoding."""
+    """Numbers of rows by the result of their comparison with plain decoding."""
 
     num_equal: int = 0
     num_ties: int = 0  # rows with a near-tie at the first difference
-    num_wrong: int = 0  # other different rows
+    num_wrong: int = 0  # other rows that differ
 
     def __str__(self) -> str:
         text = f"{self.num_equal} of {counted(sum(self), 'row')} equal"
@@ -60,9 +60,9 @@ class Compared(NamedTuple):
 
 
 class TextCheck:
-    """Comparison of greedy outputs with plain decoding's.
+    """Comparison of greedy outputs with those of plain decoding.
 
-    At a difference it runs the target again, like `check_parity`.
+    At a difference, it runs the target again, like `check_parity`.
     """
 
     def __init__(self, decoder: Decoder):
@@ -70,7 +70,7 @@ class TextCheck:
         self._check = DifferenceCheck(decoder.target)
 
     def __call__(self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run]) -> Compared:
-        """Compare the runs of a greedy, lossless method with plain runs of the same batches."""
+        """Compare the runs of a greedy, lossless method with plain runs on the same batches."""
         plain = {run.key: run.texts for run in plain_runs}
         verdicts: Counter[str] = Counter()
         for run in runs:
@@ -78,7 +78,7 @@ class TextCheck:
         return Compared(verdicts["equal"], verdicts["tie"], verdicts["bug"])
 
     def rows(self, method: Method, run: Run, plain: Sequence[list[int]]) -> Iterator[ParityRow]:
-        """Compare each row of a call with plain decoding's texts of the same batch."""
+        """Compare each row of a call with the texts that plain decoding gives for the batch."""
         num_drafted = method.num_assistant_tokens or _TRANSFORMERS_TOKENS
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
@@ -111,7 +111,7 @@ class TextCheck:
             )
 
     def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
-        """Decode plainly and return each step's score gaps [B] float64 to the run's tokens."""
+        """Decode plainly; return each step's score gaps [B] float64 to the tokens of the run."""
         ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
         recorder = GapRecorder(
             torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1)
@@ -126,7 +126,7 @@ class TextCheck:
 
 
 def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
-    """Find the first position with different tokens; None if one text is a prefix of the other."""
+    """Find the first position where tokens differ; None if one text is a prefix of the other."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next(
         (position for position, (token_id, other_id) in pairs if token_id != other_id), None
@@ -134,17 +134,17 @@ def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
 
 
 class Drift(NamedTuple):
-    """Drift of outputs from the target's.
+    """The drift of outputs from what the target would choose.
 
     The fields are sums over tokens; `+` adds them.
     """
 
     # log-likelihood under the target in nats, without temperature and other processors
     log_likelihood: float = 0.0
-    num_best: int = 0  # tokens equal to the target's greedy choice
-    num_tokens: int = 0  # tokens of the outputs
+    num_best: int = 0  # number of tokens equal to the target's greedy choice
+    num_tokens: int = 0  # number of tokens in the outputs
 
-    # `+` of tuples would join them.
+    # `+` would concatenate tuples.
     def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]
         return Drift(*map(operator.add, self, other))
 
@@ -160,7 +160,7 @@ class Drift(NamedTuple):
 
 @torch.no_grad()
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
-    """Measure the drift of all outputs; each has at least one token."""
+    """Measure the drift of all outputs, each of which has at least one token."""
     total = Drift()
     for prompt_ids, new_ids in (
         pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True)
@@ -181,12 +181,12 @@ def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
 class Rule(NamedTuple):
     """Bounds on the drift of lossy methods.
 
-    Without bounds only lossless methods are allowed.
+    Without bounds, only lossless methods are allowed.
     """
 
     min_agreement: float | None = None  # smallest `Drift.agreement`, in [0, 1]
-    # largest drop of the log-likelihood below plain decoding's in nats per token; when sampling
-    # also the largest rise above it
+    # largest drop of the log-likelihood below that of plain decoding, in nats per token; when
+    # sampling, also the largest rise above it
     max_drop: float | None = None
 
     @property
@@ -194,7 +194,7 @@ class Rule(NamedTuple):
         return self.min_agreement is None and self.max_drop is None
 
     def complaint(self, drift: Drift, plain: Drift, do_sample: bool) -> str:
-        """Return the broken bound in words, or an empty string.
+        """Return a description of the violated bound; empty if there is none.
 
         Args:
             drift: drift of a lossy method.
@@ -204,7 +204,7 @@ class Rule(NamedTuple):
         drop = drop_of(drift, plain, do_sample)
         if self.min_agreement is not None and drift.agreement < self.min_agreement:
             return f"agreement {drift.agreement:.3f} < {self.min_agreement:g}"
-        if self.max_drop is not None and not drop <= self.max_drop:  # NaN breaks the bound too
+        if self.max_drop is not None and not drop <= self.max_drop:  # NaN also violates the bound
             return f"drop {drop:.3f} > {self.max_drop:g}"
         return ""
 
@@ -216,9 +216,9 @@ class Rule(NamedTuple):
 
 
 def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
-    """Return the drop of the log-likelihood below plain decoding's, in nats per token.
+    """Return how far the log-likelihood drops below that of plain decoding, in nats per token.
 
-    When sampling the absolute value is returned.
+    When sampling, return the absolute value.
     """
     drop = plain.log_likelihood_per_token - drift.log_likelihood_per_token
     return abs(drop) if do_sample else drop
@@ -227,7 +227,7 @@ def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
 def parse_rule(text: str) -> Rule:
     """Parse `exact`, or bounds separated by commas: `agreement>=0.95`, `drop<=0.05`.
 
-    `=` is accepted too, because it needs no quotes in a shell.
+    `=` is also accepted, because it needs no quotes in a shell.
     """
     words = split(text)
     if words == [_EXACT]:

@@ -1,4 +1,4 @@
-"""Compare decoding methods, and summarise timed calls as values for JSON."""
+"""Compare decoding methods, and summarise timed calls as JSON values."""
 
 import functools
 import math
@@ -34,16 +34,16 @@ from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of
 
 MIN_CALLS = 5
-# maximum over minimum of plain decoding's time per token; below 1.2 on idle machines
+# ratio of the maximum to the minimum of plain decoding's time per token; below 1.2 on idle machines
 MAX_SPREAD = 1.5
 NOISE_MARGIN = 1.1
-_SAMPLE_TOKENS = 120  # tokens of each method's sample text
+_SAMPLE_TOKENS = 120  # number of tokens in each method's sample text
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     try:
         package_version = version("hf-speculate")
-    except PackageNotFoundError:  # run from a clone
+    except PackageNotFoundError:  # running from a clone
         package_version = "not installed"
     return {
         "versions": {
@@ -74,7 +74,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def finite(value: float) -> float | None:
-    """Replace infinity and NaN by None, because JSON has neither."""
+    """Replace infinity and NaN by None, because JSON supports neither."""
     return value if math.isfinite(value) else None
 
 
@@ -91,7 +91,7 @@ def method_entry(
     checked: str | None,
     cost: float = 0.0,
 ) -> dict[str, Any]:
-    """Summarise one method; values not counted by its engine are None."""
+    """Summarise one method; values that its engine does not count are None."""
     stats, first = total_stats(runs), runs[0].stats
     speedups, bound = ratios(runs, plain), None
     if stats is not None:
@@ -128,7 +128,7 @@ def method_entry(
 def category_entries(
     method: Method, runs: Sequence[Run], plain: Sequence[Run]
 ) -> list[dict[str, Any]]:
-    """Summarise one method by category of prompts; empty without categories."""
+    """Summarise one method by category of prompts; empty if there are no categories."""
     categories: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         categories[run.batch.category].append(run)
@@ -162,7 +162,7 @@ def drift_entry(
 
 
 def reliability(plain: Sequence[Run], repeats: int, num_prompts: int) -> dict[str, Any]:
-    """Decide whether a benchmark is reliable, and give the reasons if not."""
+    """Decide whether a benchmark is reliable, and list the reasons if not."""
     reasons = []
     if len(plain) < MIN_CALLS:
         counts = ((num_prompts, "prompt"), (repeats, "repeat"))
@@ -180,7 +180,7 @@ def reliability(plain: Sequence[Run], repeats: int, num_prompts: int) -> dict[st
 def counted_runs(runs: Runs, methods: Sequence[Method], reasons: list[str]) -> tuple[Runs, str]:
     """Select the calls with equal texts.
 
-    Without any, all calls are returned, and a reason for doubt is appended to `reasons`.
+    If there are none, return all calls and append a reason for doubt to `reasons`.
 
     Returns:
         The runs by method, and a sentence with their number.
@@ -201,16 +201,16 @@ def counted_runs(runs: Runs, methods: Sequence[Method], reasons: list[str]) -> t
 
 
 def draft_cost(target: PreTrainedModel, draft: PreTrainedModel | None) -> float:
-    """Estimate a draft step's cost in target steps by bytes read; 0 without a draft model."""
+    """Estimate a draft step's cost in target steps from bytes read; 0 without a draft model."""
     if draft is None:
         return 0.0
     return size_of(draft).num_read_bytes() / size_of(target).num_read_bytes()
 
 
 def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
-    """Bound the speed-up for the measured acceptance.
+    """Return an upper bound on the speed-up at the measured acceptance.
 
-    A round is assumed to take one plain step, and `cost` plain steps for each drafted position.
+    A round is assumed to take one plain step, plus `cost` plain steps per drafted position.
     """
     num_drafted = sum(draft_len * count for draft_len, count in stats.rounds_by_draft_len.items())
     steps = stats.num_batch_rounds + cost * num_drafted
@@ -221,7 +221,7 @@ def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
 class Comparison:
     # at least one method besides plain decoding; all or none of them sample
     methods: Sequence[Method]
-    drift_methods: Sequence[Method]  # lossy methods, measured for speed and drift only
+    drift_methods: Sequence[Method]  # lossy methods, of which only speed and drift are measured
     batches: Sequence[Batch]  # at least one
     repeats: int = 1  # calls per method and batch
     seed: int = 0  # seed for sampling
@@ -230,7 +230,7 @@ class Comparison:
     def all_methods(self) -> list[Method]:
         """All timed methods, plain decoding first.
 
-        Drift is measured for greedy and for sampled plain decoding.
+        Drift is measured relative to both greedy and sampled plain decoding.
         """
         do_sample = self.methods[0].do_sample
         others = [plain_method(not do_sample)] if self.drift_methods else []
@@ -238,13 +238,13 @@ class Comparison:
 
     @property
     def num_steps(self) -> int:
-        """Number of calls, warm-ups included."""
+        """Number of calls, including warm-ups."""
         return len(self.all_methods) * (1 + len(self.batches) * self.repeats)
 
     def run(self, decoder: Decoder, on_step: OnStep) -> dict[str, Any]:
-        """Time all methods, compare their outputs with plain decoding's and measure drift.
+        """Time all methods, compare their outputs with plain decoding, and measure drift.
 
-        Ctrl-C while timing skips the comparison and the drift.
+        Ctrl-C during timing skips the comparison and the drift.
         """
         methods = self.all_methods
         measured = measure(
@@ -278,7 +278,7 @@ class Comparison:
         if reported and not base.do_sample:
             counted, num_counted = counted_runs(measured.runs, reported, doubts)
         for method in reported:
-            if not (runs := counted[method.name]):  # Ctrl-C came before the first counted run
+            if not (runs := counted[method.name]):  # interrupted before the first counted run
                 continue
             sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}
             entries.append(

@@ -1,4 +1,4 @@
-"""Find the fastest fields for given prompts under a quality rule."""
+"""Find the fastest settings for given prompts under a quality rule."""
 
 import json
 import math
@@ -24,12 +24,12 @@ from hf_speculate.tools.bench.methods import (
 from hf_speculate.tools.bench.quality import Compared, Drift, Rule, drop_of
 from hf_speculate.tools.bench.results import counted_runs, finite, reliability, spread, total_stats
 
-# by do_sample
+# keyed by do_sample
 _VERIFIERS = {False: ("greedy", "typical"), True: ("rejection", "block", "coupled", "typical")}
 _FIRST_BATCHES = 2
-_MIN_LEFT = 2  # methods in the last rung
+_MIN_LEFT = 2  # number of methods in the last rung
 FILE = "generation_config.json"
-# Fields set by tuning. Their old values are removed from the file.
+# Fields that tuning sets. Their old values are removed from the file.
 TUNED_NAMES = {*DraftLen(1, False).fields, "posterior_alpha", "posterior_threshold", "verifier"}
 
 
@@ -43,12 +43,12 @@ class Instruments(NamedTuple):
 @dataclass
 class Trial:
     method: Method
-    runs: list[Run] = field(default_factory=list)  # its calls so far
-    # runs compared for speed: those with equal greedy texts in all exact methods, or all runs if
+    runs: list[Run] = field(default_factory=list)  # calls so far
+    # runs used to compare speed: those with equal greedy texts in all exact methods, or all runs if
     # there are none
     counted: list[Run] = field(default_factory=list)
     drift: Drift = field(default_factory=Drift)  # drift of a lossy method's outputs
-    complaint: str = ""  # reason for leaving the race; empty before
+    complaint: str = ""  # why the method was dropped; empty while it takes part
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Tuned:
     winner: Method | None  # the fastest allowed method; None if plain decoding is at least as fast
     trials: list[Trial]  # trials of all methods, best first
     plain_runs: list[Run]  # runs of plain decoding
-    plain_drift: Drift  # drift of plain decoding's outputs, if the rule has bounds
+    plain_drift: Drift  # drift of plain decoding's outputs if the rule has bounds
     do_sample: bool  # whether tokens were sampled
-    is_interrupted: bool = False  # whether Ctrl-C ended the measurement; there is no winner then
+    is_interrupted: bool = False  # whether Ctrl-C ended the measurement, which leaves no winner
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields for a generation config, without a default verifier."""
+        """The fields for a generation config, without a default verifier."""
         default = ("verifier", default_verifier(self.do_sample))
         return (
             {}
@@ -110,8 +110,8 @@ def candidates(
 ) -> list[Method]:
     """Make the grid of methods.
 
-    Each allowed verifier is combined with each draft length, and each lossy verifier with each
-    threshold too.
+    Each allowed verifier is combined with each draft length, and each lossy verifier also with each
+    threshold.
     """
     names = split(verifiers) or _VERIFIERS[do_sample]
     methods = [
@@ -123,10 +123,10 @@ def candidates(
 
 
 def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
-    """Plan the race: each rung halves the methods and doubles the batches.
+    """Plan the rungs, each of which halves the methods and doubles the batches.
 
     Returns:
-        The maximum number of methods and the number of new batches of each rung.
+        The maximum number of methods and the number of new batches in each rung.
     """
     sizes, size = [], _FIRST_BATCHES
     while num_batches > 0:
@@ -137,7 +137,7 @@ def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
 
 
 def num_steps(num_methods: int, num_batches: int) -> int:
-    """Return the maximum number of calls, plain decoding and warm-ups included."""
+    """Return the maximum number of calls, including plain decoding and warm-ups."""
     return (
         num_methods
         + 1
@@ -154,8 +154,8 @@ def tune(
 ) -> Tuned:
     """Find the fastest allowed method by successive halving.
 
-    All methods decode a few batches. The faster half of the allowed methods decodes twice as many,
-    and so on.
+    All methods decode a few batches. The faster half of the allowed methods then decodes twice as
+    many, and so on.
     """
     do_sample = methods[0].do_sample
     plain = plain_method(do_sample)
@@ -238,12 +238,12 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
-    """Write fields of `SpeculationConfig` into a folder's generation config; other fields stay.
+    """Write fields of `SpeculationConfig` into a folder's generation config; keep other fields.
 
     Returns:
-        Path of the file.
+        The path of the file.
     """
-    # with `_from_model_config` transformers drops unknown fields
+    # with `_from_model_config`, transformers drops unknown fields
     replaced = {*TUNED_NAMES, "_from_model_config"}
     settings = {name: value for name, value in settings_in(folder).items() if name not in replaced}
     path = folder / FILE

@@ -1,1 +1,1 @@
-"""Checks of a pair of models before decoding, and of its output after."""
+"""Check a pair of models before decoding, and its output afterwards."""

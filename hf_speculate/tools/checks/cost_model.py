@@ -1,4 +1,4 @@
-"""Estimate an upper bound of a pair's speed-up from the bytes read per token."""
+"""Estimate an upper bound on a pair's speed-up from the bytes read per token."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,14 +17,14 @@ _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe
 
 
 class ModelSize(NamedTuple):
-    """Size of a model and of its cache."""
+    """The size of a model and its cache."""
 
     num_params: int
     num_bytes: int
-    num_lookup_bytes: int = 0  # bytes of an untied input embedding: a token reads one row
+    num_lookup_bytes: int = 0  # bytes of an untied input embedding, of which a token reads one row
     num_expert_bytes: int = 0  # bytes of routed experts
     num_experts: int = 1
-    num_chosen: int = 1  # experts per token
+    num_chosen: int = 1  # number of experts per token
     kv_bytes_per_token: int = 0
 
     def num_read_bytes(self, num_tokens: int = 1) -> float:
@@ -38,7 +38,7 @@ class ModelSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Gain:
-    """Best draft length for one verified acceptance rate."""
+    """The best draft length for one verified acceptance rate."""
 
     acceptance_probability: float  #: accepted over verified drafted tokens
     num_draft_tokens: int  #: 0 if no draft length is faster than plain decoding
@@ -54,7 +54,7 @@ def size_of(
         model: any model with a text config.
         bytes_per_param: size of each parameter in bytes.
             None counts each parameter in its own dtype.
-        bytes_per_value: size of a value in the KV cache, in bytes.
+        bytes_per_value: size of each value in the KV cache in bytes.
     """
     config, lookup = model.config.get_text_config(decoder=True), _lookup_table(model)
     num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
@@ -91,7 +91,7 @@ def expected_speedup(
 ) -> float:
     """Return the speed-up over plain decoding, (1 + a + ... + a^K) / (K c + v).
 
-    All time is assumed to be spent in the models.
+    This assumes that all time is spent in the models.
 
     Args:
         acceptance_probability: verified acceptance rate a, in [0, 1].

@@ -1,4 +1,4 @@
-"""Measure on a real pair whether a draft head reads the layers of its training."""
+"""Measure on a real pair whether a draft head reads the layers it was trained on."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,19 +21,19 @@ _SHIFTS = (0, 1, -1)  # shifts of the layer ids
 
 
 class LayerCheck(NamedTuple):
-    """Accuracy of a head by layer shift.
+    """The accuracy of a head by layer shift.
 
-    Its first draft token counts as correct if it is the target's greedy choice.
+    The first draft token is correct if it is the target's greedy choice.
     """
 
     layers: tuple[int, ...]  # layer ids of the head
-    # accuracy by shift of all ids: 0, and +1 and -1 if these layers exist
+    # accuracy by the shift of all ids: 0, and +1 and -1 if these layers exist
     accuracies: dict[int, float]
-    num_tokens: int  # predictions per shift
+    num_tokens: int  # number of predictions per shift
 
     @property
     def best_layers(self) -> tuple[int, ...]:
-        """Layer ids with the highest accuracy, for `aux_layers`."""
+        """The layer ids with the highest accuracy, for `aux_layers`."""
         best = max(self.accuracies, key=lambda shift: self.accuracies[shift])
         return tuple(layer + best for layer in self.layers)
 
@@ -45,24 +45,24 @@ def check_layers(
     prompts: Tensor | Mapping[str, Tensor],
     num_tokens: int = 200,
 ) -> LayerCheck:
-    """Measure whether a draft head reads the layers of its training.
+    """Measure whether a draft head reads the layers it was trained on.
 
-    A layer id off by one raises no error, it only lowers the acceptance rate. The head predicts
+    A layer id that is off by one raises no error, but lowers the acceptance rate. The head predicts
     each next token of the prompts from the target's states, with its layer ids and with the ids
     shifted by one. Each prediction is compared with the target's greedy choice.
 
     Args:
         head: draft head with auxiliary layers.
-        target: model of the head.
+        target: the head's target model.
         prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for
             padding.
-        num_tokens: number of predictions per shift, at most.
+        num_tokens: maximum number of predictions per shift.
 
     Returns:
-        The accuracies by shift. A warning is given if a shift is clearly better.
+        The accuracies by shift. A warning is issued if another shift is clearly better.
 
     Raises:
-        ConfigError: the head reads no layers, or the prompts hold fewer than three tokens.
+        ConfigError: the head reads no layers, or all prompts have fewer than three tokens.
     """
     if not head.hidden_layers or FINAL_STATE in head.hidden_layers:
         raise ConfigError(
@@ -111,13 +111,13 @@ def _predictions(
 
     Args:
         head: draft head with the layer ids of `states`.
-        target: model of the head.
+        target: the head's target model.
         text: [T] int64.
-        states: [1, T, H], the target's states of the head's layers, concatenated.
+        states: [1, T, H], the target's concatenated states for the head's layers.
         choices: [T] int64, the target's greedy choices.
 
     Returns:
-        True for each draft token equal to the target's choice.
+        For each draft token, whether it equals the target's choice.
     """
     setup = DrafterSetup(
         target=target,

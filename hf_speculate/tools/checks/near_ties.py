@@ -1,8 +1,8 @@
-"""Classify the first difference of two greedy sequences: a near-tie or an error.
+"""Classify the first difference between two greedy sequences as a near-tie or an error.
 
 The order of summation in a kernel depends on the shape of the forward, and so do the last bits of
-the logits. Two tokens with nearly equal logits may then swap. This noise is small compared with the
-logits and shrinks with a wider dtype. A gap within the noise measured at the position is a
+the logits. Hence two tokens with nearly equal logits may swap ranks. This noise is small compared
+with the logits and shrinks with a wider dtype. A gap within the noise measured at the position is a
 near-tie; a larger gap is an error.
 """
 
@@ -24,9 +24,9 @@ from hf_speculate.generation.defaults import plain as without_drafts
 from hf_speculate.generation.generate import generate
 
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
-_MAX_ULPS = 64  # largest noise accepted without a confirmation in float64
-_NOISE_MARGIN = 2.0  # the measured noise is one sample, and each of the two logits has its own
-# relative, in float64: many models compute norms and softmax in float32 there too
+_MAX_ULPS = 64  # largest noise accepted without confirmation in float64
+_NOISE_MARGIN = 2.0  # the noise is a single sample, and each of the two logits has its own
+# relative, in float64, since many models compute norms and softmax in float32 even there
 _EXACT_TOLERANCE = 1e-4
 _EXACT_BYTES = 2**31  # largest copy in float64
 _SOURCES = ("assistant_model", "drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
@@ -34,9 +34,10 @@ _SOURCES = ("assistant_model", "drafter", "prompt_lookup_num_tokens", "max_match
 
 @dataclass(frozen=True)
 class ParityRow:
-    """Comparison of one prompt's two outputs.
+    """The comparison of the two outputs for one prompt.
 
-    All fields but `index` and `verdict` describe the first difference, and are empty without one.
+    All fields except `index` and `verdict` describe the first difference, and are empty without
+    one.
     """
 
     index: int = 0  #: index of the prompt, over all calls
@@ -47,12 +48,12 @@ class ParityRow:
     #: the target's largest logit minus the second largest, in its own dtype
     top_gap: float | None = None
     exact_top_gap: float | None = None  #: the same in float64, if it was computed
-    #: score of the plain token minus the other's, after all logits processors
+    #: score of the plain token minus that of the other token, after all logits processors
     gap: float | None = None
-    #: change of the two logits between forwards over one row and several, one token and K+1
+    #: change of the two logits between forwards over one or several rows, and one or K+1 tokens
     noise: float | None = None
-    bound: float | None = None  #: the largest gap explained by rounding
-    reason: str = ""  #: reason of the verdict
+    bound: float | None = None  #: the largest gap that rounding explains
+    reason: str = ""  #: reason for the verdict
 
     def __str__(self) -> str:
         if self.verdict == "equal":
@@ -73,15 +74,15 @@ class ParityRow:
 
 
 class _LogitNoise(NamedTuple):
-    """Noise of logits in one dtype, see `ParityRow`."""
+    """Noise of the logits in one dtype, see `ParityRow`."""
 
     top_gap: float
     noise: float
-    magnitude: float  # the largest finite logit's magnitude
+    magnitude: float  # magnitude of the largest finite logit
 
 
 def _noise_in(logits: Tensor, chosen: tuple[int, int]) -> _LogitNoise:
-    """Compare the first row of logits [N, V] float64 with the rows of other forwards."""
+    """Compare the first row of logits [N, V] float64 with the rows from other forwards."""
     at_chosen = logits[:, list(chosen)]  # [N, 2]
     noise = (at_chosen[0] - at_chosen[1:]).abs().max()
     top = logits[0].topk(2).values
@@ -102,7 +103,7 @@ class DifferenceCheck:
 
     @cached_property
     def _exact(self) -> PreTrainedModel | None:
-        """The model in float64, itself or a copy.
+        """The model in float64: itself or a copy.
 
         None for a large, quantised or distributed model.
         """
@@ -122,14 +123,14 @@ class DifferenceCheck:
         position: int,
         logits_of: Callable[[PreTrainedModel], Tensor],
     ) -> ParityRow:
-        """Classify two different tokens at the same position of a row.
+        """Classify two different tokens at the same position in a row.
 
         Args:
-            chosen: the token ids of the plain and of the speculative run.
+            chosen: the token ids from the plain and the speculative run.
             gap: score of the plain token minus the other token's, in the plain run.
             position: number of new tokens before the difference.
-            logits_of: runs a model and returns [N, V] float64 logits.
-                The first row comes from a forward over one token of one row.
+            logits_of: runs a model and returns logits [N, V] float64. The first row comes from a
+                forward over one token of one row.
         """
         exactly = None if self._exact is None else _noise_in(logits_of(self._exact), chosen)
         measured = _noise_in(logits_of(self.model), chosen)
@@ -137,7 +138,7 @@ class DifferenceCheck:
         # scores are float32 at best
         eps = max(torch.finfo(dtype).eps for dtype in (self.model.dtype, torch.float32))
         ulp = eps * measured.magnitude
-        # Large noise counts as rounding only if float64 confirms it.
+        # Large noise only counts as rounding if float64 confirms it.
         noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
         bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
         verdict, reason = "tie", "the gap is within rounding"
@@ -165,7 +166,8 @@ class DifferenceCheck:
 class GapRecorder(LogitsProcessor):
     """Recorder of score gaps in a plain run.
 
-    At each step it records the best score minus the score of the token in `token_ids` [B, T] int64.
+    At each step, it records the best score minus the score of the token in `token_ids` [B, T]
+    int64.
     """
 
     def __init__(self, token_ids: Tensor):
@@ -191,17 +193,17 @@ class GapRecorder(LogitsProcessor):
 def logits_after_text(
     model: PreTrainedModel, *, token_ids: Tensor, block_len: int, num_rows: int
 ) -> Tensor:
-    """Compute the logits after a text by three forwards of different shapes.
+    """Compute the logits after a text with three forwards of different shapes.
 
     Args:
         model: a decoder.
         token_ids: [T] int64, the text.
         block_len: number of tokens in the last forward, draft tokens plus one.
-        num_rows: batch size of the second and third forward.
+        num_rows: batch size of the second and third forwards.
 
     Returns:
-        Logits [3, V] float64: one token of one row, one token of `num_rows`, `block_len` tokens of
-        `num_rows`.
+        Logits [3, V] float64, from forwards over one token of one row, one token of `num_rows`
+        rows, and `block_len` tokens of `num_rows` rows.
     """
     ids = token_ids[None].to(model.device)  # [1, T]
     forwards = (1, 1), (num_rows, 1), (num_rows, block_len)
@@ -213,7 +215,7 @@ def logits_after_text(
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
     """Return the first row's last logits [V] float64 after `token_ids` [B, T].
 
-    The last `block_len` tokens are one forward on the cache of the others.
+    The last `block_len` tokens are read in one forward, on the cache of the others.
     """
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     options = {CACHE_NAME: cache, "use_cache": True} | keep_logits(model, 1)
@@ -225,7 +227,7 @@ def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> T
 
 
 def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
-    """Return a forward's arguments for computing the last `num` logits only.
+    """Return the arguments with which a forward computes only the last `num` logits.
 
     The result is empty for models without `logits_to_keep`.
     """
@@ -246,22 +248,22 @@ def logits_in_call(
     position: int,
     block_len: int,
 ) -> Tensor:
-    """Compute the logits of one position by a plain and by a speculative call of `generate()`.
+    """Compute the logits at one position in a plain and in a speculative call of `generate()`.
 
     Args:
-        model: any target, with an encoder or image inputs for example.
-        options: arguments of both calls, such as an encoder's inputs or images.
+        model: any target, for example with an encoder or image inputs.
+        options: arguments of both calls, such as encoder inputs or images.
         speculation: further arguments of the speculative call.
-        token_ids: [B, T] int64, the tokens forced in both calls.
+        token_ids: [B, T] int64, the tokens to force in both calls.
         row: index of the row.
         position: number of new tokens before the logits.
-        block_len: number of tokens in a verification, draft tokens plus one.
+        block_len: number of tokens in a verification forward, draft tokens plus one.
 
     Returns:
         Logits [2, V] float64.
     """
     options = dict(options)
-    if model.dtype == torch.float64:  # pixels and the like
+    if model.dtype == torch.float64:  # pixels and other float inputs
         reals = {
             name: option
             for name, option in options.items()
@@ -292,10 +294,10 @@ def logits_in_call(
 
 
 class _ForcedTokens(LogitsProcessor):
-    """Logits processor for given tokens.
+    """Logits processor that forces given tokens.
 
-    It is not registered as row-wise: each call gets the scores of all rows, like `token_ids` [B, T]
-    int64.
+    It is not registered as row-wise, so each call gets the scores of all rows, like `token_ids` [B,
+    T] int64.
     """
 
     def __init__(self, token_ids: Tensor):

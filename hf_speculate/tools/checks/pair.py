@@ -28,7 +28,7 @@ LEVELS = ("ok", "warning", "does not fit", "not supported")
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about a pair."""
+    """A finding about a pair."""
 
     #: one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if one
     #: of the two models is not supported in any pair
@@ -41,27 +41,27 @@ _warning = partial(Finding, "warning")
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of two tokenizers' vocabularies."""
+    """The overlap between two tokenizers' vocabularies."""
 
-    num_target: int  #: tokens of the target
-    num_draft: int  #: tokens of the draft
-    num_shared: int  #: tokens with the same spelling in both
-    num_same_id: int  #: shared tokens with the same id in both
+    num_target: int  #: number of the target's tokens
+    num_draft: int  #: number of the draft's tokens
+    num_shared: int  #: number of tokens with the same spelling in both
+    num_same_id: int  #: number of shared tokens with the same id in both
 
     @property
     def share(self) -> float:
-        """Share of the target's tokens in the draft's vocabulary, in [0, 1]."""
+        """Share of the target's tokens that are in the draft's vocabulary, in [0, 1]."""
         return self.num_shared / max(self.num_target, 1)
 
     @property
     def is_same(self) -> bool:
-        """Whether both hold the same tokens under the same ids."""
+        """Whether both contain the same tokens with the same ids."""
         return self.num_target == self.num_draft == self.num_same_id
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimate of a model's memory."""
+    """An estimate of a model's memory."""
 
     dtype: str  #: dtype of the weights, without "torch."
     weight_bytes: int  #: size of all weights
@@ -76,7 +76,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class PairReport:
-    """Result of `check_pair`; `print` shows it as text."""
+    """The result of `check_pair`; `print` shows it as text."""
 
     target: str  #: name of the target
     draft: str  #: name of the draft
@@ -88,7 +88,7 @@ class PairReport:
     size_ratio: float  #: bytes read by a draft step over bytes read by a target step
     gains: tuple[Gain, ...]  #: estimates of the speed-up by verified acceptance rate
     target_memory: Memory  #: estimate for loading and running the target
-    draft_memory: Memory  #: the same of the draft
+    draft_memory: Memory  #: estimate for loading and running the draft
 
     @property
     def ok(self) -> bool:
@@ -149,23 +149,21 @@ def check_pair(
     """Check whether `draft` can draft for `target`, and estimate memory and speed-up.
 
     Only configs and tokenizers are read, never weights. A config, name or path becomes a model on
-    the meta device. `generate(assistant_model=draft)` raises the same errors.
+    the meta device. `generate(assistant_model=draft)` raises errors for the same reasons.
 
     Args:
         target: a model, a config, or the name or path of a model.
-        draft: the same for the draft model.
-        target_tokenizer: tokenizer of the target.
-            None loads the tokenizer beside the config.
-        draft_tokenizer: the same for the draft.
-        dtype: dtype of the weights after loading, for example "float32".
-            None takes the dtype in each config.
-        draft_revision: branch, tag or commit of the draft on the Hub.
-            None takes its main branch.
+        draft: the draft model, given in the same way.
+        target_tokenizer: tokenizer of the target. None loads the tokenizer next to the config.
+        draft_tokenizer: tokenizer of the draft, as above.
+        dtype: dtype of the weights after loading, for example "float32". None uses the dtype in
+            each config.
+        draft_revision: branch, tag or commit of the draft on the Hub. None uses its main branch.
         **options: options of `from_pretrained`: `local_files_only`, `revision` (of the target),
             `trust_remote_code`.
 
     Returns:
-        A printable report; `.ok` is False if `generate()` would refuse the pair.
+        A printable report, whose `.ok` is False if `generate()` would reject the pair.
 
     Raises:
         ConfigError: a model has no config, or an argument is none of the above.
@@ -192,7 +190,7 @@ def check_pair(
         text_findings(of_target, of_draft),
         size_findings(of_target, of_draft),
     )
-    findings = tuple(dict.fromkeys(all_findings))  # both models may yield the same finding
+    findings = tuple(dict.fromkeys(all_findings))  # both models may have the same finding
     return PairReport(
         target=of_target.name,
         draft=of_draft.name,
@@ -231,7 +229,7 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 
 def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
-    """Yield findings about models without support in `generate()`, always or for long sequences."""
+    """Yield findings on models that `generate()` does not support, or not for long sequences."""
     alone = [unsupported(described.model) for described in (target, draft)]
     yield from (Finding("not supported", text) for text in alone if text)
     if not any(alone) and (text := unsupported(target.model, draft.model)):
@@ -361,7 +359,7 @@ def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
 
 
 def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
-    """Yield limits of the speed-up caused by the models' sizes."""
+    """Yield limits on the speed-up caused by the models' sizes."""
     for described in (target, draft):
         yield from quantisation_findings(described)
     yield from expert_findings(target)

@@ -28,7 +28,7 @@ from hf_speculate.tools.checks.near_ties import (
 from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]
-_SPECULATIVE = {*FIELD_NAMES, "assistant_model"}  # arguments of the speculative call only
+_SPECULATIVE = {*FIELD_NAMES, "assistant_model"}  # arguments used only in the speculative call
 _REFUSED = [
     "assistant_model",
     "cache",
@@ -42,11 +42,11 @@ _REFUSED = [
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Result of `check_parity`; `print` shows it as text."""
+    """The result of `check_parity`; `print` shows it as text."""
 
     rows: tuple[ParityRow, ...]  #: one per prompt
     dtype: str  #: dtype of the target, without "torch."
-    num_drafted: int  #: verified draft tokens, over all rows
+    num_drafted: int  #: number of verified draft tokens, over all rows
 
     @property
     def ok(self) -> bool:
@@ -75,32 +75,32 @@ def check_parity(
     max_new_tokens: int = 64,
     **generate_kwargs: Any,
 ) -> ParityReport:
-    """Decode greedily with and without speculation, and classify the first difference of each row.
+    """Decode greedily with and without speculation, and classify each row's first difference.
 
-    At a difference the target runs again on the common prefix: over one token and over several as
-    in a verification, in its own dtype and, if a copy takes less than 2 GiB, in float64. The row is
-    a "tie" if the gap between the two tokens is within the noise between these forwards; a wrong
-    token with such a close logit counts as a tie too. Otherwise it is a "bug" of this library, the
-    verifier or the model. Tokens after the first difference are not compared. For a target with an
-    encoder or with image inputs the whole call is repeated instead.
+    At a difference, the target runs again on the common prefix, over one token and over several as
+    in a verification. It runs in its own dtype and, if a copy takes less than 2 GiB, in float64.
+    The row is a "tie" if the gap between the two tokens is within the noise between these forwards;
+    this includes a wrong token whose logit is that close. Otherwise, the row is a "bug" in this
+    library, the verifier or the model. Tokens after the first difference are not compared. For a
+    target with an encoder or with image inputs, the whole call is repeated instead.
 
     Args:
         model: the target, enabled or not, with or without a PEFT wrapper. Neither model is changed.
         assistant: the draft model.
             None with `prompt_lookup_num_tokens` or `drafter`.
-        prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of
-            tensors with `input_ids` and other model inputs such as `attention_mask`,
-            `pixel_values`, `decoder_input_ids`. Batches of a decoder are left-padded. Strings need
-            the tokenizer and form one batch.
-        tokenizer: encodes strings. Without a padding token each string is decoded alone.
+        prompts: the input of one call, or a sequence of inputs. An input consists of token ids [T]
+            or [B, T] int64, or is a mapping of tensors with `input_ids` and other model inputs such
+            as `attention_mask`, `pixel_values` or `decoder_input_ids`. Batches for a decoder are
+            left-padded. Strings need the tokenizer and form one batch.
+        tokenizer: encodes strings. Without a padding token, each string is decoded on its own.
         max_new_tokens: maximum number of new tokens per row.
         **generate_kwargs: other arguments of both `generate()` calls, and fields of
-            `SpeculationConfig`. Without `num_assistant_tokens` and its schedule, 5 tokens are
-            drafted in every round.
+            `SpeculationConfig`. Unless `num_assistant_tokens` or its schedule is given, every round
+            drafts 5 tokens.
 
     Raises:
         ConfigError: an argument cannot be used in the comparison.
-        UnsupportedModelError: the target's main input is not token ids (Whisper); and see
+        UnsupportedModelError: the target's main input is not token ids (Whisper); see also
             `generate`.
         UnsupportedGenerationError: see `generate`.
     """
@@ -204,7 +204,7 @@ def _compared(
     options: dict[str, Any],
     stats: SpeculationStats,
 ) -> Iterator[ParityRow]:
-    """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
+    """Decode a batch with and without drafts, compare the rows, and fill `stats`."""
     model = check.model
     speculative: Any = generate(model, **{**options, **inputs, "speculation_stats": stats})
     recorder = GapRecorder(speculative)
@@ -224,7 +224,7 @@ def _compared(
     )
     passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
     is_text = not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
-    # otherwise a forward over several tokens loses states
+    # otherwise, a forward over several tokens loses states
     is_text = is_text and reads_prompts_in_chunks(model)
     for row in range(len(speculative)):
         plain_ids, speculative_ids = (
@@ -261,7 +261,7 @@ def _compared(
 
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
-    """Return the token id that pads finished rows, or -1 if none is set."""
+    """Return the token id that pads finished rows; -1 if none is set."""
     values = (setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     value = next((value for value in values if value is not None), -1)
     return int(value[0] if isinstance(value, list | tuple) else value)

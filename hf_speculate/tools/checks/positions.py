@@ -11,22 +11,22 @@ from hf_speculate.errors import ConfigError, warn_user
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.gemma4.assistant import LAST_READ, NEWEST, Context, Gemma4Assistant
 
-FEWEST_READ = 8  # tokens before the first prediction, if the texts are long enough
-MARGIN = 0.05  # gain in accuracy before a warning, about two standard deviations of 200 tokens
+FEWEST_READ = 8  # number of tokens before the first prediction if the texts are long enough
+MARGIN = 0.05  # gain that triggers a warning, about two standard deviations for 200 tokens
 
 
 class PositionCheck(NamedTuple):
-    """Accuracy of an assistant by query position.
+    """The accuracy of an assistant by query position.
 
-    Its first draft token counts as correct if it is the target's greedy choice.
+    The first draft token is correct if it is the target's greedy choice.
     """
 
-    accuracies: dict[int, float]  # accuracy by the `position` of a `Gemma4Assistant`
-    num_tokens: int  # predictions per position
+    accuracies: dict[int, float]  # accuracy for each `position` of a `Gemma4Assistant`
+    num_tokens: int  # number of predictions per position
 
     @property
     def best(self) -> int:
-        """Position with the highest accuracy."""
+        """The position with the highest accuracy."""
         return max(self.accuracies, key=lambda position: self.accuracies[position])
 
 
@@ -44,16 +44,16 @@ def check_positions(
 
     Args:
         assistant: Gemma 4 assistant with a `position`.
-        target: model of the assistant.
+        target: the assistant's target model.
         prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for
             padding.
-        num_tokens: number of predictions per position, at most.
+        num_tokens: maximum number of predictions per position.
 
     Returns:
-        The accuracies by position. A warning is given if the other position is clearly better.
+        The accuracies by position. A warning is issued if the other position is clearly better.
 
     Raises:
-        ConfigError: the prompts hold fewer than three tokens.
+        ConfigError: all prompts have fewer than three tokens.
         UnsupportedModelError: the assistant does not fit the target.
     """
     target = unwrapped(target, "target")
@@ -91,7 +91,7 @@ def check_positions(
 def texts_of(
     prompts: Tensor | Mapping[str, Tensor], device: torch.device, num_tokens: int
 ) -> list[Tensor]:
-    """Remove padding and cut the prompts to `num_tokens` predictions in all.
+    """Remove padding, and cut the prompts to `num_tokens` predictions in total.
 
     Returns:
         The texts, each [T] int64.

@@ -1,4 +1,4 @@
-"""Describe a model without its weights: config, tokenizer, generation config, sizes."""
+"""Describe a model without its weights: config, tokenizer, generation config, and sizes."""
 
 import copy
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ _BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}
 
 
 class Described(NamedTuple):
-    """Description of a model without its weights."""
+    """The description of a model without its weights."""
 
     role: str  # "target" or "draft"
-    name: str  # name or path, else the class
-    model: PreTrainedModel  # the passed model, else one on the meta device
+    name: str  # name or path, or the class if it has neither
+    model: PreTrainedModel  # the passed model, or a model on the meta device
     config: PreTrainedConfig  # config of the decoder
     size: ModelSize  # size of its parameters after loading
     dtype: str  # dtype of its parameters after loading, without "torch."
-    quantisation: str  # name of the method; empty without quantisation
+    quantisation: str  # name of the quantisation method; empty if there is none
     tokenizer: PreTrainedTokenizerBase | None  # None if none was found
     eos_token_ids: frozenset[int]
 
@@ -54,10 +54,8 @@ def describe(
     Args:
         role: "target" or "draft", for error messages.
         source: a model, a config, or the name or path of a model.
-        tokenizer: the model's tokenizer.
-            None loads the tokenizer beside the config.
-        dtype_name: dtype of the weights after loading.
-            None or "auto" takes the config's dtype.
+        tokenizer: the model's tokenizer. None loads the tokenizer next to the config.
+        dtype_name: dtype of the weights after loading. None or "auto" uses the config's dtype.
         options: options of `from_pretrained`.
     """
     source = unwrapped(source, role)
@@ -130,7 +128,7 @@ def read_config(role: str, source: object, options: Mapping[str, Any]) -> PreTra
 def _load_or_none(auto_class: Any, name: str, options: Mapping[str, Any]) -> Any:
     try:
         return auto_class.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError, ImportError):  # the files are missing or unreadable here
+    except (OSError, ValueError, KeyError, ImportError):  # the files are missing or unreadable
         return None
 
 

@@ -1,4 +1,4 @@
-"""Check whether a model can be a target, before weights are loaded and a draft is chosen."""
+"""Check whether a model can be a target before its weights are loaded and a draft is chosen."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,13 +25,13 @@ from hf_speculate.tools.checks.sources import Described, ModelSource, describe
 
 @dataclass(frozen=True)
 class TargetReport:
-    """Result of `check_target`; `print` shows it as text."""
+    """The result of `check_target`; `print` shows it as text."""
 
     target: str  #: name of the target
     level: str  #: "ok", "warning" or "not supported", the worst of the findings
-    findings: tuple[Finding, ...]  #: facts about the target
-    num_params: int  #: number of its parameters
-    memory: Memory  #: estimate for loading and running it
+    findings: tuple[Finding, ...]  #: findings about the target
+    num_params: int  #: number of the target's parameters
+    memory: Memory  #: estimate for loading and running the target
 
     @property
     def ok(self) -> bool:
@@ -59,7 +59,7 @@ def check_target(
     dtype: str | None = None,
     **options: Any,
 ) -> TargetReport:
-    """Check whether `target` can decode speculatively; arguments and errors as in `check_pair`."""
+    """Check whether `target` can decode speculatively; see `check_pair` for the arguments."""
     described = describe("target", target, tokenizer, dtype, options)
     size = described.size
     return TargetReport(

@@ -1,4 +1,4 @@
-"""Convert options to prompts and arguments of `generate()`, checked before a model is loaded."""
+"""Convert options to prompts and arguments of `generate()`, before a model is loaded."""
 
 import io
 import json
@@ -19,8 +19,8 @@ from hf_speculate.tools.dataset.tables import read_data_set
 from hf_speculate.verify.base import check_verifier
 
 _OWN_OPTIONS = ("max_new_tokens", *SAMPLING_NAMES, "repetition_penalty")
-# Not supported by `--set`: these have an option, or change the number of rows or the return value
-# of `generate()`.
+# Not supported in `--set`, because these have their own option, or change the number of rows or the
+# return value of `generate()`.
 _EXCLUDED = {
     *_OWN_OPTIONS,
     "do_sample",
@@ -31,7 +31,7 @@ _EXCLUDED = {
 _THEIRS = {
     name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))
 } - _EXCLUDED
-SETTINGS = {*PLAIN_NAMES, *_THEIRS}  # names for `--set`
+SETTINGS = {*PLAIN_NAMES, *_THEIRS}  # names allowed in `--set`
 
 
 class Decoding(NamedTuple):
@@ -56,7 +56,7 @@ def decoding_of(options: Generation, max_new_tokens: int = 256) -> Decoding:
 
 
 def arguments_of(options: Speculation) -> dict[str, Any]:
-    """Return all arguments of `generate()`, those of speculative decoding included."""
+    """Return all arguments of `generate()`, including those for speculative decoding."""
     decoding = decoding_of(options)
     named = {"verifier": options.verifier, "seed": options.seed}
     fields = {name: value for name, value in named.items() if value is not None} | drafting_of(
@@ -68,7 +68,7 @@ def arguments_of(options: Speculation) -> dict[str, Any]:
 
 
 def drafting_of(options: Drafting) -> dict[str, Any]:
-    """Return the fields of `SpeculationConfig` for the draft length and prompt lookup."""
+    """Return the fields of `SpeculationConfig` for draft length and prompt lookup."""
     num_tokens = options.num_assistant_tokens
     fields = {} if num_tokens is None else parse_draft_len(num_tokens).fields
     if options.lookup is not None:
@@ -78,7 +78,7 @@ def drafting_of(options: Drafting) -> dict[str, Any]:
 
 
 def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse `--set` into fields of `SpeculationConfig` and of `GenerationConfig`."""
+    """Parse `--set` into fields of `SpeculationConfig` and `GenerationConfig`."""
     fields: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for setting in settings:
@@ -113,26 +113,26 @@ def _option(name: str) -> str:
 
 
 def read_input() -> str:
-    """Read all text of the standard input."""
+    """Read all text from the standard input."""
     return _decoded(_input_stream().read(), "the standard input")
 
 
 def read_input_line() -> str | None:
-    """Read the next line of the standard input, without its end; None at the end of the input."""
+    """Read the next line from the standard input, without the line end; None at end of input."""
     line = _input_stream().readline()
     return _decoded(line, "the standard input").rstrip("\n") if line else None
 
 
 def _input_stream() -> Any:
-    """Return the standard input as bytes if possible, else as text.
+    """Return the standard input as a stream of bytes if possible, otherwise of text.
 
-    With bytes, a line with a decoding error leaves the next lines readable.
+    With bytes, the lines after a decoding error are still readable.
     """
     return getattr(sys.stdin, "buffer", sys.stdin)
 
 
 def _decoded(content: bytes | str, source: str) -> str:
-    """Decode UTF-8 bytes without a byte order mark, with all line ends as newlines."""
+    """Decode UTF-8 bytes, remove a byte order mark, and convert line ends to newlines."""
     if isinstance(content, str):
         return content
     try:
@@ -146,15 +146,14 @@ def _decoded(content: bytes | str, source: str) -> str:
 def read_prompts(
     path: Path, *, text_as: Literal["prompt", "lines"] | None = "prompt", table: Table | None = None
 ) -> list[Row]:
-    """Read prompts.
+    """Read prompts from a file, the standard input, or a data set.
 
     Args:
-        path: JSON lines if it is `.jsonl` or `-` (the standard input), or `text_as` is None; with a
-            table also a data set; else text.
+        path: JSON lines if the path is `.jsonl` or `-` (the standard input) or `text_as` is None; a
+            data set if a table is given and the path names one; otherwise text.
         text_as: "prompt" for one prompt per text file, "lines" for one per line.
             None reads all files as JSON lines.
-        table: options of data sets.
-            None for a command without data sets.
+        table: options for data sets. None for a command without data sets.
     """
     if table is not None and names_data_set(path):
         return read_data_set(path, table.column, table.split, table.subset)

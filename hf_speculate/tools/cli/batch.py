@@ -45,7 +45,7 @@ def run(options: Batch) -> int:
             raise ConfigError(
                 f"--{name} must come with --engine ray, got --engine local; add --engine ray"
             )
-        check_device(options.device)  # with Ray, actors check their own machines
+        check_device(options.device)  # with Ray, actors check the devices of their own machines
     elif options.store is not None:
         raise ConfigError(
             "--store must come with --engine local, got --engine ray; leave one of them out"
@@ -69,7 +69,7 @@ def run(options: Batch) -> int:
         )
     if ranks.state is not None and options.device == "auto":
         options = replace(options, device=str(ranks.state.device))
-    stored: dict[str, Any] = {}  # arguments of `generate()` without an entry in the manifest
+    stored: dict[str, Any] = {}  # arguments of `generate()` that are not recorded in the manifest
     progress = ProgressNotes(notes(), "loading", _LINE_EVERY_S)
 
     def make_batches(rows: Sequence[Row]) -> list[list[Row]]:
@@ -106,7 +106,7 @@ def run(options: Batch) -> int:
 
 
 def make_decoder(models: Models, arguments: Mapping[str, Any], is_chat: bool) -> RowDecoder:
-    """Load the decoder, in this process or in an actor."""
+    """Load the models and make the decoder, in this process or in an actor."""
     pair = load_pair(models, is_quiet=True)
     return RowDecoder(pair.target, pair.tokenizer, {**pair.arguments, **arguments}, is_chat)
 

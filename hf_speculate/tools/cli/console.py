@@ -1,4 +1,4 @@
-"""Print answers to the standard output, and notes to the standard error."""
+"""Print answers to standard output, and notes to standard error."""
 
 import json
 import pkgutil
@@ -20,7 +20,7 @@ OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 def notes(is_quiet: bool = False) -> Console:
-    """Make a console for progress and notes on the standard error, without markup."""
+    """Make a console for progress and notes on standard error, without markup."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=is_quiet)
 
 
@@ -29,10 +29,7 @@ def note(text: str, style: str = "dim") -> None:
 
 
 class _TwoLines(Progress):
-    """Progress bar with a line of text below.
-
-    A narrow terminal cuts the line.
-    """
+    """Progress bar with a line of text below it, which a narrow terminal cuts."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -44,7 +41,7 @@ class _TwoLines(Progress):
 class ProgressNotes:
     """Progress as a bar or as lines.
 
-    A terminal gets a bar. Other outputs get at most one line per `every_s` seconds.
+    A terminal shows a bar. Other outputs get at most one line per `every_s` seconds.
     """
 
     def __init__(
@@ -80,11 +77,11 @@ def first_line(error: BaseException) -> str:
 
 
 def error_line(error: Exception, hint: str = "") -> str:
-    """Describe an error in one line; an unexpected error with its type and the `hint`."""
-    # typer's error of an unknown option
+    """Describe an error in one line; for unexpected errors, include the type and the `hint`."""
+    # typer's error for an unknown option
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         return option_line(error)
-    format_message = getattr(error, "format_message", None)  # an error of typer or click
+    format_message = getattr(error, "format_message", None)  # an error from typer or click
     if callable(format_message):
         return " ".join(str(format_message()).split())
     error_name, line = type(error).__name__, first_line(error)

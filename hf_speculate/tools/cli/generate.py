@@ -27,7 +27,7 @@ from hf_speculate.tools.cli.options import ChatInTerminal, Generate
 from hf_speculate.tools.dataset.rows import Row, check_settings, encode_rows, token_ids_of
 
 _EXITS = ("/exit", "/quit", "/bye")
-_COMMAND = re.compile(r"/[a-z?]+", re.IGNORECASE)  # with a space in front it is sent to the model
+_COMMAND = re.compile(r"/[a-z?]+", re.IGNORECASE)  # with a leading space, it is sent to the model
 _COMMANDS = (
     "/clear starts over, /exit or Ctrl-D ends the chat, Ctrl-C ends an answer, /help shows this "
     "line"
@@ -35,7 +35,7 @@ _COMMANDS = (
 
 
 class _Printer(TextStreamer):
-    """Streamer with a copy of the printed text."""
+    """Streamer that keeps a copy of the printed text."""
 
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -109,7 +109,7 @@ def run_chat(options: ChatInTerminal) -> int:
             messages = _answer(
                 pair, [*messages, {"role": "user", "content": line}], arguments, printer
             )
-        except Exception as error:  # noqa: BLE001  # models raise errors of all types
+        except Exception as error:  # noqa: BLE001  # models raise errors of any type
             if printer.printed:
                 answer("")
             _note_failed_turn(error)
@@ -125,7 +125,7 @@ def _note_failed_turn(error: Exception) -> None:
 def _answer(
     pair: Pair, messages: list[dict[str, str]], arguments: dict[str, Any], printer: _Printer
 ) -> list[dict[str, str]]:
-    """Print the answer to the last message, and return the messages with the answer."""
+    """Print the answer to the last message; return the messages including the answer."""
     token_ids = token_ids_of(Row(1, messages, source="the chat"), pair.tokenizer, is_chat=True)
     max_new_tokens, context = arguments["max_new_tokens"], context_len(pair.target.config)
     max_answer_len = max_new_tokens if context is None else context - len(token_ids)
@@ -177,7 +177,7 @@ def _prompts(options: Generate) -> list[Row]:
 def _decode(
     pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer | None
 ) -> tuple[dict[str, Any], str]:
-    """Decode one prompt; return text and speed as values and as a line."""
+    """Decode one prompt; return text and speed, as values and as a line."""
     input_ids = torch.tensor([token_ids], device=pair.target.device)  # [1, T]
     stats = SpeculationStats()
     begin = time.perf_counter()

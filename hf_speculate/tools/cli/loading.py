@@ -22,22 +22,22 @@ from hf_speculate.options.heads.recognise import is_head, is_mtp_checkpoint, nam
 from hf_speculate.tools.cli.console import first_line, note, notes
 from hf_speculate.tools.cli.options import Models
 
-_REASON_LEN = 300  # characters; some messages of transformers list all its models before the advice
+_REASON_LEN = 300  # characters; some messages of transformers list all models before the advice
 
 
 AnyModels = TypeVar("AnyModels", bound=Models)
 
 
 class Pair(NamedTuple):
-    """An enabled target with its draft source."""
+    """An enabled target and its draft source."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase  # pads on the left
-    arguments: dict[str, Any]  # arguments of `generate()`: the draft source and tokenizers
+    arguments: dict[str, Any]  # arguments of `generate()` for the draft source and tokenizers
 
 
 def load_pair(models: Models, is_quiet: bool = False) -> Pair:
-    """Load models and tokenizers; unless `is_quiet` their names are shown while loading."""
+    """Load models and tokenizers; show their names while loading unless `is_quiet`."""
     check_device(models.device)
     logging.disable_progress_bar()
     with notes(is_quiet).status(f"loading {models.target}") as status:
@@ -52,7 +52,7 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
             else:
                 revision = models.draft_revision
                 arguments["assistant_model"] = draft = _load(models, models.draft, revision)
-                if variant_of(draft) is None:  # variants use their target's tokenizer
+                if variant_of(draft) is None:  # variants use the tokenizer of their target
                     draft_tokenizer = _read(AutoTokenizer, models, models.draft, revision=revision)
                     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
                         arguments["assistant_tokenizer"] = draft_tokenizer
@@ -60,11 +60,11 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
 
 
 def with_named_target(models: AnyModels) -> AnyModels:
-    """Replace a draft head as TARGET by the target in its config.
+    """Replace a draft head given as TARGET by the target named in its config.
 
-    The head then drafts for this target. Its revision and trust in remote code do not apply to the
-    target, which the head's author has chosen. Options with a model as TARGET are returned
-    unchanged.
+    The head becomes the draft for this target. The revision and the trust in remote code do not
+    apply to the target, since the head's author chose it. Options whose TARGET is a model are
+    returned unchanged.
     """
     head, config = models.target, _head_config(models)
     if config is None:
@@ -94,9 +94,9 @@ def with_named_target(models: AnyModels) -> AnyModels:
 
 
 def _head_config(models: Models) -> dict[str, Any] | None:
-    """Return the config of TARGET if that is a draft head.
+    """Return the config of TARGET if TARGET is a draft head.
 
-    Other models that the cache holds cost no look-up at the Hub.
+    Other models that are in the cache do not cause a request to the Hub.
     """
     options: dict[str, Any] = {"local_files_only": True}
     if models.revision is not None:
@@ -110,31 +110,31 @@ def _head_config(models: Models) -> dict[str, Any] | None:
     try:
         config = HeadFolder(models.target, revision=models.revision).config
     except ConfigError:
-        return None  # loading a model then says what is wrong
+        return None  # loading the model will report what is wrong
     return config if is_head(config) else None
 
 
 def draft_revision(models: Models) -> str | None:
-    """Return the revision of the draft; that of the target if its own MTP layers draft."""
+    """Return the draft's revision, or the target's if its own MTP layers draft."""
     is_same = models.draft == models.target and models.draft_revision is None
     return models.revision if is_same else models.draft_revision
 
 
 def names_head(models: Models) -> bool:
-    """Return whether the draft is a head, or the target itself for its MTP layers."""
+    """Return whether the draft is a head, or the target itself because of its MTP layers."""
     if models.draft is None:
         return False
     try:
         folder = HeadFolder(models.draft, revision=draft_revision(models))
     except ConfigError:
-        return False  # loading the model raises an error later
+        return False  # loading the model will raise an error
     if models.draft == models.target:
         return is_mtp_checkpoint(folder.config, folder.config.get("model_type"))
     return is_head(folder.config)
 
 
 def check_device(device: str) -> None:
-    """Check a device for models before anything is loaded."""
+    """Check that a device can hold models, before anything is loaded."""
     if device == "map":
         import_extra("accelerate", "ranks")
     if device in ("auto", "map"):
@@ -177,7 +177,7 @@ def _load(models: Models, name: str, revision: str | None = None) -> PreTrainedM
 
 
 def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:
-    """Call `from_pretrained`; raise `ConfigError` for its errors, which have all types."""
+    """Call `from_pretrained`; raise `ConfigError` for its errors, which may have any type."""
     options["trust_remote_code"] = models.trust_remote_code or None
     try:
         return auto_class.from_pretrained(
@@ -205,7 +205,7 @@ def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's text in one line, without its middle if it is long."""
+    """Return an error's text in one line, with its middle removed if it is long."""
     text, half = " ".join(str(error).split()), _REASON_LEN // 2
     return (
         text if len(text) <= _REASON_LEN else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"

@@ -1,4 +1,4 @@
-"""Entry point of the command `hf-speculate`."""
+"""Entry point for the command `hf-speculate`."""
 
 import logging
 import pkgutil
@@ -23,7 +23,8 @@ app = typer.Typer(
 for _options, (_command, _) in COMMANDS.items():
     app.command(_command)(_options)
 _NAME, _DEBUG = "hf-speculate", "--debug"
-# transformers imports an installed torchao. It logs warnings, and so does torch about its enums.
+# If torchao is installed, transformers imports it. torchao logs warnings, and so does torch about
+# its enums.
 _NOISY_LOGGERS = ("torch.utils._pytree", "torchao")
 
 
@@ -54,14 +55,15 @@ def _common(
     ] = False,
     debug: Annotated[bool, typer.Option(_DEBUG, help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Declare the options of all commands; `main` handles `--debug`."""
+    """Declare the options shared by all commands; `main` handles `--debug`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 0, 1 if the answer is no, 2 for wrong use or an error, 130 after Ctrl-C.
+        The exit status: 0 for success, 1 if the answer is no, 2 for wrong usage or an error, 130
+        after Ctrl-C.
     """
     words, is_debugged = _without_debug(sys.argv[1:] if arguments is None else arguments)
     for name in _NOISY_LOGGERS:
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Remove `--debug` before `--`, and return whether it was there."""
+    """Remove `--debug` before `--`; also return whether it was there."""
     end = list(words).index("--") if "--" in words else len(words)
     options = [word for word in words[:end] if word != _DEBUG]
     return [*options, *words[end:]], len(options) < end

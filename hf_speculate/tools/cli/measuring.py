@@ -38,9 +38,9 @@ from hf_speculate.tools.cli.options import Bench, Measurement, Tune
 from hf_speculate.tools.dataset.rows import encode_rows
 
 _SHORT = {"acceptance length": "length", "acceptance rate": "accepted"}
-# The name holds verifier and K. Lines below the table show the comparison.
+# The name contains the verifier and K. Lines below the table report the comparison.
 _HIDDEN = ("verifier", "K", "compared with plain")
-_PIPED_WIDTH = 160  # columns of tables without a terminal
+_PIPED_WIDTH = 160  # width of tables in columns if there is no terminal
 
 
 def run_bench(options: Bench) -> int:
@@ -57,12 +57,12 @@ def run_bench(options: Bench) -> int:
             "--verifiers must name at least one, got none; leave it out for the default ones"
         )
     compared = []
-    if options.draft is not None and not names_head(options):  # transformers takes no heads
+    if options.draft is not None and not names_head(options):  # transformers does not support heads
         compared = methods.assisted_methods(lens, sample)
     if options.lookup is not None:
         compared.append(methods.lookup_method(options.lookup, sample))
     compared += methods.our_methods(verifiers, lens, sample, fields)
-    # Lossy texts depend on the draft length, so drift is measured with one.
+    # Lossy texts depend on the draft length, so drift is measured with a single draft length.
     drift_len = next((draft_len for draft_len in lens if not draft_len.is_adaptive), lens[0])
     thresholds = parse_thresholds(options.thresholds)
     drift_methods = methods.our_methods(verifiers, [drift_len], sample, fields, thresholds)
@@ -137,7 +137,7 @@ def run_tune(options: Tune) -> int:
 
 
 def _shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
-    """Return the fields of `--set` and `--lookup`, common to all methods of this library."""
+    """Return the fields from `--set` and `--lookup`, which all methods of this library share."""
     varied = sorted(set(decoding.fields) & tuning.TUNED_NAMES - {"posterior_alpha"})
     if varied:
         hint = "use --verifiers, --num-assistant-tokens and --thresholds"
@@ -201,7 +201,7 @@ def _load(
 def progress(
     num_steps: int, log: Console | None = None
 ) -> Iterator[Callable[[Method, Run | None], None]]:
-    """Show the progress of `num_steps` calls, and yield a function to call after each."""
+    """Show the progress of `num_steps` calls; yield a function to call after each of them."""
     log = log or notes()
     steps, bar = itertools.count(1), ProgressNotes(log, "warming up")
 
@@ -286,7 +286,7 @@ def _show_trials(result: dict[str, Any], rule: Rule) -> None:
 
 
 def _show(title: str, columns: Columns, entries: Sequence[Result], num_names: int) -> None:
-    """Print a table with numbers aligned to the right, if there are entries."""
+    """Print a table with right-aligned numbers if there are entries."""
     table = values.make_table(title, "", columns, entries, num_names)
     if table is None:
         return
@@ -317,7 +317,7 @@ def _show(title: str, columns: Columns, entries: Sequence[Result], num_names: in
 def _finish(
     result: dict[str, Any], options: Measurement, show: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Show results and doubts about them, then write them as JSON.
+    """Show the results and doubts about them, then write them as JSON.
 
     The results are shown first, because writing may fail.
     """

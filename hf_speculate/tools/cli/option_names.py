@@ -1,10 +1,10 @@
-"""Suggest an option of ours for an unknown one."""
+"""Suggest one of our options for an unknown option."""
 
 import pkgutil
 from collections.abc import Collection, Sequence
 from typing import Any
 
-# Names of `generate()` and of other programs -> options of ours.
+# Names in `generate()` and in other programs -> our options.
 _SAME = {
     "--assistant": "--draft",
     "--assistant-model": "--draft",

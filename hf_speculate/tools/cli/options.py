@@ -1,6 +1,6 @@
 """Commands of `hf-speculate` as dataclasses of options, without importing torch or transformers.
 
-typer builds a command from each class. Its instance is passed to the command's function in
+typer builds a command from each class, and passes an instance to the command's function in
 `COMMANDS`.
 """
 
@@ -23,7 +23,7 @@ def _readable(path: Path | None) -> Path | None:
 def names_data_set(path: Path) -> bool:
     """Return whether a path is a parquet file or a name on the Hub.
 
-    A name has two parts, and the first is not a local folder.
+    A name has two parts, the first of which is not a local folder.
     """
     is_name = (
         path.suffix not in (".json", ".jsonl", ".txt")
@@ -175,7 +175,7 @@ class Drafting:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Options for prompts from a data set."""
+    """Options for reading prompts from a data set."""
 
     column: Annotated[
         str | None,
@@ -190,7 +190,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModels(Drafting, Models):
-    """Options for keeping outputs for later runs."""
+    """Options for storing outputs for later runs."""
 
     store: Annotated[
         Path | None,
@@ -256,7 +256,7 @@ class ChatInTerminal(Speculation):
 
 @dataclass(frozen=True, kw_only=True)
 class Ray:
-    """Options of `batch --engine ray`."""
+    """Options for `batch --engine ray`."""
 
     workers: Annotated[int | None, _ray(min=1, help="Actors; default: one per GPU, or one.")] = None
     cpus_per_worker: Annotated[
@@ -310,7 +310,7 @@ class Batch(Ray, Table, StoredModels, Speculation):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Table, Generation, Models):
-    """Options for measuring several methods."""
+    """Options for measuring several decoding methods."""
 
     prompts: Prompts
     num_prompts: Annotated[
@@ -456,7 +456,7 @@ class Doctor:
     as_json: AsJson = False
 
 
-# Options -> name of the command, and module and function of this package. The help keeps this
+# Options -> name of the command, and the module and function in this package. The help keeps this
 # order.
 COMMANDS: dict[type[Models | Doctor], tuple[str, str]] = {
     Generate: ("generate", "generate:run"),

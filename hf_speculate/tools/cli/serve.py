@@ -52,13 +52,13 @@ def serve(
     allowed_hosts: Collection[str] = (),
     has_page: bool = True,
 ) -> int:
-    """Check packages and port, then load an engine and serve it.
+    """Check packages and the port, then load an engine and serve it.
 
     Args:
         load: loads the engine.
         host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        allowed_hosts: further names of this machine in requests.
+        port: port to listen on; 0 for any free port.
+        allowed_hosts: further names of this machine to accept in requests.
         has_page: whether to serve a chat page at /.
     """
     for package in ("fastapi", "uvicorn"):
@@ -77,7 +77,7 @@ def serve(
         note(f"serving {engine.name} on {address}/v1, {rows}{reason}{page}; Ctrl-C stops", style="")
         try:
             if threading.current_thread() is threading.main_thread():
-                # uvicorn raises it again after its shutdown
+                # uvicorn raises the signal again after its shutdown
                 signal.signal(signal.SIGTERM, lambda *_: None)
             with suppress(KeyboardInterrupt):
                 server = app.GracefulServer(engine, _GRACE_S, (host, *allowed_hosts), has_page)

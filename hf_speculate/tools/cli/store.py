@@ -1,4 +1,4 @@
-"""File of `--store`: outputs of earlier runs as a further source of prompt lookup."""
+"""The file for `--store`, whose outputs of earlier runs are a further source for prompt lookup."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ from hf_speculate.tools.cli.console import note
 from hf_speculate.tools.cli.loading import load_tokenizer
 from hf_speculate.tools.cli.options import StoredModels
 
-_LOOKUP_TOKENS = 10  # tokens to copy with `--store` but without `--lookup`
-_BYTES_PER_TOKEN = 640  # twice a token's maximum, because a store drops its older half at once
+_LOOKUP_TOKENS = 10  # number of tokens to copy with `--store` but without `--lookup`
+_BYTES_PER_TOKEN = 640  # twice the maximum per token, because a store drops its older half at once
 
 
 @contextmanager
 def open_store(options: StoredModels, is_main: bool = True) -> Iterator[dict[str, Any]]:
-    """Read the store of a command, and yield arguments of `generate()`.
+    """Read the store of a command; yield arguments of `generate()`.
 
-    At the end, also after an error, the main process writes the store.
+    At the end, even after an error, the main process writes the store.
     """
     if options.store is None:
         yield {}

@@ -1,4 +1,4 @@
-"""Check fields of `GenerationConfig` in `--set`; transformers finds wrong values late or never."""
+"""Check fields of `GenerationConfig` in `--set`; transformers detects errors late or never."""
 
 import math
 from typing import Any
@@ -76,7 +76,7 @@ def check_fields(options: dict[str, Any]) -> None:
         if name in _CHECKS:
             _CHECKS[name](name, value)
     try:
-        # Without `do_sample`, settings for sampling would give a warning.
+        # Without `do_sample`, settings for sampling would trigger a warning.
         GenerationConfig(**set_options, do_sample=True).validate()
     except (AttributeError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())

@@ -1,1 +1,1 @@
-"""Decodes a data set of prompts into a file of results."""
+"""Decode a data set of prompts into a file of results."""

@@ -1,4 +1,4 @@
-"""Decode the unfinished rows of a data set, split over the ranks of a launcher."""
+"""Decode the unfinished rows of a data set, split among the ranks of a launcher."""
 
 import json
 import math
@@ -26,22 +26,22 @@ Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Progress of a data set."""
+    """The progress of decoding a data set."""
 
     path: Path  #: file of the results
-    #: rows of the data set; during a run of several ranks, this rank's unfinished rows
+    #: number of rows in the data set; during a run with several ranks, this rank's unfinished rows
     num_rows: int
     num_resumed: int = 0  #: rows finished before this run
     num_finished: int = 0  #: rows finished so far
-    num_tokens: int = 0  #: new tokens of this run
-    num_drafted: int = 0  #: drafted tokens of this run
-    num_accepted: int = 0  #: accepted tokens of this run
-    num_rounds: int = 0  #: rounds of this run, summed over rows
-    num_failed: int = 0  #: rows of this run with an error
+    num_tokens: int = 0  #: new tokens in this run
+    num_drafted: int = 0  #: drafted tokens in this run
+    num_accepted: int = 0  #: accepted tokens in this run
+    num_rounds: int = 0  #: rounds in this run, summed over rows
+    num_failed: int = 0  #: rows in this run with an error
     num_in_flight: int = 0  #: rows in progress, if rows are refilled
-    #: reason for static batches where refilled rows were requested; empty otherwise
+    #: why batches were static although refilling was requested; empty otherwise
     fallback: str = ""
-    seconds: float = 0.0  #: seconds since the first batch, loading included
+    seconds: float = 0.0  #: seconds since the first batch, including loading
 
     @property
     def acceptance_rate(self) -> float:
@@ -50,12 +50,12 @@ class DatasetReport:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per row and round, the bonus token included; 0 before the first round."""
+        """Tokens per row and round, including the bonus token; 0 before the first round."""
         return (self.num_accepted + self.num_rounds) / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second of this run; 0 before the first batch."""
+        """New tokens per second in this run; 0 before the first batch."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def results(self) -> Iterator[dict[str, Any]]:
@@ -76,7 +76,7 @@ def decode_job(
     Args:
         job: rows and files.
         make_batches: groups unfinished rows into batches.
-        engine: decodes batches, given a seed and a callback for started rows.
+        engine: decodes batches, given a seed and a callback for rows that are started.
         ranks: this process and its launcher.
         on_batch: called with this rank's progress after each result of the engine.
 
@@ -90,7 +90,7 @@ def decode_job(
         seed, finished = job.begun_seed(), ids_in(job.output)
         unfinished = [row for row in job.rows if row.key not in finished]
         batches = list(make_batches(unfinished))[ranks.index :: ranks.num] if unfinished else []
-        num_before = len(finished) if ranks.num == 1 else 0  # each rank reports its own rows only
+        num_before = len(finished) if ranks.num == 1 else 0  # each rank reports only its own rows
         report = DatasetReport(
             job.output, num_before + sum(map(len, batches)), num_before, num_finished=num_before
         )
@@ -146,37 +146,37 @@ def decode_dataset(
 ) -> DatasetReport:
     """Decode prompts into a file with one JSON object per line; an interrupted run resumes.
 
-    A finished row is refilled with the next prompt, the longest prompts first. Each result is on
-    the disk before further rows start: a killed process loses the rows in flight. A line has "id",
+    A finished row is refilled with the next prompt, longest prompts first. Each result is on disk
+    before further rows start, so a killed process only loses the rows in flight. A line has "id",
     "text" (the new text), "num_tokens", "finish_reason" ("stop", "length" or "error") and the
-    prompt's extra fields. An error ends its row only, and the row's line has an "error". The folder
-    `<output>.run` holds the state for a later run.
+    prompt's extra fields. An error only ends its own row, and the row's line has an "error". The
+    folder `<output>.run` holds the state for a later run.
 
     Fields of a prompt named "max_new_tokens", "stop_strings", "seed", "temperature", "top_k",
-    "top_p", "min_p", "typical_p", "repetition_penalty" or "no_repeat_ngram_size" replace the
+    "top_p", "min_p", "typical_p", "repetition_penalty" or "no_repeat_ngram_size" override the
     arguments for its row.
 
-    If rows cannot be refilled, with a custom drafter for example, static batches of prompts of
+    If rows cannot be refilled, for example with a custom drafter, static batches of prompts of
     similar length are decoded. If `accelerate launch` or `torchrun` started several processes, each
-    decodes its share with its own model. All must call this function with the same arguments and
-    share the folder of the output.
+    decodes its share with its own model. All processes must call this function with the same
+    arguments and share the output folder.
 
     Args:
         model: the target, enabled or not, with or without a PEFT wrapper.
-        tokenizer: tokenizer of the target; not changed.
+        tokenizer: tokenizer of the target; it is not modified.
         prompts: a file with one JSON value per line, or an iterable of such values: strings, or
             objects with "prompt", "text", "messages" or "turns" (the first entry is used), and
             optionally "id" (default: the line's number).
-        output: file of the results; created if it does not exist, and only appended to.
+        output: file for the results; created if it does not exist, and otherwise appended to.
         max_new_tokens: maximum number of new tokens per row, >= 1.
         batch_size: rows decoded at once, >= 1.
         static_batches: whether to decode one batch after another, each until its slowest row ends.
-        seed: seed of the data set when sampling; each row's seed is derived from it and from the
-            row's id. None draws a seed and keeps it for later runs.
-        is_chat: whether to apply the chat template to texts too, as it is to messages.
-        is_ordered: whether to sort the finished output like the prompts.
-        if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings differ from
-            the earlier run's.
+        seed: seed of the data set for sampling; each row's seed is derived from it and the row's
+            id. None draws a seed and stores it for later runs.
+        is_chat: whether to apply the chat template to texts as well as to messages.
+        is_ordered: whether to sort the finished output in the order of the prompts.
+        if_changed: what to do with finished rows if prompts or settings differ from the earlier
+            run: "refuse", "keep" or "restart".
         on_batch: called with this process's progress after each batch or finished row.
         **arguments: arguments of `generate()`, such as `assistant_model`.
 
@@ -185,7 +185,7 @@ def decode_dataset(
 
     Raises:
         ConfigError: a prompt is invalid, ids repeat, the output belongs to another run, or a
-            setting is wrong.
+            setting is invalid.
         UnsupportedModelError: the model is distributed over several processes.
     """
     model, rows = unwrapped(model), read_rows(prompts)

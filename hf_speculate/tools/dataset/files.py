@@ -1,4 +1,4 @@
-"""Files of a data set's run; they survive a kill of the process and let a run resume."""
+"""The files of a data set's run, which survive a killed process and let a run resume."""
 
 import codecs
 import json
@@ -24,7 +24,7 @@ _FORMAT = 1
 
 
 def append_json(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line per value and flush them to the disk."""
+    """Append one line per value, and flush the lines to disk."""
     _append(
         path, "".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in values).encode()
     )
@@ -58,7 +58,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def read_results(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield id and line of each result; a missing file has none."""
+    """Yield the id and line of each result; nothing if the file is missing."""
     seen: set[str] = set()
     if not path.exists():
         return
@@ -84,9 +84,9 @@ def ids_in(path: Path) -> set[str]:
 
 
 def move_results(part: Path, whole: Path) -> None:
-    """Move the results of one file to the end of another.
+    """Move the results from one file to the end of another.
 
-    After a kill at any time the move can be repeated.
+    The move can be repeated if the process is killed at any point.
     """
     cut_torn_line(part)
     moved_ids = ids_in(whole)
@@ -96,21 +96,21 @@ def move_results(part: Path, whole: Path) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """Rows to decode, output and run folder.
+    """The rows to decode, the output, and the run folder.
 
-    The folder `<output>.run` has three kinds of files. `manifest.json` holds a digest of the
-    prompts, the settings and the seed. `rank-N.jsonl` holds results of rank N before they are moved
-    to the output. `begun-N.jsonl` holds the ids of each batch started by rank N, the running batch
-    last.
+    The folder `<output>.run` has three kinds of files. `manifest.json` contains a digest of the
+    prompts, the settings and the seed. `rank-N.jsonl` contains results of rank N before they are
+    moved to the output. `begun-N.jsonl` contains the ids of each batch that rank N has started, the
+    running batch last.
     """
 
-    rows: Sequence[Row]  # in the order of the prompts
-    output: Path  # file of the results, one line each
-    # settings with an effect on texts, as JSON values; must be equal in a resumed run
+    rows: Sequence[Row]  # rows in the order of the prompts
+    output: Path  # file for the results, one line each
+    # settings that affect texts, as JSON values; must be equal in a resumed run
     settings: Mapping[str, Any]
-    seed: int | None = None  # seed of the data set; None draws a seed and keeps it for later runs
-    is_ordered: bool = False  # whether to sort the finished output like the prompts
-    # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
+    seed: int | None = None  # seed of the data set; None to draw a seed and store it for later runs
+    is_ordered: bool = False  # whether to sort the output in the order of the prompts
+    # what to do with finished rows if prompts or settings have changed: "refuse", "keep", "restart"
     if_changed: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -133,9 +133,9 @@ class Job:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the output against other runs; the lock of a killed process is released.
+        """Lock the output against other runs; the lock is released if the process is killed.
 
-        If no row was started by the end, the run folder is removed.
+        The run folder is removed at the end if no row was started.
         """
         if self.output.exists() and not self.manifest.exists():
             raise ConfigError(
@@ -208,7 +208,7 @@ class Job:
         return int(manifest["seed"])
 
     def result_paths(self) -> list[Path]:
-        """List the places of finished rows: the output, and the run folder if it has any."""
+        """List the files with finished rows: the output, and files in the run folder."""
         has_parts = any(self.folder.glob("rank-*.jsonl"))
         return [self.output] * self.output.exists() + [self.folder] * has_parts
 
@@ -251,7 +251,7 @@ class Job:
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Describe the differences of two manifests, with both values."""
+    """Describe the differences between two manifests, with both values."""
     changes = ["prompts"] if before["prompts"] != after["prompts"] else []
     old, new = ({"seed": manifest["seed"], **manifest["settings"]} for manifest in (before, after))
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]

@@ -1,4 +1,4 @@
-"""Decode batches of a data set on actors of Ray Data."""
+"""Decode batches of a data set on Ray Data actors."""
 
 import json
 import logging
@@ -27,25 +27,25 @@ def decode_on_ray(
     ray_address: str | None = None,
     num_attempts: int = 3,
 ) -> Iterator[Decoded]:
-    """Decode batches on actors, and yield results as they arrive.
+    """Decode batches on actors; yield results as they arrive.
 
     Ray restarts a dead actor with its batch.
 
     Args:
         make_decoder: loads the models of an actor.
-        batches: rows of equal settings.
+        batches: batches of rows with equal settings.
         seed: seed of the data set.
-        workers: number of actors, each with its own models.
-            None takes one per GPU, or one without GPUs.
-        cpus_per_worker: CPUs reserved for each actor without a GPU; also its number of threads.
-        gpus_per_worker: GPUs reserved for each actor.
-            None takes 1 if the cluster has GPUs, else 0.
-        ray_address: address of the cluster.
-            None takes RAY_ADDRESS, a running local cluster, or a new one.
-        num_attempts: maximum number of starts of a batch.
+        workers: number of actors, each with its own models. None for one per GPU, or one if there
+            are no GPUs.
+        cpus_per_worker: CPUs reserved for each actor without a GPU, and its number of threads.
+        gpus_per_worker: GPUs reserved for each actor. None for 1 if the cluster has GPUs, otherwise
+            0.
+        ray_address: address of the cluster. None for RAY_ADDRESS, a running local cluster, or a new
+            cluster.
+        num_attempts: maximum number of times that a batch is started.
 
     Raises:
-        ConfigError: the cluster is too small or not found, or a batch failed in an actor.
+        ConfigError: the cluster is too small or cannot be found, or a batch failed in an actor.
     """
     ray: Any = _connected(ray_address)
     resources, num_workers = resources_of(
@@ -89,9 +89,9 @@ def _counter(ray: Any) -> Any:
 
 @dataclass
 class _Worker:
-    """Models of one actor.
+    """The models of one actor.
 
-    User errors are returned as text; others are raised in Ray.
+    User errors are returned as text; other errors are raised in Ray.
     """
 
     make_decoder: Callable[[], RowDecoder]
@@ -122,7 +122,7 @@ class _Worker:
 
 
 def _connected(address: str | None) -> Any:
-    """Connect Ray to a cluster, without usage reports, and return the module."""
+    """Connect Ray to a cluster, without usage reports; return the module."""
     ray = import_extra("ray", "ray")
     import_extra("ray.data", "ray")
     if not ray.is_initialized():
@@ -156,7 +156,7 @@ def resources_of(
     gpus = min(cluster.get("GPU", 0.0), 1.0) if gpus_per_worker is None else gpus_per_worker
     name, needed = ("GPU", gpus) if gpus else ("CPU", cpus_per_worker)
     available = cluster.get(name, 0.0)
-    # Ray's integer units avoid rounding: 1 / 0.2 in floating point is less than 5.
+    # Ray's integer units avoid rounding, since 1 / 0.2 in floating point is less than 5.
     num_units, worker_units = round(available * _UNITS), max(round(needed * _UNITS), 1)
     num_fitting = num_units // worker_units
     if gpus and worker_units < _UNITS:  # a fraction of a GPU never spans two GPUs

@@ -1,4 +1,4 @@
-"""Ranks of a launcher: processes with a whole model each, and a share of the rows."""
+"""Ranks of a launcher: processes that each have a whole model and a share of the rows."""
 
 import os
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from hf_speculate.engine.ranks import find_ranks as ranks_of_call
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.errors import UnsupportedModelError, import_extra
 
-# At the end ranks wait for the slowest one. If one dies, the launcher ends all of them.
+# At the end, ranks wait for the slowest rank. If one dies, the launcher terminates all of them.
 _TIMEOUT = timedelta(days=30)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of a launcher."""
+    """This process among the processes of a launcher."""
 
-    index: int = 0  # number of this process; process 0 is the main one
+    index: int = 0  # index of this process; process 0 is the main process
     num: int = 1  # number of processes
     state: Any = None  # accelerate's `PartialState`; None for a single process
 
@@ -44,7 +44,7 @@ class Ranks:
 
 
 def find_ranks(is_cpu: bool = False) -> Ranks:
-    """Find the ranks of `accelerate launch` or `torchrun`; a single one without a launcher."""
+    """Find the ranks of `accelerate launch` or `torchrun`; without a launcher, a single rank."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Ranks()
     partial_state = import_extra("accelerate", "ranks").PartialState

@@ -35,10 +35,11 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 
 
 class RowEnds:
-    """End of each row, found after decoding.
+    """The end of each row, determined after decoding.
 
-    The output does not show it: rows without an EOS token go on until the last row has stopped.
-    Row-wise criteria run again on the output. Calls of the others are recorded while decoding.
+    The output does not contain it, since rows without an EOS token go on until the last row has
+    stopped. Row-wise criteria run again on the output. Calls of other criteria are recorded during
+    decoding.
     """
 
     def __init__(self, own: Iterable[StoppingCriteria], users: Iterable[Any]):
@@ -55,7 +56,7 @@ class RowEnds:
         self._row_wise = BlockStoppingCriteria([*own, *row_wise])
 
     def find(self, token_ids: Tensor, prompt_len: int) -> list[int | None]:
-        """Count the new tokens of each row up to its end, the last one included.
+        """Count the new tokens of each row up to and including its last token.
 
         Args:
             token_ids: [B, T] int64, prompts and new tokens.
@@ -80,7 +81,7 @@ class RowEnds:
 
 
 class _Watched(StoppingCriteria):
-    """Wrapper that records a user criterion's first verdicts.
+    """Wrapper that records when a user criterion first ends each row.
 
     `first_lens` maps each ended row to its length at the first verdict.
     """
@@ -89,7 +90,7 @@ class _Watched(StoppingCriteria):
         self._criterion = criterion
         self.first_lens: dict[int, int] = {}
         if hasattr(criterion, "eos_token_id"):
-            self.eos_token_id = criterion.eos_token_id  # plain generate() then pads ended rows
+            self.eos_token_id = criterion.eos_token_id  # lets plain generate() pad ended rows
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         answer = self._criterion(input_ids, scores, **kwargs)
@@ -103,7 +104,7 @@ class _Watched(StoppingCriteria):
 
 
 OnBegin = Callable[[Sequence[Row]], None]  # called with rows before they are decoded
-# Arguments set by the data set, or with an effect of the batch on a row's text.
+# Arguments that the data set sets, or that let the batch affect a row's text.
 RESERVED_ARGUMENTS = [
     "attention_mask",
     "cache",
@@ -122,7 +123,7 @@ RESERVED_ARGUMENTS = [
 
 
 class Decoded(NamedTuple):
-    """Results of a batch, and its counts."""
+    """The results of a batch, and its counts."""
 
     results: list[dict[str, Any]]  # a JSON object per row
     num_drafted: int
@@ -130,7 +131,7 @@ class Decoded(NamedTuple):
     num_rounds: int
     num_failed: int = 0
     num_in_flight: int = 0  # rows in progress
-    # reason for static batches where refilled rows were requested; empty otherwise
+    # why batches are static although refilling was requested; empty otherwise
     fallback: str = ""
 
     @property
@@ -140,16 +141,16 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class RowDecoder:
-    """Decoder of batches with one model.
+    """Decoder for batches with one model.
 
-    When sampling, each row has its own seed.
+    For sampling, each row has its own seed.
     """
 
     model: PreTrainedModel  # the target, enabled or not
-    tokenizer: PreTrainedTokenizerBase  # tokenizer of the target; not changed
-    # arguments of `generate()` with `max_new_tokens`, without `RESERVED_ARGUMENTS`
+    tokenizer: PreTrainedTokenizerBase  # tokenizer of the target; not modified
+    # arguments of `generate()`, including `max_new_tokens` but no `RESERVED_ARGUMENTS`
     arguments: Mapping[str, Any]
-    is_chat: bool = False  # whether to apply the chat template to texts too
+    is_chat: bool = False  # whether to apply the chat template even to texts
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrapped(self.model))
@@ -163,16 +164,16 @@ class RowDecoder:
 
     @property
     def samples(self) -> bool:
-        """Whether rows are sampled, by the arguments or the model's generation config."""
+        """Whether rows are sampled, from the arguments or the model's generation config."""
         return bool(self._setting("do_sample"))
 
     def decode_all(
         self, batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin, num_refilled: int
     ) -> Iterator[Decoded]:
-        """Decode all batches, with refilled rows if possible, else batch by batch.
+        """Decode all batches, refilling rows if possible, otherwise batch by batch.
 
         Args:
-            batches: rows, each batch of equal settings.
+            batches: batches of rows with equal settings.
             seed: seed of the data set.
             on_begin: called with rows before they are decoded.
             num_refilled: number of rows decoded at once with refilling; 0 for static batches.
@@ -216,7 +217,7 @@ class RowDecoder:
             raise _out_of_memory(decoder.num_rows, "at once") from error
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
-        """Decode B rows of equal settings in one left-padded batch."""
+        """Decode B rows with equal settings in one left-padded batch."""
         return self._for_row(rows[0])._decode(rows, seed)
 
     def _decode(self, rows: Sequence[Row], seed: int) -> Decoded:
@@ -271,7 +272,7 @@ class RowDecoder:
 
         Args:
             row: the row.
-            ids: its new tokens, perhaps padded.
+            ids: the row's new tokens, perhaps padded.
             num_new: number of new tokens up to the end.
                 None if no criterion ended the row.
         """
@@ -300,7 +301,7 @@ class RowDecoder:
 
     @cached_property
     def _own_criteria(self) -> list[StoppingCriteria]:
-        """Criteria made by `generate()` from EOS tokens and stop strings."""
+        """Return the criteria that `generate()` makes from EOS tokens and stop strings."""
         eos, stop_strings = self._eos_token_ids, self._setting("stop_strings")
         criteria: list[StoppingCriteria] = [EosTokenCriteria(eos)] if eos else []
         if stop_strings is not None:
@@ -330,7 +331,7 @@ class RowDecoder:
         return setting(self.model, self.arguments, name)
 
     def _verifier(self) -> dict[str, str]:
-        """Return the verifier for sampling without a draft source, with a seed per row."""
+        """Return the verifier for sampling without a draft source but with a seed per row."""
         if not self.samples:
             return {}
         set_fields = {name: value for name, value in self.arguments.items() if name in FIELD_NAMES}

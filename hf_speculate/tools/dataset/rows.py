@@ -1,4 +1,4 @@
-"""Read rows of a data set, prompts with ids; encode them, and group them by length."""
+"""Read the rows of a data set, which are prompts with ids; encode and group them by length."""
 
 import codecs
 import hashlib
@@ -18,14 +18,14 @@ from hf_speculate.field_checks import Check, integer, is_list, real
 # the first of "turns" is the prompt, as in Spec-Bench's files
 PROMPT_NAMES = ("messages", "prompt", "text", "turns")
 ID_NAMES = ("id", "question_id")
-# names of a result, forbidden for extra fields
+# names used in a result, which extra fields must not have
 RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")
-_MAX_NOTES = 19  # errors shown after the first
+_MAX_NOTES = 19  # number of errors shown after the first
 _LEFT_OUT = "leave it out for the run's own"
 _FROM_0 = integer("an int of at least 0", 0, math.inf, _LEFT_OUT)
 _POSITIVE = real("above 0 and finite", lambda value: 0 < value < math.inf, _LEFT_OUT)
 _SHARE = real("in (0, 1]", lambda value: 0 < value <= 1, _LEFT_OUT)
-# Fields of a line used as arguments of `generate()` for its row.
+# Fields of a line that are arguments of `generate()` for its row.
 ROW_SETTINGS: dict[str, Check] = {
     "max_new_tokens": integer("an int of at least 1", 1, math.inf, _LEFT_OUT),
     "stop_strings": Check(
@@ -48,14 +48,14 @@ ROW_SETTINGS: dict[str, Check] = {
     "repetition_penalty": _POSITIVE,
     "no_repeat_ngram_size": _FROM_0,
 }
-# settings for sampling only
+# settings that only apply to sampling
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 class Problems:
     """Collector of errors.
 
-    Each entry is read by `with problems: read(entry)`, and `check` raises the errors.
+    Read each entry with `with problems: read(entry)`; `check` raises the errors.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Problems:
         return False
 
     def check(self) -> None:
-        """Raise the first error with the others as its notes."""
+        """Raise the first error, with the others as notes."""
         if not self._errors:
             return
         first, *others = self._errors
@@ -86,11 +86,11 @@ class Problems:
 
 @dataclass(frozen=True)
 class Row:
-    id: str | int  # the passed id, else the line's number
+    id: str | int  # the given id, or the line number
     content: str | list[dict[str, Any]]  # text, or chat messages
     extras: dict[str, Any] = field(default_factory=dict)  # further fields, copied to the result
     source: str = "the prompt"  # file and line, for error messages
-    num_turns: int = 1  # number of turns in the data set; `content` is the first
+    num_turns: int = 1  # number of turns in the data set; `content` is the first turn
 
     @property
     def key(self) -> str:
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def category(self) -> str:
-        """Category of a benchmark's question, or an empty string."""
+        """The category of a benchmark's question; empty if there is none."""
         return str(self.extras.get("category", ""))
 
 
@@ -118,7 +118,7 @@ def read_rows(
         prompts: a file with one JSON value per line, or an iterable of such values.
             A value is a string, or an object with a prompt and optionally an id.
         column: name of the prompt's field.
-            None takes one of `PROMPT_NAMES`.
+            None for one of `PROMPT_NAMES`.
     """
     entries: Iterable[tuple[int, Any, str]]
     if isinstance(prompts, str | Path):
@@ -135,15 +135,15 @@ def read_rows(
 
 
 def rows_of(entries: Iterable[tuple[int, Any, str]], column: str | None = None) -> list[Row]:
-    """Make rows of entries.
+    """Make rows from entries.
 
     Args:
-        entries: number, value and source of each row; a value in bytes is a line of JSON.
+        entries: number, value and source of each row; a value of type bytes is a line of JSON.
         column: name of the prompt's field.
-            None takes one of `PROMPT_NAMES`.
+            None for one of `PROMPT_NAMES`.
 
     Raises:
-        ConfigError: entries are invalid; the error's notes name further ones.
+        ConfigError: an entry is invalid; the error's notes name further invalid entries.
     """
     rows: dict[str, Row] = {}
     problems = Problems()
@@ -168,7 +168,7 @@ def rows_of(entries: Iterable[tuple[int, Any, str]], column: str | None = None) 
 
 
 def lines_of(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, bytes, str]]:
-    """Yield number, content and source of each line, without blank lines."""
+    """Yield the number, content and source of each line that is not blank."""
     for number, marked_line in enumerate(lines, 1):
         line = marked_line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
@@ -185,7 +185,7 @@ def _decoded(line: bytes, source: str) -> Any:
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """Compute a digest of the rows' ids, contents and extra fields, in order."""
+    """Compute a digest over the rows' ids, contents and extra fields, in order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(_encoded(row) + b"\n")
@@ -199,9 +199,9 @@ def _encoded(row: Row) -> bytes:
 
 
 def entry_of(record: Any, column: str, source: str) -> dict[str, Any]:
-    """Make an entry with a record's field as its prompt.
+    """Make an entry whose prompt is a field of a record.
 
-    Other fields with names of prompts or results are left out.
+    Other fields whose names are used for prompts or results are left out.
 
     Raises:
         ConfigError: the record has no such field.
@@ -271,7 +271,7 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
     return row
 
 
-# Errors of missing chat templates, and of templates for unsupported messages.
+# Errors for missing chat templates, and errors of templates for unsupported messages.
 _TEMPLATE_ERRORS = (
     TemplateError,
     AttributeError,
@@ -291,14 +291,14 @@ def token_ids_of(
     """Encode a row.
 
     Args:
-        row: its messages pass through the chat template.
+        row: the row; messages pass through the chat template.
         tokenizer: tokenizer of the target.
-        is_chat: whether to apply the chat template to a text too.
+        is_chat: whether to apply the chat template even to a text.
         template_options: arguments of the chat template.
             None for its defaults.
 
     Raises:
-        ConfigError: the row has no token, or the chat template does not fit its messages.
+        ConfigError: the row has no tokens, or the chat template does not fit its messages.
     """
     encoded: Any
     if isinstance(row.content, str) and not is_chat:
@@ -335,8 +335,8 @@ def encode_rows(
     """Encode each row.
 
     Raises:
-        ConfigError: a row has no token, or does not fit the chat template; the error's notes name
-            further ones.
+        ConfigError: a row has no tokens, or does not fit the chat template; the error's notes name
+            further rows.
     """
     problems, encoded = Problems(), []
     for row in rows:
@@ -347,10 +347,10 @@ def encode_rows(
 
 
 def check_settings(rows: Sequence[Row], do_sample: bool, hint: str) -> None:
-    """Check the rows' settings: greedy decoding takes none for sampling.
+    """Check that rows have no settings for sampling if decoding is greedy.
 
     Raises:
-        ConfigError: a row has such a setting; the error's notes name further ones.
+        ConfigError: a row has such a setting; the error's notes name further rows.
     """
     problems = Problems()
     for row in rows if not do_sample else ():
@@ -368,9 +368,9 @@ def check_settings(rows: Sequence[Row], do_sample: bool, hint: str) -> None:
 def batches_of(
     rows: Sequence[Row], batch_size: int, tokenizer: PreTrainedTokenizerBase, is_chat: bool
 ) -> list[list[Row]]:
-    """Group rows of equal settings into batches, longest rows first.
+    """Group rows with equal settings into batches, longest rows first.
 
-    A batch too large for the memory then fails at the start.
+    Hence, a batch that is too large for the memory fails at the start.
     """
     batches: list[list[Row]] = []
     open_batches: dict[str, list[Row]] = {}  # settings -> batch with room

@@ -1,4 +1,4 @@
-"""Read prompts from a column of a data set: one of the Hub, or a local parquet file."""
+"""Read prompts from a column of a data set on the Hub or in a local parquet file."""
 
 import json
 from collections.abc import Iterator
@@ -18,11 +18,9 @@ def read_data_set(
 
     Args:
         path: a parquet file, or the name of a data set on the Hub.
-        column: column of the prompts: texts, chats or turns.
-            None takes one of `PROMPT_NAMES`.
+        column: column with the prompts (texts, chats or turns). None for one of `PROMPT_NAMES`.
         split: split of a data set on the Hub.
-        subset: subset of a data set on the Hub.
-            None takes the default.
+        subset: subset of a data set on the Hub. None for the default.
 
     Raises:
         ConfigError: the data set cannot be read, or has no such column.
@@ -36,7 +34,7 @@ def read_data_set(
             loaded = datasets.load_dataset("parquet", data_files=str(path), split="train")
         else:
             loaded = datasets.load_dataset(path.as_posix(), subset, split=split)
-    except Exception as error:  # datasets raises errors of all types
+    except Exception as error:  # datasets raises errors of any type
         reason = " ".join(str(error).split())[:_REASON_LEN]
         where = f"parquet in {path}" if is_file else f"{path.as_posix()} on the Hub"
         raise ConfigError(
@@ -50,7 +48,7 @@ def read_data_set(
 
 
 def _records(loaded: Any, name: str) -> Iterator[tuple[int, Any, str]]:
-    """Yield number, JSON-serialisable fields and source of each record."""
+    """Yield the number, the JSON-serialisable fields and the source of each record."""
     for number, record in enumerate(loaded, 1):
         fields = {
             key: value for key, value in record.items() if value is not None and _is_json(value)
@@ -61,7 +59,7 @@ def _records(loaded: Any, name: str) -> Iterator[tuple[int, Any, str]]:
 def _is_json(value: Any) -> bool:
     try:
         json.dumps(value)
-    except (TypeError, ValueError):  # pictures, times and bytes
+    except (TypeError, ValueError):  # images, times and bytes
         return False
     return True
 

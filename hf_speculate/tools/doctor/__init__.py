@@ -1,1 +1,1 @@
-"""Check the devices of this machine: `hf-speculate doctor`."""
+"""Check the devices of this machine, for `hf-speculate doctor`."""

@@ -1,4 +1,4 @@
-"""Check a device: Triton kernels, CUDA graphs, and texts of a small pair."""
+"""Check a device: Triton kernels, CUDA graphs, and the texts of a small pair."""
 
 import copy
 from collections import Counter
@@ -25,15 +25,15 @@ _OPERATIONS = (
     "typical",
 )
 _VOCAB_SIZE, _HEAD_WIDTH = 512, 16
-_SPREAD = 0.2  # spread of weights; texts must depend on the tokens read
-_NOISE = 0.05  # noise of the draft's weights, relative to the spread
+_SPREAD = 0.2  # standard deviation of the weights; texts must depend on the tokens read
+_NOISE = 0.05  # noise in the draft's weights, relative to the spread
 _PROMPT_LENS = (24, 21, 9, 1)
 
 
 class Sizes(NamedTuple):
-    """Sizes of rounds, models and texts in checks."""
+    """Sizes of the rounds, models and texts in checks."""
 
-    # columns of the kernels' rows; odd, so rows start at addresses of any alignment
+    # columns in the kernels' rows; odd, so that rows start at addresses of any alignment
     vocab_size: int = 50_257
     num_draft_tokens: int = 5  # in the kernels' rounds
     kernel_dtype: torch.dtype = torch.bfloat16
@@ -47,7 +47,7 @@ class WrongResultError(Exception):
 
 
 def check_kernels(device: torch.device, sizes: Sizes) -> str:
-    """Compare the Triton kernels with their torch references, on ordinary and hostile rows."""
+    """Compare the Triton kernels with their torch references on ordinary and hostile rows."""
     names = *_OPERATIONS, SAMPLE, WARP, WARPED_DRAW
     rounds = [(name, False) for name in names] + [(name, True) for name in _OPERATIONS]
     for name, is_hostile in rounds:
@@ -64,9 +64,9 @@ def check_kernels(device: torch.device, sizes: Sizes) -> str:
 def check_texts(graphs: str, device: torch.device, sizes: Sizes) -> str:
     """Compare greedy texts with plain decoding; they may differ at near-ties.
 
-    With `graphs` "auto" each call is repeated; the first call captures and tries the graphs. Both
-    models must run from graphs, unless the trial finds them not faster. Between the calls, other
-    code allocates memory and drops cuBLAS workspaces.
+    If `graphs` is "auto", each call is repeated, since the first call captures and tries the
+    graphs. Both models must run from graphs, unless the trial finds that these are not faster.
+    Between the calls, other code allocates memory and drops cuBLAS workspaces.
     """
     num_texts, slow = Counter[str](), False
     for dtype in (torch.float32, torch.float16 if device.type == "mps" else torch.bfloat16):
@@ -79,7 +79,7 @@ def check_texts(graphs: str, device: torch.device, sizes: Sizes) -> str:
                     draft,
                     _prompts(device, batch_size),
                     max_new_tokens=sizes.max_new_tokens,
-                    verifier_backend="torch",  # kernels have a check of their own
+                    verifier_backend="torch",  # kernels have their own check
                     speculation_graphs=graphs,
                     speculation_stats=stats,
                 )
@@ -107,7 +107,7 @@ CHECKS: dict[str, Callable[[torch.device, Sizes], str]] = {
 def _pair(
     device: torch.device, dtype: torch.dtype, width: int
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return a small target and a similar draft, the same at every call."""
+    """Return a small target and a similar draft, which are the same in every call."""
     num_heads = width // _HEAD_WIDTH
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
@@ -148,12 +148,12 @@ def _prompts(device: torch.device, batch_size: int) -> dict[str, Tensor]:
 
 
 def _disturb(device: torch.device) -> None:
-    """Allocate memory and drop workspaces, as other code on the device may do between two calls."""
+    """Allocate memory and drop workspaces, like other code on the device between two calls."""
     garbage = [torch.full((1 << power,), torch.nan, device=device) for power in range(8, 20)]
     side = torch.ones(96, 96, device=device)
     torch.mm(side, side)
     del garbage, side
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        # As torch.compile does; builds for CPUs lack it.
+        # torch.compile does the same; CPU builds lack this function.
         getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()

@@ -1,4 +1,4 @@
-"""Run a check in a separate process with a time limit, so device faults end only the check."""
+"""Run a check in a separate process with a time limit, so device faults only end the check."""
 
 import multiprocessing
 import os
@@ -36,7 +36,7 @@ def run_check(
     limit_s: float,
     enter: Callable[[], AbstractContextManager[Any]],
 ) -> Seen:
-    """Run the check `name` of `CHECKS` in a new process, in the context made there by `enter`."""
+    """Run the check `name` from `CHECKS` in a new process, within the context made by `enter`."""
     has_forkserver = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if has_forkserver else "spawn")
     if has_forkserver:
@@ -71,7 +71,7 @@ def _received(receive: Connection, process: Any, log: Path, limit_s: float) -> t
 
 
 def _how_it_ended(exit_code: int | None, log: Path) -> str:
-    """Describe the end of a process, with its last printed line."""
+    """Describe how a process ended, with the last line that it printed."""
     how = f"its process ended with status {exit_code}"
     if exit_code is not None and exit_code < 0:
         with suppress(ValueError):
@@ -94,7 +94,7 @@ def _serve(
         with suppress(OSError, ValueError):
             os.dup2(descriptor, stream.fileno())
     torch.manual_seed(0)
-    # tiny models gain nothing from threads, and on a busy machine these wait for each other
+    # tiny models gain nothing from threads, which wait for each other on a busy machine
     torch.set_num_threads(1)
     with enter():
         send.send(_answer(name, torch.device(device), sizes))

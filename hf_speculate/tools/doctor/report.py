@@ -14,7 +14,8 @@ from hf_speculate.kernels.backends import runs_kernels
 from hf_speculate.tools.doctor.checks import GRAPHS, KERNELS, TEXTS, Sizes
 from hf_speculate.tools.doctor.process import WRONG, Seen, run_check
 
-# per check, with the start of its process; Triton compiles some thirty kernels on a new machine
+# per check, including the start of its process; Triton compiles about thirty kernels on a new
+# machine
 LIMIT_S = 120.0
 # Advice for failed checks, by name.
 SETTINGS = {
@@ -29,7 +30,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Device(NamedTuple):
     """A device of this machine."""
 
-    name: str  # name in torch, for example "cuda:0"
+    name: str  # name of the device in torch, for example "cuda:0"
     title: str
     facts: dict[str, Any]
     checks: Sequence[str]  # names in `CHECKS`
@@ -43,13 +44,13 @@ class DeviceReport(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Settings to change; empty if all checks passed."""
+        """The settings to change; empty if all checks passed."""
         wrong = [SETTINGS[seen.name] for seen in self.seen if seen.result == WRONG]
         return f"{self.device.name}: set {', '.join(wrong)}" if wrong else ""
 
 
 class DoctorReport(NamedTuple):
-    """Report on all devices; `str` renders it."""
+    """The report on all devices; `str` renders it."""
 
     versions: dict[str, str]
     devices: Sequence[DeviceReport]
@@ -61,7 +62,7 @@ class DoctorReport(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Settings to change on each device with failed checks, in one line, or empty."""
+        """The settings to change on each device with failed checks, in one line; may be empty."""
         return "; ".join(filter(None, (device.advice for device in self.devices)))
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,13 +98,11 @@ def examine(
     """Run the checks of devices.
 
     Args:
-        devices: the devices.
-            None for all devices of this machine.
-        sizes: sizes of models and rounds.
-            None for the usual ones.
-        limit_s: seconds of a check.
-        enter: makes a context in the process of each check.
-        say: called with each result in words.
+        devices: the devices to check. None for all devices of this machine.
+        sizes: sizes of models and rounds. None for the usual sizes.
+        limit_s: time limit of each check in seconds.
+        enter: makes the context of a check, in the check's process.
+        say: called with a description of each result.
     """
     reports = []
     for device in find_devices() if devices is None else devices:
@@ -116,7 +115,7 @@ def examine(
 
 
 def find_devices() -> list[Device]:
-    """List the devices of this machine, without allocating memory on them."""
+    """List the devices of this machine without allocating memory on them."""
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -138,7 +137,7 @@ def find_devices() -> list[Device]:
 
 
 def _driver() -> dict[str, str]:
-    """Return the version of the NVIDIA driver, or {} if the system does not tell."""
+    """Return the version of the NVIDIA driver, or {} if it is unknown."""
     try:
         match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
     except OSError:
@@ -159,7 +158,7 @@ def _versions() -> dict[str, str]:
 
 def _version(name: str) -> str:
     if name == "torch":
-        return str(torch.__version__)  # with the build, which the package's metadata may lack
+        return str(torch.__version__)  # includes the build, which the package metadata may lack
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""Repositories for the Hugging Face Hub."""
+"""Write repositories for the Hugging Face Hub."""

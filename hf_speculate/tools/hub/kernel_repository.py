@@ -3,7 +3,7 @@
     python -m hf_speculate.tools.hub.kernel_repository
 
 writes `build/torch-universal/`. In the root of a clone, `kernels.get_local_kernel(Path("."))` loads
-it.
+the kernels.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "hf_speculate" / "kernels"
-VARIANT = "torch-universal"  # for every torch build, with or without a GPU
+VARIANT = "torch-universal"  # works with every torch build, with or without a GPU
 NAME = "hf-speculate-kernels"
 PACKAGE = NAME.replace("-", "_")
 
 
 def write_repository(folder: Path) -> Path:
-    """Write the variant into the repository's `build` folder, and return its own folder."""
+    """Write the variant into the repository's `build` folder; return the variant's folder."""
     variant = folder / VARIANT
     if variant.exists():
         shutil.rmtree(variant)
@@ -37,11 +37,11 @@ def write_repository(folder: Path) -> Path:
 
 
 def metadata(variant: Path) -> dict[str, object]:
-    """Return a variant's metadata; the library requires every key."""
+    """Return the metadata of a variant; the library requires every key."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     return {
-        "id": f"{PACKAGE}_{digest(variant)}",  # the module's name in a process
+        "id": f"{PACKAGE}_{digest(variant)}",  # name of the module within a process
         "name": NAME,
         "version": int(version("hf-speculate").split(".")[0]),
         "license": setup["metadata"]["license_expression"],

@@ -18,7 +18,7 @@ from hf_speculate.generation.defaults import SAVED_ASSISTANT, TOKENIZERS, Defaul
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.verify.base import is_lossless
 
-# A line of every card written here. Cards without it belong to users and are not replaced.
+# A line in every card that we write. Cards without this line belong to users and are not replaced.
 CARD_MARK = (
     "<!-- hf_speculate.save_config wrote this card and replaces it; remove this line to keep your "
     "changes. -->"
@@ -30,7 +30,7 @@ TITLES = {  # verifier -> title
     "coupled": "coupled sampling",
     "typical": "typical acceptance",
 }
-# The versions are the minimums in setup.cfg. transformers checks one condition per line.
+# The versions are the minimum versions in setup.cfg. transformers checks one condition per line.
 REQUIREMENTS = """\
 # hf_speculate is not on a package index yet: run pip install . in a clone of its repository
 hf_speculate>=0.2.0
@@ -67,7 +67,7 @@ def _render(template: str, fields: Mapping[str, Any], **values: Any) -> str:
 
 
 def _meanings() -> dict[str, str]:
-    """Extract each field's first sentence from the docstring of `SpeculationConfig`."""
+    """Extract the first sentence on each field from the docstring of `SpeculationConfig`."""
     arguments = (
         (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
     )
@@ -87,22 +87,18 @@ def save_config(
 ) -> Path:
     """Write a folder with speculative settings, in the layout of the Hub.
 
-    `generation_config.json` holds the model's generation settings and the fields, for
-    `from_pretrained` and `enable`; an existing file is replaced. `custom_generate/` holds a
-    function for models without `enable`. A model card is written too. A user's own card is neither
+    `generation_config.json` contains the model's generation settings and the fields, for
+    `from_pretrained` and `enable`; an existing file is replaced. `custom_generate/` contains a
+    function for models without `enable`. A model card is also written. A user's own card is neither
     replaced nor uploaded.
 
     Args:
-        model: model with generation settings; it is not changed.
-            None writes the fields only.
+        model: model with generation settings; it is not modified. None to write only the fields.
         folder: created if it does not exist.
         push_to_hub: whether to upload the written files.
-        repo_id: name of the repository on the Hub.
-            None takes the folder's name.
-        private: whether a new repository is private.
-            None takes the account's default.
-        api: client for the upload.
-            None makes a new one.
+        repo_id: name of the repository on the Hub. None for the folder's name.
+        private: whether a new repository is private. None for the account's default.
+        api: client for the upload. None for a new client.
         **fields: fields of `SpeculationConfig`. They override fields in the model's generation
             config.
 
@@ -110,7 +106,7 @@ def save_config(
         The folder.
 
     Raises:
-        ConfigError: a field is unknown, has a wrong value or cannot be saved.
+        ConfigError: a field is unknown, has an invalid value, or cannot be saved.
     """
     saved = {} if model is None else fields_of(model.generation_config)
     saved |= {name: value for name, value in fields.items() if value is not None}
@@ -139,18 +135,18 @@ def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
     """Write the arguments of `enable` into a saved model's folder.
 
     A model loaded from this folder needs no arguments in `enable(model)`. `generation_config.json`
-    holds its generation settings, the fields, and the id of the draft; an existing file is
-    replaced. For a draft model the id is the name it was loaded from.
+    contains its generation settings, the fields, and the id of the draft; an existing file is
+    replaced. For a draft model, the id is the name from which it was loaded.
 
     Args:
-        model: an enabled model, with or without a PEFT wrapper; it is not changed.
+        model: an enabled model, with or without a PEFT wrapper; it is not modified.
         folder: created if it does not exist.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: `enable` had no arguments, or one cannot be saved; then nothing is written.
+        ConfigError: `enable` had no arguments, or one of them cannot be saved; nothing is written.
         UnsupportedModelError: `model` is not a transformers model.
     """
     base, folder = unwrapped(model), Path(folder)
@@ -159,7 +155,7 @@ def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
         raise ConfigError(
             "model must be enabled with a draft or fields to save, got none; pass them to enable()"
         )
-    for name in ("speculation_stats", *TOKENIZERS):  # objects of this process
+    for name in ("speculation_stats", *TOKENIZERS):  # objects that only exist in this process
         defaults.pop(name, None)
     assistant = defaults.pop("assistant_model", None)
     saved = fields_of(base.generation_config) | defaults
@@ -196,7 +192,7 @@ def _name_of(assistant: Any) -> str:
 def _write_settings(model: PreTrainedModel | None, saved: Mapping[str, Any], folder: Path) -> None:
     """Write a new generation config.
 
-    transformers drops unknown fields of a config derived from a model config when it is loaded.
+    When transformers loads a config that was derived from a model config, it drops unknown fields.
     """
     settings = {} if model is None else model.generation_config.to_diff_dict()
     for name in ("_from_model_config", "transformers_version", SAVED_ASSISTANT):

@@ -1,1 +1,1 @@
-"""HTTP server with OpenAI's endpoints; needs the extra `serve`."""
+"""HTTP server with OpenAI's endpoints; requires the extra `serve`."""

@@ -1,4 +1,4 @@
-"""FastAPI application with OpenAI's endpoints over an engine, and its server."""
+"""FastAPI application with OpenAI's endpoints for an engine, and its server."""
 
 import asyncio
 import socket
@@ -25,13 +25,13 @@ from hf_speculate.tools.server.page import chat_page, page_headers
 from hf_speculate.tools.server.prompts import check_model
 from hf_speculate.tools.server.schemas import AnyRequest, ChatRequest, CompletionRequest
 
-_ANSWER_S = 5  # seconds at a shutdown for the error answers of unfinished requests
+_ANSWER_S = 5  # seconds for sending errors to unfinished requests at shutdown
 
 
 class _App(FastAPI):
-    """FastAPI application with schemas of requests.
+    """FastAPI application with the schemas of requests.
 
-    The routes read requests without FastAPI, so `/openapi.json` gets their schemas here.
+    The routes read requests without FastAPI, so their schemas are added to `/openapi.json` here.
     """
 
     def openapi(self) -> dict[str, Any]:
@@ -48,13 +48,13 @@ def _described(kind: type) -> dict[str, Any]:
 
 
 def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = True) -> FastAPI:
-    """Make the application with routes and error handlers over an engine.
+    """Make the application for an engine, with routes and error handlers.
 
     Args:
-        engine: decodes the requests; it is closed with the application.
-        host_names: allowed names of this machine in requests, besides localhost and IP addresses;
+        engine: decodes the requests; it is closed together with the application.
+        host_names: names of this machine to accept in requests, besides localhost and IP addresses;
             "*" for all.
-        has_page: whether `/` is a page to chat with the model.
+        has_page: whether `/` serves a page for chatting with the model.
     """
 
     @asynccontextmanager
@@ -119,9 +119,10 @@ def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = 
 
 
 class GracefulServer(uvicorn.Server):
-    """HTTP server of an engine.
+    """HTTP server for an engine.
 
-    After `grace_s` seconds of a shutdown, requests in flight end with an error.
+    Requests that are still in flight `grace_s` seconds after the start of a shutdown end with an
+    error.
     """
 
     def __init__(
@@ -154,12 +155,12 @@ def _metrics_of(engine: Engine) -> Metrics | MissingExtraError:
 async def _answer(engine: Engine, asked: Asked | None, http: Request, timer: RequestTimer) -> Any:
     if asked is None:
         timer.end("cancelled")
-        return None  # the client has left
+        return None  # the client has disconnected
     pieces = timer.follow(engine.stream(asked.texts, http.is_disconnected), len(asked.texts))
     head = asked.head(engine.name)
     if not asked.is_streamed:
         return await whole_answer(asked, pieces, head)
-    # An error of generate() becomes an error response, not a broken stream.
+    # An error from generate() becomes an error response instead of a broken stream.
     first = await anext(pieces, None)
     if first is None:
         return None

@@ -1,4 +1,4 @@
-"""Errors of requests in OpenAI's form, with HTTP statuses."""
+"""Errors of requests in OpenAI's format, with HTTP statuses."""
 
 import logging
 from functools import partial
@@ -10,9 +10,9 @@ LOGGER = logging.getLogger("hf_speculate")
 
 
 class RequestError(Exception):
-    """A request without an answer.
+    """A request that gets an error instead of an answer.
 
-    `param`, `code` and `status` are those of OpenAI's errors.
+    `param`, `code` and `status` have the same meaning as in OpenAI's errors.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ busy_error = partial(RequestError, code="rate_limit_exceeded", status=429)
 
 
 def request_error(error: BaseException) -> RequestError:
-    """Convert an error: status 400 for wrong arguments, 500 for all else."""
+    """Convert an error, with status 400 for invalid arguments and 500 for everything else."""
     if isinstance(error, SpeculateError) and not isinstance(error, BadLogitsError):
         return RequestError(str(error))
     LOGGER.error("a request failed", exc_info=error)

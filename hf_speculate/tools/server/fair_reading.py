@@ -1,24 +1,24 @@
-"""Fair reading: a slowly parsed connection, as with tiny chunks, does not stall others."""
+"""Fair reading, so that a connection that is slow to parse does not stall others."""
 
 import asyncio
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-# bytes; parsing them takes about 20 ms in chunks of one byte, and 20 us in large ones
+# bytes; parsing them takes about 20 ms in chunks of one byte, and 20 us in large chunks
 _NUM_AT_ONCE = 8192
 
 
 class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """HTTP protocol with parsing in small steps.
+    """HTTP protocol that parses in small steps.
 
-    After each step it rests for as long as the step took.
+    After each step, it pauses for as long as the step took.
     """
 
     _unparsed = b""
     _is_resting = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the connection, or keep them while it rests."""
+        """Parse bytes from the connection, or hold them during a pause."""
         self._unparsed += data
         if self._is_resting:
             # reading resumes once the application has consumed the data

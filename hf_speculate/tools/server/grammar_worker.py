@@ -1,9 +1,9 @@
-"""Worker process for compiling JSON schemas; a schema that takes too long can be ended.
+"""Worker process that compiles JSON schemas, so that slow compilations can be terminated.
 
-The server runs this file by its path; it imports nothing of this package. Input and output have one
-JSON value per line: first the tokenizer and the limits, then schemas. An empty schema stands for
-any JSON. With `fork`, each schema is compiled in a child process, after the imports are done.
-Without it the server ends this process at the time limit.
+The server runs this file by its path, and the file imports nothing from this package. Input and
+output have one JSON value per line: first the tokenizer and the limits, then schemas. An empty
+schema stands for any JSON. If `fork` exists, each schema is compiled in a child process that starts
+after the imports. Without `fork`, the server terminates this process at the time limit.
 """
 
 import json
@@ -15,12 +15,12 @@ import sys
 import time
 from typing import IO, Any
 
-# xgrammar's rule for an unsatisfiable schema, without any character
+# xgrammar's rule for an unsatisfiable schema, which matches no character
 _EMPTY_RULE = re.compile(r'::= \(+""\)')
 
 
 def main(lines: IO[str], answers: IO[str]) -> None:
-    """Answer each schema with its error, an empty string without one, or null beyond a limit."""
+    """Answer each schema with its error, an empty string if it has none, or null past a limit."""
     import xgrammar
 
     settings = json.loads(lines.readline())
@@ -29,7 +29,7 @@ def main(lines: IO[str], answers: IO[str]) -> None:
     def compile_schema(schema: str) -> str:
         try:
             return _error_of(xgrammar, info, schema)
-        # xgrammar raises many types; the server shows the message to the client
+        # xgrammar raises many types; the server passes the message on to the client
         except Exception as error:
             if isinstance(error, MemoryError) or "bad_alloc" in str(error):
                 raise MemoryError from error  # ends the process without an answer
@@ -46,7 +46,7 @@ def main(lines: IO[str], answers: IO[str]) -> None:
 
 
 def _error_of(xgrammar: Any, info: Any, schema: str) -> str:
-    """Compile a schema, and return the reason if no answer can follow it."""
+    """Compile a schema; return the reason if no answer can satisfy it."""
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     if schema:
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
@@ -69,7 +69,7 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
     """Compile a schema in a child process within the limits.
 
     Returns:
-        Its answer as JSON; empty if the child ended without an answer, or was killed at the time
+        The child's answer as JSON; empty if it ended without an answer or was killed at the time
         limit.
     """
     reader, writer = os.pipe()
@@ -97,8 +97,8 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
 def _limit(seconds: float, memory_bytes: int) -> None:
     """Limit the memory and CPU time of this process.
 
-    The time limit ends it even if its parent is killed. The memory limit counts further
-    allocations, on Linux only.
+    The time limit terminates the process even if its parent is killed. The memory limit applies to
+    further allocations, on Linux only.
     """
     import resource
 
@@ -115,5 +115,5 @@ def _limit(seconds: float, memory_bytes: int) -> None:
 
 if __name__ == "__main__":
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # prints of libraries must not mix with answers
+    os.dup2(2, 1)  # output printed by libraries must not mix with answers
     main(sys.stdin, output)

@@ -1,4 +1,4 @@
-"""Host check against DNS rebinding: reject requests with the name of another machine."""
+"""Host check against DNS rebinding, which rejects requests that name another machine."""
 
 import ipaddress
 from collections.abc import Collection
@@ -13,10 +13,10 @@ _OPEN = {"0.0.0.0", "::"}
 
 
 class HostCheck:
-    """ASGI middleware for checks of the Host header.
+    """ASGI middleware that checks the Host header.
 
     Requests to `localhost`, to an IP address and to the `names` pass. All requests pass if the
-    names have "*", or none but 0.0.0.0 and ::, the addresses of a server open to all.
+    names contain "*", or contain only 0.0.0.0 and ::, the addresses of a server open to all.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]):

@@ -1,4 +1,4 @@
-"""Intake: read the bodies of requests into prompts, within limits and off the event loop."""
+"""Read the bodies of requests into prompts, within limits and off the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,21 +15,21 @@ from hf_speculate.tools.server.errors import RequestError, busy_error
 from hf_speculate.tools.server.prompts import check_ends
 from hf_speculate.tools.server.schemas import AnyRequest, Request, parse
 
-# bytes per character of a long text: mostly ASCII, some characters escaped by JSON
+# bytes per character of a long text, which is mostly ASCII with some characters escaped in JSON
 _BYTES_PER_CHAR = 2
-_OTHER_BYTES = 65_536  # bytes of a body besides the text
-# bytes of a body for any context length: parsing 32 MiB of JSON takes up to two seconds
+_OTHER_BYTES = 65_536  # bytes of a body other than the text
+# bytes of a body for any context length; parsing 32 MiB of JSON takes up to two seconds
 _MAX_BYTES = 2**25
-_LONG_BYTES = 65_536  # tokenising a longer text takes more than about 0.1 s
-# seconds to read a rejected body: many clients send all of it before they read the answer
+_LONG_BYTES = 65_536  # tokenising longer texts takes more than about 0.1 s
+# seconds for reading a rejected body; many clients send all of it before they read the answer
 _DISCARD_S = 1.0
 
 
 class Intake:
     """Reader of requests, within limits.
 
-    Long texts are read one after another, and so are short texts beside them. The total bytes of
-    bodies before tokenisation are limited too. This bounds the memory.
+    Long texts are read one after another, and so are short texts, in parallel with them. The total
+    size of bodies before tokenisation is also limited, which bounds the memory.
     """
 
     def __init__(self, engine: Engine):
@@ -39,7 +39,7 @@ class Intake:
         self._short, self._long, self._grammars = (asyncio.Semaphore(1) for _ in range(3))
 
     async def read(self, kind: type[AnyRequest], http: HttpRequest) -> Asked | None:
-        """Read and translate a request; None if the client disconnects."""
+        """Read and translate a request; return None if the client disconnects."""
         chunks = http.stream()
         try:
             self._engine.check_room()
@@ -51,7 +51,8 @@ class Intake:
                     request = await asyncio.to_thread(parse, kind, body)
                 grammar = None
                 if request.has_grammar:
-                    # Other requests go on meanwhile: compiling takes up to `GrammarLimits.seconds`.
+                    # Other requests go on meanwhile, since compiling takes up to
+                    # `GrammarLimits.seconds`.
                     async with self._grammars:
                         if await http.is_disconnected():
                             return None
@@ -71,7 +72,7 @@ class Intake:
             raise
 
     async def _compile(self, request: Request) -> Any:
-        """Compile the grammar of a request in the thread for grammars."""
+        """Compile the grammar of a request in the grammar thread."""
         check_ends(request, self._engine)
         grammars, loop = self._engine.grammars, asyncio.get_running_loop()
         return await loop.run_in_executor(grammars.thread, grammars.compile, request.answer_schema)
@@ -80,7 +81,7 @@ class Intake:
     async def _body(
         self, headers: Headers, chunks: AsyncIterator[bytes]
     ) -> AsyncIterator[bytearray]:
-        """Read the body; its bytes count as held until the context ends."""
+        """Read the body; its bytes count towards the limit until the context ends."""
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise RequestError(

@@ -1,6 +1,6 @@
 """Log probabilities of tokens in OpenAI's two formats.
 
-They come from the target's logits before processors and temperature.
+They are computed from the target's logits before processors and temperature.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.models.language_model import cache_name, device_of
 from hf_speculate.tools.server.token_bytes import TokenBytes
 
-_MIN_LOGPROB = -9999.0  # replaces -inf, because JSON has none
-_NUM_AT_ONCE = 256  # positions per log-softmax in float32
+_MIN_LOGPROB = -9999.0  # replaces -inf, which JSON does not support
+_NUM_AT_ONCE = 256  # number of positions per log-softmax in float32
 
 
 class TokenLogprob(NamedTuple):
     token_id: int
     logprob: float | None  # None for the first token of a prompt
-    top: list[tuple[int, float]]  # most likely ids and their log probabilities, best first
+    top: list[tuple[int, float]]  # the most likely ids and their log probabilities, best first
 
 
 def token_logprobs(token_ids: Sequence[int], logits: Tensor, num_top: int) -> list[TokenLogprob]:
@@ -52,14 +52,13 @@ def prompt_logprobs(
 ) -> Iterator[list[TokenLogprob]]:
     """Yield the log probabilities of a prompt's tokens, chunk by chunk, from separate forwards.
 
-    The first token has none.
+    The first token has no log probability.
 
     Args:
         target: the target model.
         token_ids: the prompt, T >= 1 ids.
         num_top: number of most likely tokens per position.
-        chunk_size: tokens per forward.
-            None reads all in one.
+        chunk_size: tokens per forward. None to read all tokens in one forward.
     """
     model: Any = target
     read_ids, size = token_ids[:-1], chunk_size or len(token_ids)
@@ -80,7 +79,7 @@ def completion_format(
 ) -> dict[str, Any]:
     """Format log probabilities for `/v1/completions`.
 
-    `top_logprobs` always include the token itself. If two tokens have the same text, the second is
+    `top_logprobs` always includes the token itself. If two tokens have the same text, the second is
     named by its id.
 
     Args:
@@ -113,7 +112,7 @@ def chat_format(
 ) -> dict[str, Any]:
     """Format log probabilities for `/v1/chat/completions`.
 
-    The `bytes` of all tokens join to the text. Special tokens have none.
+    Joined together, the `bytes` of all tokens are the text. Special tokens have no bytes.
     """
 
     def entry(token_id: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
@@ -132,7 +131,7 @@ def chat_format(
 
 
 def num_chars(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begin: bool) -> int:
-    """Count the characters of a text's tokens; special tokens have none."""
+    """Count the characters of a text's tokens; special tokens have no characters."""
     count = 0
     for token in tokens:
         if token.token_id not in token_bytes.hidden_ids:
@@ -147,7 +146,7 @@ def _spelled(
     """Spell the tokens of a text.
 
     Returns:
-        For each token its text, the number of characters before it, and whether it is the first
+        For each token, its text, the number of characters before it, and whether it is the first
         visible token.
     """
     texts = []
@@ -165,7 +164,7 @@ def _is_inside(spelled: bytes) -> bool:
 
 
 def _num_begun(spelled: bytes) -> int:
-    """Count the characters beginning in UTF-8 bytes."""
+    """Count the characters that begin in UTF-8 bytes."""
     return sum(byte & 0xC0 != 0x80 for byte in spelled)
 
 
@@ -174,7 +173,7 @@ def _bytes(token_id: int, token_bytes: TokenBytes, is_first: bool) -> bytes:
 
 
 def _text(spelled: bytes) -> str:
-    r"""Decode bytes; write incomplete characters as OpenAI does, such as bytes:\xe6\x97."""
+    r"""Decode bytes; write incomplete characters like OpenAI, for example bytes:\xe6\x97."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:

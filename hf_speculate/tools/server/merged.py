@@ -12,8 +12,8 @@ async def merged(
 ) -> AsyncGenerator[tuple[int, Item], None]:
     """Yield the items of all sources as they come, each with its source's index.
 
-    The next item of a source is requested after the previous one was consumed. At the end, and at
-    the first error of a source, all sources are closed.
+    The next item of a source is requested once the previous item is consumed. At the end, and at
+    the first error in a source, all sources are closed.
     """
     tasks = {_next_item(source): index for index, source in enumerate(sources)}
     try:
@@ -33,5 +33,5 @@ async def merged(
 
 
 def _next_item(source: AsyncGenerator[Item, None]) -> "asyncio.Future[Item | None]":
-    """Start waiting for the next item; None after the last."""
+    """Start to wait for the next item, which is None after the last."""
     return asyncio.ensure_future(anext(source, None))

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server: requests, tokens and times, without texts or client names."""
+"""Prometheus metrics for a server: requests, tokens and times, but no texts or client names."""
 
 import time
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_request import DecodeResult, Pieces
 
 _OUTCOMES = ("answered", "refused", "busy", "failed", "cancelled")
-# bounds of histograms
+# bounds of the histograms' buckets
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class SpeculationCounters:
     """Counters of drafted, accepted and generated tokens.
 
-    They serve a server or a custom decoding loop.
+    Use them in a server or a custom decoding loop.
 
     Args:
         registry: registry of prometheus_client.
-        source: name of the draft source, the label of drafted and accepted tokens.
+        source: name of the draft source, which labels drafted and accepted tokens.
 
     Raises:
         MissingExtraError: prometheus-client is not installed.
@@ -55,7 +55,7 @@ class SpeculationCounters:
 class Metrics:
     """Metrics of an engine and its requests.
 
-    Each object has a separate registry.
+    Each object has its own registry.
 
     Raises:
         MissingExtraError: prometheus-client is not installed.
@@ -69,7 +69,7 @@ class Metrics:
             "hf_speculate_requests", "Requests.", ["outcome"], registry=registry
         )
         for outcome in _OUTCOMES:
-            self._requests.labels(outcome)  # creates the counter with 0
+            self._requests.labels(outcome)  # creates the counter with value 0
         self._prompt_tokens = client.Counter(
             "hf_speculate_prompt_tokens", "Tokens of prompts.", registry=registry
         )
@@ -101,20 +101,20 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        # counters never fall
+        # counters must never decrease
         num_forwards = max(self._engine.num_target_forwards, self._num_forwards)
         self._forwards.inc(num_forwards - self._num_forwards)
         self._num_forwards = num_forwards
         return bytes(self._client.generate_latest(self._registry))
 
     def add_request(self, outcome: str, seconds: float, first_s: float | None) -> None:
-        """Count an ended request.
+        """Count a finished request.
 
         Args:
             outcome: "answered", "refused", "busy", "failed" or "cancelled".
-            seconds: time from its start to its end, in seconds.
-            first_s: time from its start to its first text, in seconds.
-                None without any text.
+            seconds: time from the start to the end of the request, in seconds.
+            first_s: time from the start of the request to its first text, in seconds. None if there
+                was no text.
         """
         self._requests.labels(outcome).inc()
         if first_s is not None:
@@ -131,13 +131,13 @@ class Metrics:
 class RequestTimer(AbstractContextManager["RequestTimer"]):
     """Timer of a request.
 
-    It reports the outcome once: at an error inside the context, or at the end of the pieces passed
+    It reports the outcome once, at an error inside the context or at the end of the pieces passed
     through `follow`.
 
     Args:
-        on_end: called with the outcome, the seconds, and the seconds to the first text, None
-            without any text. None reports nothing.
-        clock: returns seconds.
+        on_end: called with the outcome, the seconds, and the seconds to the first text, which are
+            None if there was no text. None to report nothing.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RequestTimer(AbstractContextManager["RequestTimer"]):
         self._first_s: float | None = None
 
     async def follow(self, pieces: Pieces, num_texts: int) -> Pieces:
-        """Yield the pieces of an answer with `num_texts` texts, and report its end."""
+        """Yield the pieces of an answer with `num_texts` texts; report the outcome at the end."""
         num_ended, outcome = 0, "cancelled"
         try:
             async with aclosing(pieces):
@@ -168,7 +168,7 @@ class RequestTimer(AbstractContextManager["RequestTimer"]):
             self.end(outcome)
 
     def end(self, outcome: str) -> None:
-        """Report the outcome, unless one was reported before."""
+        """Report the outcome unless it was reported before."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(outcome, self._clock() - self._begin_s, self._first_s)

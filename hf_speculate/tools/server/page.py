@@ -1,4 +1,4 @@
-"""Chat page: a self-contained HTML file, with headers against loading anything else."""
+"""The chat page, a self-contained HTML file whose headers forbid loading anything else."""
 
 import base64
 import hashlib
@@ -6,18 +6,18 @@ import html
 import re
 from importlib.resources import files
 
-_NAME = "{{ model }}"  # placeholder of the model's name
+_NAME = "{{ model }}"  # placeholder for the model's name
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def chat_page(model: str) -> str:
-    """Return the page with the model's name."""
+    """Return the page with the model's name filled in."""
     text = (files(__package__) / "page.html").read_text(encoding="utf-8")
     return text.replace(_NAME, html.escape(model))
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Return headers allowing only the page's script and style, and requests to this server."""
+    """Return headers that allow only the page's script and style, and requests to this server."""
     sources = {f"{name}-src": f"'sha256-{_digest(text)}'" for name, text in _INLINE.findall(page)}
     policy = {
         "default-src": "'none'",

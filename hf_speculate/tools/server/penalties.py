@@ -1,4 +1,4 @@
-"""Frequency and presence penalties of OpenAI's requests, as a logits processor."""
+"""OpenAI's frequency and presence penalties, as a logits processor."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from hf_speculate.processors.registry import register_row_wise
 class PenaltiesProcessor(LogitsProcessor):
     """Frequency and presence penalties.
 
-    A token with c > 0 occurrences in the answer gets a logit lower by `frequency * c + presence`.
-    Tokens of the prompt do not count. Negative penalties raise logits.
+    The logit of a token with c > 0 occurrences in the answer is lowered by `frequency * c +
+    presence`. Prompt tokens do not count. Negative penalties raise logits.
     """
 
     def __init__(self, prompt_len: int, frequency: float, presence: float):

@@ -1,6 +1,6 @@
-"""Reasoning, content and tool calls of an answer.
+"""Split an answer into reasoning, content and tool calls.
 
-transformers reads them by a tokenizer's `response_template`.
+transformers parses the answer with the tokenizer's `response_template`.
 """
 
 import copy
@@ -16,14 +16,14 @@ from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.tool_calls import Said, call_of
 
 _CONTENT, _CALLS = "content", "tool_calls"
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
-# Most delimiters begin with one of these. Text is fed up to the next one, because the parser loses
-# the events of a failed feed.
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning in templates
+# Most delimiters begin with one of these characters. Text is fed up to the next such character,
+# because the parser loses the events of a failed feed.
 _MARK = re.compile(r"(?=[<\[])")
 
 
 class ResponseTemplate:
-    """Makes readers of answers from a tokenizer's `response_template`."""
+    """Makes readers for answers from a tokenizer's `response_template`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]):
         others = {name: field for name, field in template["fields"].items() if name != _CALLS}
@@ -32,7 +32,7 @@ class ResponseTemplate:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ResponseTemplate | None":
-        """Return a tokenizer's template; None if it has none, or an unreadable one."""
+        """Return a tokenizer's template; None if it is missing or unreadable."""
         template = getattr(tokenizer, "response_template", None)
         if template is None:
             return None
@@ -40,7 +40,7 @@ class ResponseTemplate:
             made = cls(tokenizer, template)
             made.reader("", [])
             made.reader("", None)
-        except Exception as error:  # noqa: BLE001  # the file may be wrong in any way
+        except Exception as error:  # noqa: BLE001  # the file may be invalid in any way
             LOGGER.warning(
                 "the tokenizer's response_template is not used, as it cannot be read: %s", error
             )
@@ -48,33 +48,33 @@ class ResponseTemplate:
         return made
 
     def reader(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> "ResponseReader":
-        """Return the reader of one answer.
+        """Return the reader for one answer.
 
         Args:
-            prompt: text before the answer, with its special tokens; it may have begun a field.
-            tools: functions for calls of the model; with None, calls are content.
+            prompt: text before the answer, including special tokens; it may have begun a field.
+            tools: functions that the model may call. If None, calls are treated as content.
         """
-        # transformers 5.17 adds to its defaults
+        # transformers 5.17 adds to these defaults
         template = copy.deepcopy(self._by_tools[tools is not None])
         make_parser = partial(self._tokenizer.get_response_parser, template)
         try:
             parser = make_parser(prefix=prompt, tools=tools)
-        except Exception:  # noqa: BLE001  # messages or tools in another form
+        except Exception:  # noqa: BLE001  # messages or tools in another format
             parser = make_parser(prefix="")
         make_next = partial(make_parser, prefix="", tools=tools)
         return ResponseReader(parser, make_next, template["fields"])
 
 
 class ResponseReader:
-    """Splitter into reasoning, content and calls.
+    """Splits an answer into reasoning, content and calls.
 
-    It reads an answer piece by piece. A field that the template cannot read, such as a call of
-    malformed JSON, is content, and so is an answer without any field. Fields of other names are
-    left out.
+    It reads the answer piece by piece. A field that the template cannot parse, such as a call with
+    malformed JSON, is treated as content, and so is an answer without any fields. Fields with other
+    names are left out.
     """
 
     def __init__(self, parser: Any, make_parser: Callable[[], Any], fields: Mapping[str, Any]):
-        self.calls: list[dict[str, Any]] = []  # in OpenAI's form
+        self.calls: list[dict[str, Any]] = []  # in OpenAI's format
         self._parser, self._make_parser = parser, make_parser
         self._joins = {name: field.get("join") for name, field in fields.items()}
         is_stripped = {
@@ -85,11 +85,11 @@ class ResponseReader:
             _FieldText(is_stripped.get(name, True)) for name in (_CONTENT, reasoning)
         )
         self._texts = {_CONTENT: self._content, reasoning: self._reasoning}
-        self._raw = MarkedText()  # text after the newest returned part of a field
-        self._num_closed = 0  # characters of it up to the end of a field closed since then
+        self._raw = MarkedText()  # text after the last returned part of a field
+        self._num_closed = 0  # number of its characters up to the end of a field closed since then
 
     def read(self, text: MarkedText, is_end: bool = False) -> Said:
-        """Return the final parts; at the end all remaining text."""
+        """Return the parts that are final; at the end, return all remaining text."""
         begin = 0
         for part in filter(None, _MARK.split(text.text)):
             self._raw, begin = self._raw + text[begin : begin + len(part)], begin + len(part)
@@ -101,7 +101,7 @@ class ResponseReader:
         return Said(self._content.take(), self._reasoning.take())
 
     def _take(self, step: Callable[[], list[dict[str, Any]]]) -> None:
-        """Take the events of a step of the parser; after an error go on with a new parser."""
+        """Take the events from a parser step; after an error, continue with a new parser."""
         try:
             events = step()
             closed = [event for event in events if event["type"] == "region_close"]
@@ -111,7 +111,7 @@ class ResponseReader:
                 if event["field"] == _CALLS
                 for call in _calls_of(event["value"])
             ]
-        except Exception:  # noqa: BLE001  # of templates, or of their text
+        except Exception:  # noqa: BLE001  # errors of templates or of their text
             self._give_raw()
             self._parser = self._make_parser()
             return
@@ -120,7 +120,7 @@ class ResponseReader:
             if event["field"] != _CALLS:
                 self._take_event(event["type"], event["field"], event)
         if closed and events[-1] is closed[-1]:
-            self._num_closed = len(self._raw)  # the parser may hold its spaces for a later part
+            self._num_closed = len(self._raw)  # the parser may hold back spaces for a later part
 
     def _take_event(self, kind: str, field: str, event: Mapping[str, Any]) -> None:
         if kind == "region_chunk":
@@ -135,13 +135,13 @@ class ResponseReader:
             self._texts[field].join(self._joins[field])
 
     def _give_raw(self) -> None:
-        """Return text outside of all fields as content."""
+        """Return text outside all fields as content."""
         self._content.add(self._raw[self._num_closed :].shown)
         self._raw, self._num_closed = MarkedText(), 0
 
 
 def _calls_of(value: Any) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's form; an error for a value without a name."""
+    """Return calls in OpenAI's format; raise an error for a value without a name."""
     calls = []
     for each in value if isinstance(value, list) else [value]:
         call = call_of(each.get("function", each))
@@ -152,14 +152,14 @@ def _calls_of(value: Any) -> list[dict[str, Any]]:
 
 
 class _FieldText:
-    """Text of a field; surrounding spaces are dropped if `is_stripped`."""
+    """The text of a field; surrounding spaces are dropped if `is_stripped`."""
 
     def __init__(self, is_stripped: bool):
-        self.is_begun = False  # whether it has more than spaces
+        self.is_begun = False  # whether it contains more than spaces
         self._is_stripped = is_stripped
-        # text to return; spaces that may be surrounding ones
+        # text to return; spaces that may turn out to be surrounding spaces
         self._new = self._spaces = ""
-        # prefix of the next text, stripped on its left; None inside
+        # prefix for the next text, which is stripped on its left; None inside a text
         self._begin: str | None = ""
 
     def add(self, text: str) -> None:
@@ -173,7 +173,7 @@ class _FieldText:
             self.is_begun, self._begin = True, None
 
     def join(self, text: str) -> None:
-        """Begin a further region of the field, joined to the previous one by a text."""
+        """Begin a further region of the field, joined to the previous region by a text."""
         if self._begin is None:
             self._begin, self._spaces = text, ""
 

@@ -1,4 +1,4 @@
-"""Text of a request, and the decoder thread's results for the event loop."""
+"""A request's text, and the results that the decoder thread passes to the event loop."""
 
 import asyncio
 import time
@@ -19,44 +19,44 @@ class TextRequest(NamedTuple):
     """One text of a request."""
 
     prompt: RowPrompt
-    echoed: str = ""  # beginning of the text: the prompt if the request echoes it
-    # most likely tokens of every position; None without log probabilities
+    echoed: str = ""  # beginning of the text, which is the prompt if the request echoes it
+    # number of most likely tokens per position; None without log probabilities
     num_top: int | None = None
-    continues: bool = False  # whether the text goes on with its prompt's, as completions do
-    # whether pieces have special tokens, for a response template
+    continues: bool = False  # whether the text continues the prompt's text, as completions do
+    # whether pieces contain special tokens, for a response template
     shows_special: bool = False
-    has_origins: bool = False  # whether the request has `speculation`: origins of the tokens
+    has_origins: bool = False  # whether the request asks for the origins of tokens
 
 
 class Piece(NamedTuple):
-    """Piece of a text.
+    """A piece of a text.
 
-    It has its tokens if log probabilities were requested.
+    It includes its tokens if log probabilities were requested.
     """
 
     text: str
     logprobs: list[TokenLogprob]
-    tokens: Sequence[TokenPiece] = ()  # the text's, if origins were requested
-    marked: MarkedText = MarkedText()  # with special tokens, for a response template
+    tokens: Sequence[TokenPiece] = ()  # tokens of the text if origins were requested
+    marked: MarkedText = MarkedText()  # text with special tokens, for a response template
 
 
 class DecodeResult(NamedTuple):
-    """End of a text, with its row of tokens and counts."""
+    """The end of a text, with its row of tokens and counts."""
 
     finish_reason: Literal["stop", "length"]
     row: RowResult
     totals: SpeculationTotals | None = None  # None unless origins were requested
 
 
-# by index of the text in its request
+# keyed by the index of the text in its request
 Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]
 
 
 class Answer:
     """Channel from the decoder's thread to the event loop for one text.
 
-    It passes tokens, then a result or an error. Only the newest item is kept. It has all tokens so
-    far, so a client that does not read costs no memory.
+    It passes tokens, then a result or an error. Only the newest item is kept. This item holds all
+    tokens so far, so a client that does not read costs no memory.
     """
 
     def __init__(self, request: TextRequest):
@@ -65,26 +65,26 @@ class Answer:
         self.prompt = replace(request.prompt, key=self, on_logits=on_logits, on_round=on_round)
         self.is_wanted = True
         self.prompt_logprobs: list[TokenLogprob] = []
-        # log probabilities of all tokens so far; kept if the row is decoded again
+        # log probabilities of all tokens so far; kept even if the row is decoded again
         self.logprobs: list[TokenLogprob] = []
         self.origins: list[
             str
         ] = []  # origins of all tokens so far; replaced if the row is decoded again
-        self.speedup: float | None = None  # estimated once the text has ended
-        self._times_s: list[float] = []  # times of the first and the latest token
+        self.speedup: float | None = None  # estimate, computed once the text has ended
+        self._times_s: list[float] = []  # times of the first and latest tokens
         self._loop = asyncio.get_running_loop()
         self._newest: Sequence[int] | RowResult | RequestError = ()
         self._is_new = asyncio.Event()
 
     @property
     def max_tokens(self) -> int:
-        """Largest number of tokens of the row, prompt included."""
+        """Maximum number of tokens in the row, including the prompt."""
         return len(self.prompt.token_ids) + int(self.prompt.arguments["max_new_tokens"])
 
     def pieces(self, texts: Sequence[str], num_before: int) -> list[TokenPiece]:
         """Return tokens with their origins, after `num_before` others.
 
-        Tokens outside of rounds are the target's.
+        The origin of tokens outside rounds is the target.
         """
         origins = self.origins[num_before : num_before + len(texts)]
         return [*map(TokenPiece, texts, origins + [TARGET] * (len(texts) - len(origins)))]
@@ -101,14 +101,14 @@ class Answer:
         return self._newest
 
     def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        """Put an item, unless the client has left."""
+        """Put an item unless the client has disconnected."""
         if item:
             self._times_s[1:] = [time.perf_counter()]
         if self.is_wanted:
             self._loop.call_soon_threadsafe(self._set, item)
 
     def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        # After a result an error of others comes too late, as do tokens of the decoder's thread
+        # After a result, errors of other texts come too late, as do tokens from the decoder thread
         # after an error.
         if not isinstance(self._newest, RowResult | RequestError):
             self._newest = item
@@ -119,7 +119,7 @@ class Answer:
         origins = accepted + [TARGET] * (new.num_emitted - new.num_accepted)
         self.origins += [TARGET] * (new.num_before - len(self.origins))
         self.origins[new.num_before : new.num_before + new.num_emitted] = origins
-        self._times_s[1:] = [time.perf_counter()]  # the first token has no `put` of its own
+        self._times_s[1:] = [time.perf_counter()]  # the first token does not have its own `put`
 
     def _add_logprobs(self, num_before: int, token_ids: Sequence[int], logits: Tensor) -> None:
         new = token_logprobs(token_ids, logits, self.request.num_top or 0)

@@ -1,4 +1,4 @@
-"""Stream the text of a generation in final pieces."""
+"""Stream the text of a generation in pieces that are final."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from itertools import compress
 
 from transformers import PreTrainedTokenizerBase
 
-# Character in place of incomplete bytes.
+# Character that replaces incomplete bytes.
 _PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-_MAX_HELD = 3  # tokens of an incomplete character: it has at most four bytes
-# Special tokens needed by clients as text: they mark tool calls and reasoning, and most tokenizers
-# list them as text.
+_MAX_HELD = 3  # tokens in an incomplete character, which has at most four bytes
+# Special tokens that clients need as text, since they mark tool calls and reasoning; most
+# tokenizers list them as ordinary text.
 TAGS = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"}
 
 
 @dataclass(frozen=True)
 class MarkedText:
-    """Text with special tokens, and marks of shown characters."""
+    """Text with special tokens, and a mark for each shown character."""
 
     text: str = ""
-    marks: bytes = b""  # one for each character: 1 if it is shown, 0 in special tokens
+    marks: bytes = b""  # one per character: 1 if it is shown, 0 in special tokens
 
     @classmethod
     def of(cls, text: str, is_shown: bool = True) -> "MarkedText":
@@ -45,13 +45,13 @@ class MarkedText:
 
 
 class TextStream:
-    """Splitter of a text into final pieces.
+    """Splits a text into pieces that are final.
 
-    A piece has whole characters and no beginning of a stop string. Stop strings are searched for in
-    the text with its special tokens, as `StopStringCriteria` does. Special tokens are not shown,
-    but for tags of tool calls and of reasoning. They are given whole or not at all: if a stop
-    string begins inside one, the text ends before it. Tags are cut as other text, unless a response
-    template reads them (`is_parsed`).
+    A piece has whole characters and does not contain the beginning of a stop string. Stop strings
+    are searched for in the text with its special tokens, like in `StopStringCriteria`. Special
+    tokens are not shown, except for the tags of tool calls and reasoning. A special token is
+    returned whole or not at all: if a stop string begins inside it, the text ends before it. Tags
+    are cut like other text, unless a response template reads them (`is_parsed`).
     """
 
     def __init__(
@@ -62,22 +62,23 @@ class TextStream:
     ):
         self.tokenizer, self.stop_strings, self._is_parsed = tokenizer, stop_strings, is_parsed
         self.is_cut = False  # whether the text ended before a stop string
-        self._num_read = 0  # tokens of the row
-        self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
-        self._is_empty = True  # whether no ordinary token has come
+        self._num_read = 0  # number of the row's tokens read so far
+        self._special_texts: dict[int, str] = {}  # text by token id; empty for ordinary tokens
+        self._is_empty = True  # whether there has been no ordinary token yet
         self._ids: list[int] = []  # the latest ordinary tokens
-        # number of these with known text; they are decoded again, as a first token loses its space
+        # how many of these have known text; they are decoded again, since a first token loses its
+        # space
         self._num_given = 0
         self._pending = MarkedText()  # text not returned yet
-        # begin and end of uncut tokens in the pending text
+        # begin and end of tokens in the pending text that must not be cut
         self._whole: list[tuple[int, int]] = []
-        # index in the pending text of a space seen by stop strings only
+        # index in the pending text of a space that only stop strings see
         self._lost_space: int | None = None
 
     def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
-        """Return shown text made final by these tokens, all so far.
+        """Return the shown text that all tokens so far make final.
 
-        At the end it is all remaining text.
+        At the end, return all remaining text.
         """
         return self.read_marked(token_ids, is_end).shown
 
@@ -106,18 +107,18 @@ class TextStream:
 
     @property
     def num_pending(self) -> int:
-        """Number of characters read but not returned, with special tokens."""
+        """Number of characters read but not returned, including special tokens."""
         return len(self._pending) - (self._lost_space is not None)
 
     @property
     def num_undecoded(self) -> int:
-        """Number of last tokens without a whole character."""
+        """Number of last tokens that do not form a whole character yet."""
         return len(self._ids) - self._num_given
 
     def _decode_characters(self, is_end: bool = False) -> None:
         """Add the text of the tokens so far to the pending text.
 
-        It ends with the last whole character unless `is_end`.
+        The text ends with the last whole character unless `is_end`.
         """
         num_ids = len(self._ids)
         first = num_ids if is_end else max(num_ids - _MAX_HELD, self._num_given)
@@ -127,14 +128,14 @@ class TextStream:
             if is_end or not text.endswith(_PARTIAL_CHARACTER):
                 break
         else:
-            end = first  # no later token completes these bytes
+            end = first  # no later token can complete these bytes
         if end <= self._num_given:
             return
         self._pending += MarkedText.of(text[len(self._decode(self._ids[: self._num_given])) :])
         self._ids, self._num_given = self._ids[self._num_given :], end - self._num_given
 
     def _add_lost_space(self, first_id: int) -> None:
-        """Add the space lost by a decoded first token: a stop string may begin with it."""
+        """Add the space that a decoded first token loses, since a stop string may begin with it."""
         self._is_empty = False
         text = self._decode([first_id])
         if self._decode([first_id, first_id])[len(text) :] == f" {text}":
@@ -142,7 +143,7 @@ class TextStream:
             self._pending += MarkedText.of(" ")
 
     def _take(self, end: int) -> MarkedText:
-        """Cut the pending text there; return the text before, without a lost space."""
+        """Cut the pending text at `end`; return the text before it, without a lost space."""
         taken, self._pending = self._pending[:end], self._pending[end:]
         self._whole = [(first - end, last - end) for first, last in self._whole if last > end]
         if self._lost_space is not None:
@@ -167,7 +168,7 @@ class TextStream:
     def _special_text(self, token_id: int) -> str:
         """Return the text of a special token; empty for an ordinary token.
 
-        Decoding can skip special tokens.
+        Otherwise, decoding might skip special tokens.
         """
         text = self._special_texts.get(token_id)
         if text is None:

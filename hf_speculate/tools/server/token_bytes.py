@@ -1,4 +1,4 @@
-"""Bytes of tokens, and a stopping criterion for stop strings in them."""
+"""Bytes of tokens, and a stopping criterion that searches them for stop strings."""
 
 import re
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_speculate.processors.registry import register_row_wise
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a single byte
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token for a single byte
 # GPT-2's characters for bytes
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TokenBytes:
-    """Bytes of each token of a tokenizer.
+    """The bytes of each token of a tokenizer.
 
-    The bytes of a text's tokens join to the text. They are computed at the first use of an id, and
-    cached.
+    Joined together, the bytes of a text's tokens are the text. They are computed on the first use
+    of an id, and cached.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -33,11 +33,11 @@ class TokenBytes:
         self._first: dict[int, bytes] = {}
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         special_ids = {token_id for token_id, token in added.items() if token.special}
-        # left out of texts
+        # tokens left out of texts
         self.hidden_ids = frozenset(special_ids.union(tokenizer.all_special_ids))
 
     def __call__(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text; empty for an unknown id."""
+        """Return the bytes of a token inside a text; empty if the id is unknown."""
         spelled = self._bytes.get(token_id)
         if spelled is None:
             spelled = self._bytes[token_id] = self._find(token_id)
@@ -54,7 +54,7 @@ class TokenBytes:
         return spelled
 
     def can_write(self, text: str) -> bool:
-        """Return whether tokens can spell a text."""
+        """Return whether the tokens can spell a text."""
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._is_byte_level or text.encode() in b"".join(map(self, token_ids))
 
@@ -79,7 +79,7 @@ class TokenBytes:
 
 
 def _state_of(decoder: Any) -> str:
-    """Return a decoder's settings as JSON, or the name of its class if it has none."""
+    """Return the settings of a decoder as JSON, or the name of its class if it has none."""
     state = getattr(decoder, "__getstate__", lambda: None)()
     return state.decode() if isinstance(state, bytes) else type(decoder).__name__
 
@@ -90,18 +90,18 @@ class StopTexts(StoppingCriteria):
     """Stopping criterion for stop strings.
 
     A row ends when its newest token completes one of the `stops`. A call reads the bytes of as many
-    tokens as the longest stop has bytes. The criterion of transformers makes a table of all tokens
-    by all positions of all stops.
+    tokens as the longest stop string has bytes. transformers' criterion builds a table of all
+    tokens by all positions in all stop strings.
     """
 
     token_bytes: TokenBytes
     stops: tuple[str, ...]
-    prompt_len: int  # number of first tokens to skip, the prompt's
-    # whether the answer begins a text, as in chats, or continues its prompt's text
+    prompt_len: int  # number of tokens to skip, which belong to the prompt
+    # whether the answer begins a text, as in chats, or continues the prompt's text
     is_begin: bool = False
 
     def __call__(self, input_ids: Tensor, scores: Any = None, **kwargs: Any) -> Tensor:
-        """Return for each row whether it ends, [N] bool; `input_ids` are [N, T] int64."""
+        """Return whether each row ends, [N] bool; `input_ids` are [N, T] int64."""
         stops = [stop.encode() for stop in self.stops]
         max_len = max(map(len, stops))
         begin = max(self.prompt_len, input_ids.shape[1] - max_len)

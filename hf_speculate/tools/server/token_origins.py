@@ -1,4 +1,4 @@
-"""Origins of an answer's tokens: the draft source of each, with its piece of the text."""
+"""The origins of an answer's tokens: each token's draft source, with its piece of the text."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,31 +10,32 @@ TARGET = "target"
 
 
 class TokenPiece(NamedTuple):
-    """Text of one token.
+    """The text of one token.
 
-    Several tokens may spell one character; the last of them has it.
+    If several tokens spell one character, the last of them holds it.
     """
 
     text: str
-    origin: str  # TARGET, or the draft source of an accepted token as in `stats.plan`
+    origin: str  # TARGET, or the draft source of an accepted token, as in `stats.plan`
 
 
 class TokenTexts:
-    """Splitter of a stream's text into its tokens' texts.
+    """Splits a stream's text into the texts of its tokens.
 
-    The texts join to the stream's text. A token is returned whole, once all of its text is final.
+    Joined together, these are the stream's text. A token is returned whole, once all of its text is
+    final.
     """
 
     def __init__(self, stream: TextStream):
         self._stream = stream
         self._text = MarkedText()  # final text of tokens not returned yet
-        # characters of the text up to the first token not returned, then up to each later one
+        # number of characters up to the first token not returned, then up to each later token
         self._ends: list[int] = [0]
-        self._num_final = 0  # characters of the final text
-        self._num_read = 0  # tokens of the row
+        self._num_final = 0  # number of characters in the final text
+        self._num_read = 0  # number of the row's tokens read so far
 
     def read(self, token_ids: Sequence[int], is_end: bool = False) -> list[MarkedText]:
-        """Return texts made final by these tokens, all so far; at the end all remaining texts."""
+        """Return the texts that all tokens so far make final; at the end, all remaining texts."""
         for num_tokens in range(self._num_read + 1, len(token_ids) + 1):
             self._add(self._stream.read_marked(token_ids[:num_tokens]))
             self._ends.append(self._num_final + self._stream.num_pending)
@@ -58,13 +59,13 @@ class TokenTexts:
 
 
 class SpeculationTotals(NamedTuple):
-    """Totals of an answer's rounds."""
+    """Totals over an answer's rounds."""
 
     num_drafted: int
     num_accepted: int
     num_rounds: int
     seconds: float  # from the first token to the last
-    speedup: float | None  # estimate over plain decoding; None without a measured plain step
+    speedup: float | None  # estimate relative to plain decoding; None without a measured plain step
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Describe pydantic's errors of a request in plain words."""
+"""Describe pydantic's errors for a request in plain words."""
 
 import json
 import reprlib
@@ -14,13 +14,13 @@ from hf_speculate.tools.server.errors import RequestError
 def invalid_field(
     error: ValidationError, fields: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> RequestError:
-    """Describe the first wrong field: its allowed values, and the value received.
+    """Describe the first invalid field: its allowed values, and the value received.
 
     Args:
-        error: pydantic's error of a request; for a field with several types it lists an error per
+        error: pydantic's error for a request; for a field with several types, it lists an error per
             type.
         fields: names of all fields; other words in pydantic's paths are names of types.
-        neutral: accepted values of unsupported fields.
+        neutral: values of unsupported fields that are accepted.
     """
     errors = error.errors(include_url=False)
     first_errors = {
@@ -28,7 +28,7 @@ def invalid_field(
         for each in reversed(errors)
         if each["loc"][:1] == errors[0]["loc"][:1]
     }
-    name = max(first_errors, key=_fit)  # the best fit among several types
+    name = max(first_errors, key=_fit)  # the best match among several types
     first = first_errors[name]
     kind, message, got = first["type"], first["msg"], reprlib.repr(first["input"])
     if kind == "json_invalid":
@@ -59,7 +59,7 @@ def invalid_field(
 
 
 def _fit(path: str) -> tuple[int, list[int]]:
-    """Rank an error by the part of the value accepted before it: by depth, then by list indices."""
+    """Rank an error by how much of the value was accepted before it: depth, then list indices."""
     return path.count("."), [int(word) for word in path.split(".") if word.isdecimal()]
 
 

@@ -13,15 +13,15 @@ from hf_speculate.tools.bench.report import plots, values
 from hf_speculate.tools.bench.report.plots import Bar
 from hf_speculate.tools.bench.report.values import Result, name_of, short, spread, text
 
-_PLAIN = "plain"  # name of methods without drafts, up to a comma
+_PLAIN = "plain"  # name of methods without drafts, up to the first comma
 # settings shown elsewhere on the page
 _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")
-# values of the environment, in this order
+# values that describe the environment, in this order
 _TOP = ("target", "draft", "device", "threads", "dtype", "date")
 
 
 def write_html(result: Mapping[str, Any], path: Path) -> Path:
-    """Write the JSON of `hf-speculate bench` as one page; missing values are left out.
+    """Write the JSON of `hf-speculate bench` as one page, without missing values.
 
     Returns:
         The path.
@@ -102,13 +102,13 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
         samples=samples,
         settings={str(name): value for name, value in settings.items() if name not in _ELSEWHERE},
     )
-    # names of files may hold lone surrogates
+    # file names may contain lone surrogates
     path.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     return path
 
 
 def method_styles(result: Mapping[str, Any]) -> dict[str, int]:
-    """Assign a colour and marker index to each method.
+    """Assign an index for colour and marker to each method.
 
     Verifiers in the drift plots share the index of their method.
     """

@@ -1,7 +1,7 @@
-"""Values, axes and labels of the report's plots, drawn by `page.html`.
+"""Compute values, axes and labels of the report's plots, which `page.html` draws.
 
-Horizontal positions are percents of the plot's width: a plot fills a screen of any size, and its
-text keeps its size. Vertical positions are pixels.
+Horizontal positions are percentages of the plot's width, so that a plot fills a screen of any size
+while its text keeps its size. Vertical positions are in pixels.
 """
 
 import math
@@ -14,10 +14,7 @@ _STEPS = (1, 2, 5, 10)  # steps of an axis, times a power of ten
 
 
 class Axis(NamedTuple):
-    """Map from values to positions.
-
-    It maps `low` to `start` and `high` to `end`.
-    """
+    """A map from values to positions, with `low` at `start` and `high` at `end`."""
 
     low: float
     high: float
@@ -38,9 +35,9 @@ class Axis(NamedTuple):
 
 
 def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: int = 4) -> Axis:
-    """Make an axis with round numbers at both ends, around all values."""
+    """Make an axis that contains all values and has round numbers at both ends."""
     low, high = min(values), max(values)
-    # a single value gets a margin on both sides
+    # leave a margin on both sides of a single value
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):
         margin = abs(low) / 10 if abs(low) > 1e-9 else 1.0
         low, high = low - margin, high + margin
@@ -55,7 +52,7 @@ def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: i
 
 def axis_of_counts(highest: int, start: float, end: float) -> Axis:
     """Make an axis from 1 to `highest` with whole numbers as labels."""
-    max_labels = min(10, 20 // len(str(highest)))  # labels side by side on a phone
+    max_labels = min(10, 20 // len(str(highest)))  # labels that fit side by side on a phone
     step = max(1, round(_step(highest / max_labels)))
     counts = (1, *(count for count in range(step, highest + 1, step) if count > 1))
     return Axis(
@@ -64,7 +61,7 @@ def axis_of_counts(highest: int, start: float, end: float) -> Axis:
 
 
 def axis_of_values(values: Sequence[float], start: float, end: float) -> Axis:
-    """Make an axis with the values as labels where they fit.
+    """Make an axis whose labels are the values, as far as they fit.
 
     The axis is logarithmic if the values span a factor of ten.
     """
@@ -84,7 +81,7 @@ def _step(min_step: float) -> float:
     return next(power * factor for factor in _STEPS if power * factor >= min_step * (1 - 1e-9))
 
 
-_LABEL_HEIGHT = 18.0  # height of a label beside a curve, in pixels
+_LABEL_HEIGHT = 18.0  # height of a label next to a curve, in pixels
 _MAX_POINTS = 160  # maximum number of points in a curve; longer curves are averaged
 _LEFT, _RIGHT = 13.0, 95.0  # edges of a plot with numbers on its vertical axis
 _TOP, _BOTTOM = 8.0, 172.0
@@ -95,9 +92,9 @@ _PERCENT = Axis(
 
 
 class Key(NamedTuple):
-    """Label of a series.
+    """The label of a series.
 
-    It is drawn beside the end of its curve, at `top` pixels, or in a legend.
+    It is drawn next to the end of its curve, at `top` pixels, or in a legend.
     """
 
     name: str
@@ -108,7 +105,7 @@ class Key(NamedTuple):
 class Bar(NamedTuple):
     method: str
     value: Spread
-    is_lossy: bool  # drawn as an outline
+    is_lossy: bool  # whether it is drawn as an outline
 
 
 class Plot(NamedTuple):
@@ -118,8 +115,8 @@ class Plot(NamedTuple):
     """
 
     shape: str  # "bars", "stacks", "dots" or "curves"
-    # bars: `Bar`s; stacks: seconds of each part by name; dots: (method, value) by group; curves:
-    # (x, y) by method
+    # `Bar`s for bars; seconds of each part by name for stacks; (method, value) by group for dots;
+    # (x, y) by method for curves
     values: Any
     x: Axis
     y: Axis | None = None
@@ -135,7 +132,7 @@ Points = Mapping[str, Sequence[tuple[float, float]]]  # name -> (x, y)
 
 
 def plot_bars(bars: Sequence[Bar], unit: str = TIMES, decimals: int = 2) -> Plot:
-    """Plot bars from 0; for speed-ups the axis includes plain decoding."""
+    """Plot bars from 0; for speed-ups, the axis includes plain decoding."""
     known = [0.0, *([_PLAIN] if unit == TIMES else []), *(bar.value.high for bar in bars)]
     return Plot("bars", bars, rounded_axis(known, 0.0, 100.0), unit=unit, decimals=decimals)
 
@@ -145,7 +142,7 @@ def plot_stacks(parts: Sequence[str], seconds: Mapping[str, Sequence[float]]) ->
 
 
 def plot_dots(categories: Sequence[Result], methods: Sequence[str]) -> Plot:
-    """Plot speed-ups by category of prompts, without categories of unknown speed."""
+    """Plot speed-ups by category of prompts, without categories whose speed is unknown."""
     groups: dict[str, list[tuple[str, float]]] = {}
     for entry in categories:
         num_prompts, value = entry.get("num_prompts"), spread(entry.get("speedup"))
@@ -175,7 +172,7 @@ def plot_counts(curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: 
 
 
 def plot_thresholds(entries: Sequence[Result], field: str) -> Plot:
-    """Plot values over each verifier's threshold; without one draw a horizontal line."""
+    """Plot values over each verifier's threshold, or a horizontal line if it has none."""
     curves: dict[str, list[tuple[float, float]]] = {}
     references: dict[str, float] = {}
     for entry in entries:
@@ -212,10 +209,10 @@ def _apart(keys: Sequence[Key]) -> list[Key]:
 
 
 def _thinned(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Average groups of neighbours down to at most _MAX_POINTS points.
+    """Average groups of neighbours, to at most _MAX_POINTS points.
 
     Returns:
-        Pairs of (round, value), with the group's middle as its round.
+        Pairs of (round, value), in which the round is the middle of the group.
     """
     width = -(-len(values) // _MAX_POINTS)
     pieces = [(start, values[start : start + width]) for start in range(0, len(values), width)]

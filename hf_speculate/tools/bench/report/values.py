@@ -1,11 +1,11 @@
-"""Format values of a result as text and tables; any value may be missing."""
+"""Format the values of a result as text and tables; any value may be missing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Result = Mapping[str, Any]
 MISSING = "-"
-TIMES = "\u00d7"  # the sign of multiplication
+TIMES = "\u00d7"  # the multiplication sign
 
 
 class Spread(NamedTuple):
@@ -14,13 +14,13 @@ class Spread(NamedTuple):
     high: float
 
     def text(self, decimals: int, unit: str = "") -> str:
-        """Format the median, with minimum and maximum if they differ."""
+        """Format the median, and the minimum and maximum if they differ."""
         low, middle, high = (f"{value:,.{decimals}f}" for value in self)
         return f"{middle}{unit}" if self.low == self.high else f"{middle}{unit} ({low} to {high})"
 
 
 def spread(value: Any, factor: float = 1.0) -> Spread | None:
-    """Read minimum, median and maximum, or one number as all three; None without a value."""
+    """Read minimum, median and maximum, or use one number for all three; None if missing."""
     if value is None:
         return None
     numbers = (
@@ -51,13 +51,13 @@ def text(value: Any) -> str:
 def field(
     name: str, decimals: int | None = None, factor: float = 1.0, unit: str = ""
 ) -> Callable[[Result], str]:
-    """Make a formatter of an entry's field.
+    """Make a formatter for a field of an entry.
 
     Args:
         name: name of the field.
         decimals: number of decimals, for a number or a spread of numbers.
             None formats any value as text.
-        factor: factor of the numbers.
+        factor: factor on the numbers.
         unit: unit after the number.
     """
 
@@ -71,17 +71,17 @@ def field(
 
 
 def share(name: str) -> Callable[[Result], str]:
-    """Make a formatter of an entry's field in [0, 1], in percent."""
+    """Make a formatter for a field in [0, 1] of an entry, in percent."""
     return field(name, 1, 100.0, " %")
 
 
-Columns = dict[str, Callable[[Result], str]]  # head -> formatter of a cell
+Columns = dict[str, Callable[[Result], str]]  # header -> formatter of the column's cells
 
 
 class Table(NamedTuple):
     """Rows of text.
 
-    The first `num_names` columns hold words, the others numbers.
+    The first `num_names` columns contain words, the others numbers.
     """
 
     title: str
@@ -141,7 +141,7 @@ DRIFT: Columns = {
 def make_table(
     title: str, note: str, columns: Columns, entries: Sequence[Result], num_names: int
 ) -> Table | None:
-    """Make a table; columns with equal cells move into the note."""
+    """Make a table; columns whose cells are all equal move into the note."""
     if not entries:
         return None
     cells = {head: [cell(entry) for entry in entries] for head, cell in columns.items()}
