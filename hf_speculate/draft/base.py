@@ -111,6 +111,8 @@ class DraftRequest(NamedTuple):
     `hidden_layers`."""
     target_cache: CacheView | None = None
     """The target's states of all tokens but each row's newest one, to be read in this call alone; None in tests."""
+    run_target: Callable[[Tensor], Tensor] | None = None
+    """Runs the target on tokens [B, Q] int64 behind those states: logits [B, Q, V]. Its cache drops the tokens again."""
 
     def check(self) -> None:
         """Raise an error if the request is malformed.
