@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import find_adapter_config_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from hf_speculate.draft.source import VARIANTS, load_entry
 from hf_speculate.errors import ConfigError, shown

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.base import DrafterSetup
@@ -87,7 +86,7 @@ class UnoAdapter:
 
     def noise_end(self, target: PreTrainedModel) -> int:
         """Return the id after the largest one of noise tokens."""
-        mask_id = self.mask_token_id
+        mask_id: Any = self.mask_token_id
         if mask_id is None:
             mask_id = getattr(target.config.get_text_config(decoder=True), "mask_token_id", None)
         size = vocab_size_of(target)

@@ -68,7 +68,9 @@ class UnoSource(FactorySource):
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
         """Warn once if few second draft tokens were accepted."""
         drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
-        second = DraftCounts(*(counts[1] if len(counts) > 1 else 0 for counts in (drafted, accepted)))
+        second = DraftCounts(
+            *(counts[1] if len(counts) > 1 else 0 for counts in (drafted, accepted))
+        )
         if AcceptanceTallies.of(target).add(self.adapter, second, SECOND_TOKENS_BOUND):
             warn_user(
                 f"fewer than {SECOND_TOKENS_BOUND.least_rate:.0%} of the second tokens that "

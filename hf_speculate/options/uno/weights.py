@@ -80,7 +80,8 @@ class AdapterConfig(NamedTuple):
                 f"a Uno adapter must be a plain LoRA of {', '.join(TARGET_MODULES)}, got "
                 f"{'; '.join(problems)} in {name}; pass the adapter of a Uno checkpoint"
             )
-        rank, alpha = fields.get("r"), fields.get("lora_alpha")
+        rank: Any = fields.get("r")
+        alpha: Any = fields.get("lora_alpha")
         if not is_int(rank) or rank < 1 or not isinstance(alpha, int | float):
             raise ConfigError(
                 f"{_CONFIG} of {name} must have r >= 1 and a number as lora_alpha, got {rank!r} "
@@ -157,9 +158,7 @@ def read_peft(target: PreTrainedModel, name: str) -> AdapterWeights | None:
                 f"{'active' if is_active else 'merged'} in {type(target).__name__}; choose another "
                 "adapter with set_adapter(), or call disable_adapters()"
             )
-        layers[path] = LowRank(
-            *(side[name].weight.detach() for side in (part.lora_A, part.lora_B))
-        )
+        layers[path] = LowRank(*(side[name].weight.detach() for side in (part.lora_A, part.lora_B)))
     return AdapterWeights(config, layers)
 
 

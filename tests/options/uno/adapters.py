@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,22 @@ Tensors = dict[str, Tensor]
 def make_tensors(target: PreTrainedModel, size: float = 0.05, seed: int = 0) -> Tensors:
     """Make tensors by their names in a file, without a prefix."""
     generator, tensors = torch.Generator().manual_seed(seed), Tensors()
-    for index, layer in enumerate(target.get_decoder().layers):
-        for part, names in PARTS.items():
-            for name in names:
-                weight = getattr(getattr(layer, part), name).weight
-                place = f"model.layers.{index}.{part}.{name}"
-                shapes = {"lora_A": (RANK, weight.shape[1]), "lora_B": (weight.shape[0], RANK)}
-                for side, shape in shapes.items():
-                    values = torch.randn(shape, generator=generator, dtype=torch.float64)
-                    tensors[f"{place}.{side}.weight"] = values * size
+    for place, parent, name in linear_layers(target):
+        weight = getattr(parent, name).weight
+        for side, shape in {"A": (RANK, weight.shape[1]), "B": (weight.shape[0], RANK)}.items():
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            tensors[f"{place}.lora_{side}.weight"] = values * size
     return tensors
+
+
+def linear_layers(target: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield each adapted layer: its name in a file, its parent and its name there."""
+    for index, layer in enumerate(getattr(target.get_decoder(), "layers", ())):
+        for part, names in PARTS.items():
+            parent = getattr(layer, part, None)
+            for name in names:
+                if isinstance(getattr(parent, name, None), nn.Module):
+                    yield f"model.layers.{index}.{part}.{name}", parent, name
 
 
 def write_adapter(
@@ -80,13 +86,10 @@ class Reference:
 
     def __init__(self, target: PreTrainedModel, tensors: Tensors):
         self.model, self.layers = copy.deepcopy(target), list[Adapted]()
-        for index, layer in enumerate(self.model.get_decoder().layers):
-            for part, names in PARTS.items():
-                for name in names:
-                    place, module = f"model.layers.{index}.{part}.{name}", getattr(layer, part)
-                    sides = (tensors[f"{place}.lora_{side}.weight"] for side in "AB")
-                    self.layers.append(Adapted(getattr(module, name), *sides))
-                    setattr(module, name, self.layers[-1])
+        for place, parent, name in linear_layers(self.model):
+            sides = (tensors[f"{place}.lora_{side}.weight"] for side in "AB")
+            self.layers.append(Adapted(getattr(parent, name), *sides))
+            setattr(parent, name, self.layers[-1])
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], noise: Sequence[int]) -> Tensor:

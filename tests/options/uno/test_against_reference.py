@@ -29,7 +29,9 @@ class Record(NamedTuple):
 
     def rows(self, ends=()):
         """Yield text, noise and logits of each row that has not ended, up to the last position."""
-        for text, noise, logits in zip(self.texts, self.noise, self.draft.token_logits, strict=True):
+        for text, noise, logits in zip(
+            self.texts, self.noise, self.draft.token_logits, strict=True
+        ):
             num = self.max_position + 2 - len(text)
             if text[-1] not in ends:
                 yield text, noise[: num - 1], logits[:num]
@@ -47,7 +49,9 @@ class Recording(UnoDrafter):
 
     def draft(self, request):
         if self.texts:
-            kept = zip(request.kept.token_ids.tolist(), request.kept.num_emitted.tolist(), strict=True)
+            kept = zip(
+                request.kept.token_ids.tolist(), request.kept.num_emitted.tolist(), strict=True
+            )
             for text, (ids, num) in zip(self.texts, kept, strict=True):
                 text += ids[:num]
         else:

@@ -3,6 +3,7 @@
 import copy
 import re
 import shutil
+import threading
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.cases import CACHES, assert_decodes_as_plain, each_value
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.options.heads.rounds import BySum, random_texts
 from tests.options.refill.test_continuous import alone, decoded
-from tests.options.uno.adapters import ALPHA, PARTS, RANK, make_tensors, write_adapter
+from tests.options.uno.adapters import ALPHA, RANK, make_tensors, write_adapter
 from tests.random_calls import target_of
 from tests.support.compiled_calls import compile_config
 from tests.support.tiny import make_model, make_small_model, ragged_prompts
@@ -64,9 +65,7 @@ def test_the_joint_distribution_is_the_targets(verifier, top_p, tmp_path):
     adapter = UnoAdapter(write_adapter(tmp_path, make_tensors(target, size=0.2)))
     stats = hf_speculate.SpeculationStats()
     options = {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier}
-    counts = draw(
-        target, adapter, NUM_DRAWS, **options, top_p=top_p, speculation_stats=stats
-    )
+    counts = draw(target, adapter, NUM_DRAWS, **options, top_p=top_p, speculation_stats=stats)
     joint = joint_distribution(target, NUM_DRAWN, top_p=top_p)
     assert p_value(counts, joint) > SIGNIFICANCE
     assert 0 < stats.accepted_per_position[1] < stats.verified_per_position[1]
@@ -115,6 +114,30 @@ def test_rows_that_join_get_the_texts_that_they_get_alone(tmp_path):
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
     assert decoder.stats.num_rounds > 1.2 * decoder.stats.num_batch_rounds
     assert decoder.stats.num_accepted > decoder.stats.num_rounds / 2
+
+
+@pytest.mark.fallback("RuntimeError: too little memory")
+def test_rows_that_join_others_without_drafts_draft(tmp_path):
+    """An error ends the drafts of the rows before."""
+    target, adapter = make_pair(tmp_path)
+    last, forwards = target.model.layers[1].mlp.up_proj, []
+
+    def fail(module, args, output):  # in the third draft forward
+        if len(last._forward_hooks) > 1:
+            forwards.append(None)
+            if len(forwards) == 3:
+                raise RuntimeError("too little memory")
+
+    last.register_forward_hook(fail)
+    lens = [3, 25, 8, 14, 2, 19, 1, 5]
+    prompts = [
+        RowPrompt(text, arguments={"max_new_tokens": 4 + 9 * (key % 3)}, key=key)
+        for key, text in enumerate(random_texts(lens, seed=5, vocab_size=64))
+    ]
+    results, decoder = decoded(target, prompts, assistant_model=adapter, num_assistant_tokens=3)
+    for prompt in prompts:
+        assert results[prompt.key].token_ids == alone(target, prompt), prompt.key
+    assert decoder.stats.num_accepted > 20
 
 
 @pytest.mark.fallback("computes NaN or infinity", "raised")
@@ -168,15 +191,27 @@ def test_the_target_stays_as_it_is(error, cache, snapshot_of, tmp_path):
                     raise RuntimeError("too little memory")
 
         forwards, handle = [], last.register_forward_hook(fail)
-        stats = assert_decodes_as_plain(
-            target, adapter, inputs, speculation_cache=cache, **options
-        )
+        stats = assert_decodes_as_plain(target, adapter, inputs, speculation_cache=cache, **options)
         handle.remove()
         assert (len(forwards) == 3) == bool(error)
         assert bool(stats.fallbacks) == bool(error)
     after, hooks_after = snapshot_of(target)
     assert hooks == hooks_after
     assert all(torch.equal(after[name], weight) for name, weight in weights.items())
+
+
+def test_forwards_of_other_threads_are_without_the_adapter(tmp_path):
+    target, adapter = make_pair(tmp_path)
+    ids, outputs = torch.tensor([[1, 5, 9]]), []
+    plain = target(ids).logits
+    with adapter.layers_for(target).added_after_first(target):
+        thread = threading.Thread(target=lambda: outputs.append(target(ids).logits))
+        thread.start()
+        thread.join()
+        adapted = target(ids).logits
+    assert torch.equal(outputs[0], plain)
+    assert torch.equal(adapted[:, 0], plain[:, 0])
+    assert (adapted[:, 1:] - plain[:, 1:]).abs().amin() > 0
 
 
 def with_adapters(folder):
@@ -287,7 +322,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     cases = {
         "one of them in layers.0.self_attn.q_proj": {**tensors, weight: None},
         "got lm_head.weight in": {**tensors, "lm_head.weight": torch.ones(2, 2)},
-        "got encoder.layers.0.self_attn": {**tensors, f"encoder{weight[5:]}": tensors[weight].clone()},
+        "got encoder.layers.0.self_attn": {
+            **tensors,
+            f"encoder{weight[5:]}": tensors[weight].clone(),
+        },
         "the adapter has no layers.0.self_attn.q_proj": {
             name: tensor for name, tensor in tensors.items() if ".0.self_attn.q_" not in name
         },
@@ -303,7 +341,9 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(ConfigError, match="must be a whole safetensors file"):
         UnoAdapter(tmp_path / "0").layers_for(target)
     (tmp_path / "0" / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"must hold adapter_model\*.safetensors, got adapter_con"):
+    with pytest.raises(
+        ConfigError, match=r"must hold adapter_model\*.safetensors, got adapter_con"
+    ):
         UnoAdapter(tmp_path / "0").layers_for(target)
     for source in (tmp_path, "nobody/nothing-here"):
         with pytest.raises(ConfigError, match=f"with adapter_config.json, .* got '{source}'"):
@@ -317,7 +357,9 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path):
     for base in ("meta/llama-2", "", "meta/Llama-3"):
         adapter = UnoAdapter(write_adapter(tmp_path, tensors, base_model_name_or_path=base))
         if base.endswith("3"):
-            with pytest.warns(UserWarning, match="adapter of meta/Llama-3, and the target is local/L"):
+            with pytest.warns(
+                UserWarning, match="adapter of meta/Llama-3, and the target is local/L"
+            ):
                 adapter.layers_for(target)
         else:
             adapter.layers_for(target)
