@@ -37,11 +37,11 @@ class Settings(NamedTuple):
 
     rank: int = 32
     alpha: float = 64.0
-    block_size: int = 8  # tokens of a block, the text's one included
+    block_size: int = 4  # tokens of a block, the text's one included
     rows_per_step: int = 2
-    blocks_per_row: int = 24
+    blocks_per_row: int = 48
     greedy_share: float = 0.75  # of the rows
-    lr: float = 2e-3
+    lr: float = 4e-3
 
 
 class Adapter:
@@ -159,7 +159,7 @@ def main() -> None:
     target.requires_grad_(False)
     torch.manual_seed(args.seed)
     adapter = Adapter(target, settings)
-    optimizer = torch.optim.AdamW(adapter.parameters(), settings.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(adapter.parameters(), settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
     start_s = time.perf_counter()
     for step in range(args.steps):
         rows = draw_rows(batches[:-1], settings.rows_per_step, settings.greedy_share, step)

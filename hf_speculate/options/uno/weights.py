@@ -31,16 +31,13 @@ from hf_speculate.models.text_decoder import text_decoder
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FILES = _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model*.safetensors"
 _SUBFOLDER = "adapter"  # beside the weights of a base model
-# Fields with an effect on the forward, and their values without one.
-_PLAIN_FIELDS: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"), (False,)),
-    **dict.fromkeys(("use_bdlora", "use_rslora"), (False,)),
-    **dict.fromkeys(("alpha_pattern", "rank_pattern"), ({},)),
-    **dict.fromkeys(("exclude_modules", "modules_to_save", "target_parameters"), ([], ())),
-    **dict.fromkeys(("layers_to_transform", "trainable_token_indices"), ([], {})),
-    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "layer_replication"), ([],)),
-}
+# Fields with an effect on the forward, unless they are empty, false or "none".
+_OTHER_FIELDS = (
+    *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "bias", "exclude_modules"),
+    *("fan_in_fan_out", "layer_replication", "layers_to_transform", "lora_bias"),
+    *("modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices"),
+    *("use_bdlora", "use_dora", "use_qalora", "use_rslora"),
+)
 _NAME = re.compile(
     r"(?:base_model\.model\.)?model\.(?:language_model\.)?"
     r"(layers\.\d+\.(?:self_attn|mlp)\.\w+)\.lora_([AB])\.weight"
@@ -67,10 +64,10 @@ class AdapterConfig(NamedTuple):
         problems = [] if peft_type == "LORA" else [f"peft_type {peft_type!r}"]
         problems += [
             f"{field} {fields[field]!r}"
-            for field, plain in _PLAIN_FIELDS.items()
-            if fields.get(field) is not None and fields[field] not in plain
+            for field in _OTHER_FIELDS
+            if fields.get(field) and fields[field] != "none"
         ]
-        modules = fields.get("target_modules")
+        modules: Any = fields.get("target_modules")
         if not isinstance(modules, list | set | tuple) or not modules:
             problems.append(f"target_modules {modules!r}")
         elif others := sorted(set(modules) - set(TARGET_MODULES)):
@@ -87,7 +84,7 @@ class AdapterConfig(NamedTuple):
                 f"{_CONFIG} of {name} must have r >= 1 and a number as lora_alpha, got {rank!r} "
                 f"and {alpha!r}; download it again"
             )
-        order = tuple(module for module in TARGET_MODULES if module in set(modules))  # type: ignore[arg-type]
+        order = tuple(module for module in TARGET_MODULES if module in modules)
         base_name = str(fields.get("base_model_name_or_path") or "")
         return cls(rank, float(alpha) / rank, order, base_name)
 

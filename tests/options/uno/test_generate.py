@@ -13,8 +13,10 @@ import hf_speculate
 from hf_speculate import UnoAdapter
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.options.refill.row_prompts import RowPrompt
-from tests.cases import CACHES, assert_decodes_as_plain, each_value
+from tests.cases import CACHES, assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
+from tests.options.compiled.conftest import backend as backend
+from tests.options.compiled.test_graphs import ENDS, decode
 from tests.options.heads.rounds import BySum, random_texts
 from tests.options.refill.test_continuous import alone, decoded
 from tests.options.uno.adapters import ALPHA, RANK, make_tensors, write_adapter
@@ -281,12 +283,25 @@ def test_settings_and_defaults_of_the_number_of_tokens(tmp_path):
 
 @pytest.mark.fallback("draft: the forward with the adapter runs eagerly")
 def test_drafts_run_eagerly_beside_compiled_verifications(tmp_path):
-    target, adapter = make_pair(tmp_path)
+    target, adapter = make_pair(tmp_path, num_hidden_layers=1)
     options = {"max_new_tokens": 12, "compile_config": compile_config(), **CONSTANT}
     options["cache_implementation"] = "static"
-    stats = assert_decodes_as_plain(target, adapter, ragged_prompts(2, seed=1), **options)
+    stats = assert_decodes_as_plain(target, adapter, ragged_prompts(1, seed=1), **options)
     assert stats.compiled == ["target"]
     assert stats.num_accepted > 0
+
+
+def test_verifications_run_from_graphs(backend, tmp_path):
+    target, adapter = make_pair(tmp_path)
+    for seed in (0, 3):
+        inputs = ragged_prompts(3, seed=seed, max_len=20 - seed)
+        options = {"assistant_model": adapter, "num_assistant_tokens_schedule": "constant"}
+        ids, stats = decode(target, inputs, **options, eos_token_id=ENDS)
+        assert_equal_ids(target.generate(**inputs, max_new_tokens=24, eos_token_id=ENDS), ids)
+        assert (stats.graphed, stats.fallbacks) == (["target"], [])
+        assert backend.num_captures == 1
+        assert stats.num_accepted > 0
+    assert backend.num_replays >= stats.num_batch_rounds
 
 
 REFUSED = {
