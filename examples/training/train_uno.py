@@ -159,7 +159,9 @@ def main() -> None:
     target.requires_grad_(False)
     torch.manual_seed(args.seed)
     adapter = Adapter(target, settings)
-    optimizer = torch.optim.AdamW(adapter.parameters(), settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        adapter.parameters(), settings.lr, betas=(0.9, 0.95), weight_decay=0.0
+    )
     start_s = time.perf_counter()
     for step in range(args.steps):
         rows = draw_rows(batches[:-1], settings.rows_per_step, settings.greedy_share, step)
