@@ -3,8 +3,8 @@
     cd examples && python -m training.train_uno    # minutes, and ten to write the text
 
 The text is that of the EAGLE-3 head, `training/train_eagle3.py`. In every step the target reads
-blocks at random columns of a few rows: a token of the text, then random ids, with the adapter behind
-the first token. Each of these slots learns the target's distribution over the text. The target
+blocks at random columns of a few rows: a token of the text, then random ids, with the adapter
+behind the first token. Each of these slots learns the target's distribution over the text. The target
 stays as it is.
 """
 

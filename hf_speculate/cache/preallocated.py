@@ -191,7 +191,7 @@ class PreallocatedKVCache(KVCache):
             self._holds_rejected = True
 
     def mark(self) -> Callable[[], None]:
-        """Mark the ends of the rows, see `KVCache.mark`; later forwards advance all rows equally."""
+        """Mark the ends of the rows, see `KVCache.mark`; forwards advance all rows equally."""
         num_columns = self.num_columns
 
         def restore() -> None:

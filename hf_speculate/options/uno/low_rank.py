@@ -86,8 +86,8 @@ class LowRankLayers:
                 handle.remove()
         if lacking := self._pairs.keys() - called:
             raise UnsupportedModelError(
-                f"the target's forward must call its linear layers, got no call of {shown(lacking)} "
-                f"in {type(target).__name__}; remove what replaces them"
+                "the target's forward must call its linear layers, got no call of "
+                f"{shown(lacking)} in {type(target).__name__}; remove what replaces them"
             )
 
 

@@ -121,7 +121,8 @@ def read_files(source: str, revision: str | None = None) -> AdapterWeights:
     files, tensors = sorted(folder.glob(_WEIGHTS)), dict[str, Tensor]()
     if not files:
         raise ConfigError(
-            f"{folder} must hold {_WEIGHTS}, got {shown([path.name for path in folder.iterdir()])}; "
+            f"{folder} must hold {_WEIGHTS}, got "
+            f"{shown([path.name for path in folder.iterdir()])}; "
             "save the adapter with safe_serialization=True"
         )
     for path in files:
@@ -191,7 +192,7 @@ def _paired(tensors: Mapping[str, Tensor], name: str) -> dict[str, LowRank]:
     if others:
         raise UnsupportedModelError(
             "tensors of a Uno adapter must be named model.layers.N.self_attn.q_proj.lora_A.weight "
-            f"and so on, got {shown(sorted(others))} in {name}; pass the adapter of a Uno checkpoint"
+            f"and so on, got {shown(others)} in {name}; pass the adapter of a Uno checkpoint"
         )
     single = sorted(layer for layer, pair in sides.items() if len(pair) == 1)
     if single:
