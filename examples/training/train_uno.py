@@ -1,11 +1,11 @@
-"""Trains a Uno adapter for the bundled target, and saves it as PEFT does.
+"""Train a Uno adapter for the bundled target, and save it as PEFT does.
 
     cd examples && python -m training.train_uno    # minutes, and ten to write the text
 
 The text is that of the EAGLE-3 head, `training/train_eagle3.py`. In every step the target reads
-blocks at random columns of a few rows: a token of the text, then random ids, with the adapter
-behind the first token. Each of these slots learns the target's distribution over the text. The target
-stays as it is.
+blocks at random columns of a few rows: a token of the text, then random ids, with the adapter on
+from the second token. Each of these slots learns the target's distribution over the text. The
+target is not changed.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def block_logits(
 def step_loss(
     target: LlamaForCausalLM, adapter: Adapter, ids: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """The mean cross entropy over rows [R, T], and the share of equal argmaxes by slot [F - 1]."""
+    """Return the mean cross entropy over rows [R, T], and the share of equal argmaxes by slot [F - 1]."""
     num_starts = ids.shape[1] - settings.block_size - SHORTEST_CONTEXT
     starts = SHORTEST_CONTEXT + torch.rand(len(ids), num_starts).argsort(1)
     starts = starts[:, : settings.blocks_per_row]  # [R, N]
