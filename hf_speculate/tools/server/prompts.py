@@ -212,9 +212,11 @@ def _processors(
     if frequency or presence:
         processors.append(PenaltiesProcessor(num_prompt, frequency=frequency, presence=presence))
     if grammar is not None and isinstance(request, ChatRequest) and not request.has_grammar:
+        # other ids that end the text, such as that of `</tool_call>`, may be a part of calls
+        call_ends = [each for each in end_ids if each in engine.eos_token_ids] or end_ids
         reasoning = engine.call_format.reasoning
         processors.append(
-            ToolCallProcessor(grammar, prompt_ids, end_ids, reasoning, request.requires_calls)
+            ToolCallProcessor(grammar, prompt_ids, call_ends, reasoning, request.requires_calls)
         )
     elif grammar is not None:
         processors.append(GrammarProcessor(grammar, num_prompt, end_ids))

@@ -29,7 +29,7 @@ _TOOL = {
     },
 }
 _CALL = f'{{"name": "{_NAME}", "arguments": {json.dumps(_ARGUMENTS)}}}'
-_WRITTEN = re.compile(rf"{BEGIN}(\s*){re.escape(_CALL)}(\s*){END}")
+_TAGGED = re.compile(rf"{BEGIN}(\s*)(\{{[^<]*\}})(\s*){END}")
 _NUM_LAST = 3  # last tokens of a prompt that begins reasoning: `<think>` and line breaks
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -38,10 +38,10 @@ class CallFormat(NamedTuple):
     """Format of a tokenizer's tool calls, as far as the server can write grammars of it."""
 
     is_read: bool  # whether the server reads JSON calls in `<tool_call>` tags
-    is_written: bool = False  # whether the chat template writes such calls
-    space: str = "\n"  # between the first tag and the JSON
-    end: str = f"\n{END}"  # after the JSON
-    reasoning: tuple[int, int] | None = None  # ids of `<think>` and `</think>`; None without them
+    is_written: bool  # whether the chat template writes such calls, too
+    space: str  # between the first tag and the JSON
+    end: str  # after the JSON
+    reasoning: tuple[int, int] | None  # ids of `<think>` and `</think>`; None without them
 
     @classmethod
     def of(
@@ -51,22 +51,29 @@ class CallFormat(NamedTuple):
         vocab = tokenizer.get_vocab()
         begin, end = vocab.get("<think>"), vocab.get("</think>")
         reasoning = None if begin is None or end is None else (begin, end)
-        found = _WRITTEN.search(_written_call(tokenizer))
-        call = found[0] if found else f"{BEGIN}\n{_CALL}\n{END}"
+        written = _TAGGED.finditer(_chat_with_call(tokenizer))
+        found = next((each for each in written if _is_call(each[2])), None)
+        space, end_space = ("\n", "\n") if found is None else (found[1], found[3])
+        call = f"{BEGIN}{space}{_CALL}{end_space}{END}"
         reader = ToolCallReader() if template is None else template.reader("", [_TOOL])
         if isinstance(reader, ToolCallReader):
             reader.read(call, is_end=True)
         else:
             reader.read(MarkedText.of(call), is_end=True)
         functions = [each["function"] for each in reader.calls]
-        if functions != [{"name": _NAME, "arguments": json.dumps(_ARGUMENTS)}]:
-            return cls(is_read=False, reasoning=reasoning)
-        if found is None:
-            return cls(is_read=True, reasoning=reasoning)
-        return cls(True, True, found[1], found[2] + END, reasoning)
+        is_read = functions == [{"name": _NAME, "arguments": json.dumps(_ARGUMENTS)}]
+        return cls(is_read, is_read and found is not None, space, end_space + END, reasoning)
 
 
-def _written_call(tokenizer: PreTrainedTokenizerBase) -> str:
+def _is_call(text: str) -> bool:
+    """Whether a text is the call in JSON, in any order and with any spaces."""
+    try:
+        return bool(json.loads(text) == json.loads(_CALL))
+    except ValueError:
+        return False
+
+
+def _chat_with_call(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a chat with a call, by the chat template; empty without one that takes calls."""
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     call = {"id": "call_0", "type": "function", "function": function}

@@ -171,7 +171,10 @@ def test_auto_is_untouched_until_a_tag_and_constrained_behind_it(engine):
     (without,) = texts_of(engine, tool_choice="none")
     (called,) = texts_of(engine, logit_bias={tag: 100})
     (once,) = texts_of(engine, logit_bias={tag: 100}, parallel_tool_calls=False)
-    rows = [result.row for result in collect_all(engine, [free, without, called, once])]
+    close = engine.tokenizer.convert_tokens_to_ids("</tool_call>")
+    (stopped,) = texts_of(engine, logit_bias={tag: 100, close: 50}, stop_token_ids=[close])
+    texts = [free, without, called, once, stopped]
+    rows = [result.row for result in collect_all(engine, texts)]
     assert rows[0].token_ids == rows[1].token_ids and tag not in rows[0].token_ids
     assert len(free.prompt.arguments["logits_processor"]) == 1
     for row, text, is_single in ((rows[2], called, False), (rows[3], once, True)):
@@ -180,6 +183,7 @@ def test_auto_is_untouched_until_a_tag_and_constrained_behind_it(engine):
         assert row.num_accepted > len(expected) // 2
         calls, _ = calls_in(engine, row.token_ids)
         assert calls and is_valid(*calls[0])
+    assert rows[4].token_ids[-1] == close and len(calls_in(engine, rows[4].token_ids)[0]) == 1
 
 
 def test_calls_begin_behind_reasoning(engine):
@@ -239,6 +243,9 @@ def test_clients_get_calls_of_special_tags_by_a_response_template():
 
 XML = TEMPLATE.replace('{"name": "', "<function=").replace('", "arguments": ', ">")
 CLOSE = TEMPLATE.replace("<tool_call>\n", "<tool_call>").replace("}\n<", "}<")
+HERMES = TEMPLATE.replace('"name": "{{ call.function.name }}", ', " ").replace(
+    " | tojson }}", ' | tojson }}, "name": "{{ call.function.name }}"'
+)
 OTHER_TAGS = json.loads(json.dumps(RESPONSE_TEMPLATE).replace("tool_call>", "call>"))
 
 
@@ -246,12 +253,13 @@ OTHER_TAGS = json.loads(json.dumps(RESPONSE_TEMPLATE).replace("tool_call>", "cal
     ("template", "response", "expected"),
     (
         (TEMPLATE, None, (True, True, "\n", "\n</tool_call>")),
+        (HERMES, None, (True, True, "\n", "\n</tool_call>")),
         (CLOSE, None, (True, True, "", "</tool_call>")),
         (XML, None, (True, False, "\n", "\n</tool_call>")),
         (None, RESPONSE_TEMPLATE, (True, False, "\n", "\n</tool_call>")),
         (TEMPLATE, OTHER_TAGS, (False, False, "\n", "\n</tool_call>")),
     ),
-    ids=["hermes", "close", "xml", "none", "other tags"],
+    ids=["qwen", "hermes", "close", "xml", "none", "other tags"],
 )
 def test_format_is_found_by_writing_and_reading_a_call(
     engine, monkeypatch, template, response, expected
