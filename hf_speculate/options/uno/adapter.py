@@ -22,19 +22,20 @@ from hf_speculate.options.uno.weights import read_files, read_peft
 class UnoAdapter:
     """A Uno adapter of the target.
 
-    Pass it to `generate()` as `assistant_model`. Files do not tell a Uno adapter from another LoRA,
-    so a folder or an id alone does not. The first call with a target loads the weights. The target
-    is not changed, and its own adapters stay as they are.
+    Pass this object to `generate()` as `assistant_model`. A folder or an id alone is not enough,
+    since the files of a Uno adapter look like those of any other LoRA. The first call with a target
+    loads the weights. The target and its own adapters are not modified.
 
     Args:
-        source: folder or Hub id of the adapter, or name of an inactive adapter of a PEFT target,
-            which is read in each call.
-        mask_token_id: id of the mask token in training. Noise tokens have ids from 1 to before it.
-            None for `mask_token_id` of the target's config, or else for the whole vocabulary.
+        source: folder or Hub id of the adapter, or the name of an inactive adapter in a PEFT
+            target. An adapter in the target is read in each call.
+        mask_token_id: id of the mask token in training. The ids of noise tokens are at least 1 and
+            below it. None for `mask_token_id` in the target's config, or if there is none, for the
+            whole vocabulary.
         revision: branch, tag or commit on the Hub. None for the main branch.
 
     Raises:
-        ConfigError: `mask_token_id` is no integer of at least 2.
+        ConfigError: `mask_token_id` is not an integer >= 2.
     """
 
     draft_source = "a Uno adapter"  # name of its kind of draft source
@@ -64,11 +65,11 @@ class UnoAdapter:
         return UnoDrafter(self.layers_for(setup.target), self.noise_end(setup.target), setup)
 
     def layers_for(self, target: PreTrainedModel) -> LowRankLayers:
-        """Return the weights over a target; load them on first use.
+        """Return the adapter's layers for a target; load them on first use.
 
         Raises:
-            ConfigError: the files do not load.
-            UnsupportedModelError: the adapter is no plain LoRA, or does not fit the target.
+            ConfigError: the files cannot be loaded.
+            UnsupportedModelError: the adapter is not a plain LoRA, or does not fit the target.
         """
         _check_target(target)
         weights = read_peft(target, self.source)
@@ -85,7 +86,7 @@ class UnoAdapter:
         return known[1]
 
     def noise_end(self, target: PreTrainedModel) -> int:
-        """Return the id after the largest one of noise tokens."""
+        """Return the id after the largest id of noise tokens."""
         mask_id: Any = self.mask_token_id
         if mask_id is None:
             mask_id = getattr(target.config.get_text_config(decoder=True), "mask_token_id", None)
@@ -108,7 +109,7 @@ class UnoAdapter:
 
 
 def _check_target(target: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` for a target without drafts by itself."""
+    """Raise `UnsupportedModelError` if a target cannot draft for itself."""
     problems = []
     if target.config.is_encoder_decoder:
         problems.append("it has an encoder")

@@ -1,16 +1,16 @@
-"""The drafter over a Uno adapter: one forward of the target over the newest token and noise.
+"""The drafter for a Uno adapter: one forward of the target over the newest token and noise.
 
-For a row whose newest token is t, at position C, a draft of K tokens is
+For a row whose newest token t has position C, a draft of K tokens comes from
 
     logits = target(t, n_1 .. n_{K-1}),    n_i uniform over the ids 1 .. end - 1
 
-over the target's cache, at the positions C .. C+K-1, with the adapter in the rows of the noise.
-Row j predicts the token at C+j+1, so the first one is the target's own. The tokens of a draft are
-chosen without regard to each other. The cache then drops all rows, and the verification reads t and
-the drafted tokens with the adapter off.
+on the target's cache, at the positions C .. C+K-1, with the adapter applied to the noise tokens.
+The logits at index j predict the token at C+j+1, so the first prediction is the target's own. The
+tokens of a draft are chosen independently of each other. Afterwards, the cache drops all K tokens,
+and the verification reads t and the drafted tokens without the adapter.
 
-The noise has random numbers of its own. The verifier gets the distribution of a draft given the
-noise, so its output has the target's distribution.
+The noise has its own random number stream. The verifier gets the distribution of a draft given the
+noise, so the output has the target's distribution.
 
 Source:
     Uno (arXiv:2609.04010).
@@ -37,7 +37,7 @@ class UnoDrafter(PerRow, Drafter):
 
     Args:
         layers: The adapter.
-        noise_end: The id after the largest one of noise tokens, >= 2.
+        noise_end: The id after the largest id of noise tokens, >= 2.
         setup: The setup of the call.
     """
 
@@ -89,9 +89,9 @@ class UnoDrafter(PerRow, Drafter):
 
 
 def noise_ids(keys: NoiseKeys, num_tokens: int, end: int) -> Tensor:
-    """Draw ids [B, num_tokens] int64, uniform over 1 .. end - 1 and new in each round.
+    """Draw ids [B, num_tokens] int64, uniform over 1 .. end - 1, anew in each round.
 
-    A float32 holds more than 2^24 / end of its steps for each id.
+    Each id corresponds to more than 2^24 / end steps of a float32.
     """
     offsets = torch.arange(num_tokens, device=keys.seeds.device)[None]  # [1, N]
     drawn = uniforms(keys, Stream.NOISE, offsets, torch.zeros_like(offsets))  # [B, N]

@@ -1,7 +1,7 @@
-"""Low-rank layers: add an adapter to a target's linear layers, for chosen tokens of one forward.
+"""Low-rank layers, which add an adapter to linear layers for some tokens of one forward.
 
-Forward hooks add s B A x to the outputs. They are on the modules during one forward only, and act
-in its thread alone. No weight of the target is written to.
+Forward hooks add s B A x to the outputs. They are only registered during one forward, and only act
+in its thread. The target's weights are never written to.
 """
 
 import threading
@@ -25,9 +25,9 @@ _PARTS = ("self_attn", "mlp")
 
 
 class LowRankLayers:
-    """An adapter over the linear layers of its target.
+    """An adapter for the linear layers of its target.
 
-    Weights are in the target's dtype, each on the device of its layer. B includes the scale.
+    Weights are in the target's dtype, each on the device of its layer. B includes the scale s.
 
     Args:
         weights: The adapter.
@@ -35,7 +35,7 @@ class LowRankLayers:
         name: Name of the adapter, for errors.
 
     Raises:
-        UnsupportedModelError: layers or shapes do not fit the target.
+        UnsupportedModelError: the layers or shapes do not fit the target.
     """
 
     def __init__(self, weights: AdapterWeights, target: PreTrainedModel, name: str):
@@ -60,10 +60,10 @@ class LowRankLayers:
 
     @contextmanager
     def added_after_first(self, target: PreTrainedModel) -> Iterator[None]:
-        """Add the adapter to all tokens but the first of each row, in one forward of the target.
+        """Add the adapter for all tokens except the first in each row, during one target forward.
 
         Raises:
-            UnsupportedModelError: the forward does not call its linear layers.
+            UnsupportedModelError: the forward does not call the linear layers.
         """
         modules = _linear_layers(target, self._target_modules)
         thread, called, handles = threading.get_ident(), set[str](), []
@@ -92,19 +92,19 @@ class LowRankLayers:
 
 
 def _added_after_first(pair: LowRank, states: Tensor, output: Tensor) -> Tensor:
-    """Add B A x to all but the first token of output [B, Q, out], from states [B, Q, in]."""
+    """Add B A x to all except the first token of output [B, Q, out], from states [B, Q, in]."""
     if states.ndim != _STATE_NDIM:
         raise UnsupportedModelError(
             "linear layers of a Uno adapter must read one vector for each token, got the shape "
             f"{list(states.shape)}; decode with another draft"
         )
-    noise_states = states[:, 1:].to(pair.down.dtype)  # of the first one, NaN times 0 would be NaN
+    noise_states = states[:, 1:].to(pair.down.dtype)  # excludes the first: NaN times 0 is NaN
     added = linear(linear(noise_states, pair.down), pair.up)  # [B, Q - 1, out]
     return output + pad(added, (0, 0, 1, 0)).to(output.dtype)
 
 
 def _linear_layers(target: PreTrainedModel, names: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the target's linear layers, by name in the decoder."""
+    """Return the target's linear layers by their names in the decoder."""
     modules = {}
     decoder: Any = text_decoder(target)
     for index, layer in enumerate(getattr(decoder, "layers", ())):
@@ -117,7 +117,7 @@ def _linear_layers(target: PreTrainedModel, names: tuple[str, ...]) -> dict[str,
 
 
 def _problems(weights: AdapterWeights, modules: dict[str, nn.Module]) -> list[str]:
-    """Return reasons against an adapter for these modules; empty if it fits."""
+    """Return why an adapter does not fit these modules; empty if it does."""
     problems = []
     if surplus := weights.layers.keys() - modules.keys():
         problems.append(f"the target has no {shown(surplus)}")
@@ -139,6 +139,6 @@ def _problems(weights: AdapterWeights, modules: dict[str, nn.Module]) -> list[st
 
 
 def _placed(pair: LowRank, scale: float, dtype: torch.dtype, device: torch.device) -> LowRank:
-    """Return the weights in a dtype on a device, with the scale in B."""
+    """Return the weights in a dtype on a device, with the scale included in B."""
     up = (pair.up.to(device, torch.promote_types(pair.up.dtype, torch.float32)) * scale).to(dtype)
     return LowRank(pair.down.to(device, dtype), up)

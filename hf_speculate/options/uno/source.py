@@ -1,4 +1,4 @@
-"""The source of Uno adapters."""
+"""The draft source for Uno adapters."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,15 +16,15 @@ from hf_speculate.options.uno.adapter import UnoAdapter
 from hf_speculate.options.uno.drafter import UnoDrafter
 from hf_speculate.stats import SpeculationStats
 
-# K of published runs; adapters are trained with blocks of 2 to 16 tokens.
+# K in published runs; adapters are trained with blocks of 2 to 16 tokens.
 DEFAULT_DRAFT_TOKENS = 8
-# Rates of second tokens; the first ones are the target's own.
+# Acceptance rates of second draft tokens; the first draft tokens are the target's own.
 SECOND_TOKENS_BOUND = AcceptanceBound(least_rate=0.1, num_drafted=200)
 _EAGER = "the forward with the adapter runs eagerly, because its hooks are on the target"
 
 
 class UnoSource(FactorySource):
-    """The draft source of a Uno adapter."""
+    """The draft source for a Uno adapter."""
 
     drafter: UnoDrafter
     drafts_at_once = True
@@ -38,7 +38,7 @@ class UnoSource(FactorySource):
         return f"Uno adapter {self.adapter.name}"
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """Bound the draft length by `DEFAULT_DRAFT_TOKENS`, unless the call sets it."""
+        """Bound the draft length by `DEFAULT_DRAFT_TOKENS` unless the call sets it."""
         for name in ("prompt_lookup_num_tokens", "draft_state"):
             if getattr(config, name) is not None:
                 raise UnsupportedGenerationError(
@@ -80,6 +80,6 @@ class UnoSource(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> UnoSource:
-    """Make the source of an adapter from `assistant_model` or `drafter`."""
+    """Make the draft source for an adapter in `assistant_model` or `drafter`."""
     argument = "drafter" if values.get("assistant_model") is None else "assistant_model"
     return UnoSource(values[argument], argument)

@@ -1,11 +1,11 @@
-"""Low-rank weights of a Uno adapter, from files or from a PEFT target.
+"""Read the low-rank weights of a Uno adapter from files or from a PEFT target.
 
-An adapter is a LoRA of q, k, v, o, gate, up and down in every decoder layer:
+An adapter is a LoRA for q, k, v, o, gate, up and down in every decoder layer:
 
     y = W x + s B A x,    s = lora_alpha / r
 
-`A` is [r, in], and `B` is [out, r]. The files are those of PEFT. No field tells a Uno adapter from
-another LoRA.
+`A` is [r, in], and `B` is [out, r]. The files have PEFT's format. No field distinguishes a Uno
+adapter from another LoRA.
 
 Source:
     Uno (arXiv:2609.04010).
@@ -30,8 +30,8 @@ from hf_speculate.models.text_decoder import text_decoder
 
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FILES = _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model*.safetensors"
-_SUBFOLDER = "adapter"  # beside the weights of a base model
-# Fields with an effect on the forward, unless they are empty, false or "none".
+_SUBFOLDER = "adapter"  # subfolder next to the weights of a base model
+# Fields that affect the forward unless they are empty, false or "none".
 _OTHER_FIELDS = (
     *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "bias", "exclude_modules"),
     *("fan_in_fan_out", "layer_replication", "layers_to_transform", "lora_bias"),
@@ -45,11 +45,11 @@ _NAME = re.compile(
 
 
 class AdapterConfig(NamedTuple):
-    """Fields of an adapter's config."""
+    """The fields of an adapter's config."""
 
     rank: int
     scale: float  # lora_alpha / r
-    target_modules: tuple[str, ...]  # names of linear layers, a part of `TARGET_MODULES`
+    target_modules: tuple[str, ...]  # names of linear layers, a subset of `TARGET_MODULES`
     base_name: str  # name of the base model; empty if unknown
 
     @classmethod
@@ -57,8 +57,8 @@ class AdapterConfig(NamedTuple):
         """Check the fields of a config.
 
         Raises:
-            ConfigError: a field has a wrong value.
-            UnsupportedModelError: it is another adapter than a plain LoRA of `TARGET_MODULES`.
+            ConfigError: a field has an invalid value.
+            UnsupportedModelError: the adapter is not a plain LoRA for `TARGET_MODULES`.
         """
         peft_type = getattr(fields.get("peft_type"), "value", fields.get("peft_type"))
         problems = [] if peft_type == "LORA" else [f"peft_type {peft_type!r}"]
@@ -97,18 +97,18 @@ class LowRank(NamedTuple):
 
 
 class AdapterWeights(NamedTuple):
-    """An adapter as it was read."""
+    """The weights of an adapter, as stored."""
 
     config: AdapterConfig
-    layers: dict[str, LowRank]  # by name in the decoder, such as "layers.0.mlp.up_proj"
+    layers: dict[str, LowRank]  # by the layer's name in the decoder, such as "layers.0.mlp.up_proj"
 
 
 def read_files(source: str, revision: str | None = None) -> AdapterWeights:
-    """Read an adapter from a folder or a Hub repository to the CPU.
+    """Read an adapter from a folder or a Hub repository into CPU memory.
 
     Raises:
         ConfigError: files are missing or damaged.
-        UnsupportedModelError: the adapter is no plain LoRA, or has other tensors.
+        UnsupportedModelError: the adapter is not a plain LoRA, or has other tensors.
     """
     folder = _folder(source, revision)
     try:
@@ -136,10 +136,10 @@ def read_files(source: str, revision: str | None = None) -> AdapterWeights:
 
 
 def read_peft(target: PreTrainedModel, name: str) -> AdapterWeights | None:
-    """Read an adapter of a PEFT target; return None if the target has none of this name.
+    """Read an adapter of a PEFT target; return None if the target has no adapter of this name.
 
     Raises:
-        UnsupportedModelError: the adapter is no plain LoRA, or is active or merged.
+        UnsupportedModelError: the adapter is not a plain LoRA, or is active or merged.
     """
     configs = getattr(target, "peft_config", None)
     if not isinstance(configs, Mapping) or name not in configs:
@@ -161,13 +161,13 @@ def read_peft(target: PreTrainedModel, name: str) -> AdapterWeights | None:
 
 
 def _folder(source: str, revision: str | None) -> Path:
-    """Return the folder with the adapter's config, of a folder or a downloaded repository."""
+    """Return the folder with the adapter's config, inside a folder or a downloaded repository."""
     root, reason = Path(source), None
     if not root.is_dir():
         patterns = [f"{prefix}{name}" for prefix in ("", f"{_SUBFOLDER}/") for name in _FILES]
         try:
             root = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
-        except (OSError, ValueError) as error:  # errors of the Hub, the network or the id
+        except (OSError, ValueError) as error:  # caused by the Hub, the network or the id
             reason = error
     for folder in (root, root / _SUBFOLDER):
         if (folder / _CONFIG).is_file():

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format, whole or as server-sent events."""
+"""Format answers like OpenAI, either whole or as server-sent events."""
 
 import asyncio
 import json
@@ -25,31 +25,31 @@ from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.tool_calls import Said, ToolCallReader
 
-# Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
+# Prefix of an answer's id, and the names of a whole answer and of a chunk in a stream.
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
 _NOTHING = Said()
 _NO_PIECE = Piece("", [])
-# Longer texts are split beside the event loop: 32,000 brackets take 0.6 s.
+# Longer texts are split off the event loop, since 32,000 brackets take 0.6 s.
 _NUM_CHARS_IN_THREAD = 8_192
-_NUM_IN_THREAD = 512  # more tokens' log probabilities are formatted beside the event loop
+_NUM_IN_THREAD = 512  # log probabilities of more tokens are formatted off the event loop
 
 
 class Asked(NamedTuple):
-    """Texts of a request, and its answer's format."""
+    """The texts of a request, and the format of its answer."""
 
     texts: list[TextRequest]
-    num_choices: int  # texts of each prompt
+    num_choices: int  # number of texts per prompt
     is_chat: bool
     is_streamed: bool
-    has_usage: bool  # whether a stream has it; a whole answer always does
+    has_usage: bool  # whether a stream includes the usage; a whole answer always does
     has_tools: bool
     token_bytes: TokenBytes
-    # one for each text of a tokenizer with a response template
+    # one per text if the tokenizer has a response template
     readers: Sequence[ResponseReader] = ()
 
     def head(self, model: str) -> dict[str, Any]:
-        """Return the common fields of all parts of an answer."""
+        """Return the fields that all parts of an answer share."""
         prefix, whole, chunk = _CHAT_NAMES if self.is_chat else _COMPLETION_NAMES
         head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -79,9 +79,9 @@ class Asked(NamedTuple):
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def reader(self, index: int) -> ResponseReader | ToolCallReader | None:
-        """Return the splitter of a text; None for a text of content alone.
+        """Return the splitter for a text; None if the text is only content.
 
-        Call it once for each text.
+        Call this once per text.
         """
         if self.readers:
             return self.readers[index]
@@ -106,7 +106,7 @@ class Asked(NamedTuple):
         return num_chars(tokens, self.token_bytes, self._is_begin(index, offset))
 
     def _is_begin(self, index: int, offset: int) -> bool:
-        """Return whether a text begins here.
+        """Return whether a text begins at `offset`.
 
         A completion without its prompt continues the prompt's text.
         """
@@ -135,14 +135,14 @@ def asked_of(
         or not isinstance(request, ChatRequest)
     ):
         return asked
-    # All texts of a chat share the prompt and the tools.
+    # All texts of a chat share the same prompt and tools.
     token_ids, tools = list(texts[0].prompt.token_ids), request.template_options.get("tools")
     prompt = str(engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
     return asked._replace(readers=[engine.response_template.reader(prompt, tools) for _ in texts])
 
 
 async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the answer with all texts; None if the client left before."""
+    """Return the answer with all texts; None if the client disconnected before the end."""
     texts: list[list[Piece]] = [[] for _ in asked.texts]
     results: dict[int, DecodeResult] = {}
     async for index, piece in pieces:
@@ -171,7 +171,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
 async def events(
     asked: Asked, pieces: Pieces, first: tuple[int, Piece | DecodeResult], head: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """Yield server-sent events of an answer, beginning with its `first` piece."""
+    """Yield the server-sent events of an answer, beginning with its `first` piece."""
 
     def event(*choices: dict[str, Any], **more: Any) -> str:
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
@@ -209,7 +209,7 @@ async def events(
                 return
             if asked.has_usage:
                 yield event(usage=_usage(asked, results))
-        except Exception as error:  # noqa: BLE001  # the client waits for an end
+        except Exception as error:  # noqa: BLE001  # the client waits for the end of the stream
             sent_error = error if isinstance(error, RequestError) else request_error(error)
             yield f"data: {json.dumps(error_body(sent_error))}\n\n"
         yield "data: [DONE]\n\n"
@@ -224,14 +224,14 @@ def _read(
 
 
 def _deltas(said: Said) -> list[Said]:
-    """Split into reasoning and content; many clients expect separate events."""
+    """Split into reasoning and content, since many clients expect separate events."""
     return [part for part in (Said(reasoning=said.reasoning), Said(said.content)) if any(part)]
 
 
 async def _logprobs(
     asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0
 ) -> dict[str, Any] | None:
-    """Format log probabilities, in a thread for a whole prompt.
+    """Format log probabilities, in a thread if there are many.
 
     20,000 tokens may take a second.
     """
@@ -243,7 +243,7 @@ async def _logprobs(
 def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:
     """Count the tokens of all texts in OpenAI's format, with statistics of speculative decoding.
 
-    A prompt counts once.
+    Each prompt counts once.
     """
     rows = [result.row for result in results]
     num_prompt = sum(len(text.prompt.token_ids) for text in asked.texts[:: asked.num_choices])

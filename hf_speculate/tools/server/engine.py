@@ -1,4 +1,4 @@
-"""Engine: a queue of requests in front of a decoder, whose thread streams their texts."""
+"""The engine: a queue of requests for a decoder, whose thread streams their texts."""
 
 import asyncio
 import importlib.util
@@ -40,10 +40,10 @@ from hf_speculate.tools.server.token_origins import TokenPiece, TokenTexts
 from hf_speculate.tools.server.tool_grammar import CallFormat
 from hf_speculate.types import RoundReport
 
-_CHARS_PER_TOKEN = 16  # characters of the longest prompt; texts have about 4
-_USUAL_LENGTH = 131_072  # tokens of the longest prompt, for a target with an unlimited context
-_POLL_S = 0.2  # between two checks for a disconnected client, while no text comes
-# Errors of a single row; an error of another class ends all requests.
+_CHARS_PER_TOKEN = 16  # characters per token of the longest prompt; ordinary text has about 4
+_USUAL_LENGTH = 131_072  # tokens in the longest prompt if the target's context is unlimited
+_POLL_S = 0.2  # seconds between checks for a disconnected client while no text comes
+# Errors that concern a single row; an error of another class ends all requests.
 _ROW_ERRORS = (
     SpeculateError,
     ArithmeticError,
@@ -57,21 +57,21 @@ _ROW_ERRORS = (
 
 @dataclass(eq=False)
 class Engine:
-    """Decoder of up to `num_rows` requests at once.
+    """Decoder for up to `num_rows` requests at once.
 
-    The place of a finished row goes to the next request.
+    The next request takes the place of a finished row.
     """
 
-    target: PreTrainedModel  # enabled
-    tokenizer: PreTrainedTokenizerBase  # the target's
+    target: PreTrainedModel  # the enabled target
+    tokenizer: PreTrainedTokenizerBase  # the target's tokenizer
     name: str  # name of the served target
     options: dict[str, Any]  # arguments of `generate()` for all requests, such as the draft model
     num_rows: int = 8  # rows decoded at once, >= 1
     max_queued: int = 64  # largest number of waiting requests, >= 0
-    # tokens of the target's cache: rows decoded at once, times the largest length of a row, prompt
-    # included
+    # number of tokens in the target's cache: rows decoded at once, times the maximum length of a
+    # row, including its prompt
     max_cache_tokens: int | None = None
-    # limits of compiling a `response_format` or the parameters of tools
+    # limits on compiling a `response_format` or the parameters of tools
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
 
     def __post_init__(self) -> None:
@@ -80,15 +80,16 @@ class Engine:
             self.target.config.get_text_config(), "max_position_embeddings", None
         )
         limits = [limit for limit in (context, self.max_cache_tokens) if limit is not None]
-        self.max_length = min(limits, default=None)  # tokens of prompt and answer
-        # characters of a prompt
+        self.max_length = min(limits, default=None)  # maximum number of tokens in prompt and answer
+        # maximum number of characters in a prompt
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)
         self.token_bytes = TokenBytes(self.tokenizer)
         self.response_template = ResponseTemplate.of(self.tokenizer)
         self.call_format = CallFormat.of(self.tokenizer, self.response_template)
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
         self._decoder = self._make_decoder()
-        # why requests are decoded one by one; empty if they are not, or if the user chose it
+        # why requests are decoded one by one; empty if they are not, or if this is the user's
+        # choice
         self.obstacle = ""
         if self.num_rows > 1:
             greedy = RowPrompt([0], None, {"max_new_tokens": 1, "do_sample": False})
@@ -102,14 +103,14 @@ class Engine:
         self._lock = threading.RLock()  # guards the following fields
         self._open: set[Answer] = set()
         self._waiting: deque[Answer] = deque()
-        self._begun: set[Answer] = set()  # rows of the decoder, with those of disconnected clients
-        # Answers without a row until the log probabilities of their prompts are known. The
-        # decoder's thread reads the first one, chunk by chunk.
+        self._begun: set[Answer] = set()  # rows in the decoder, even of disconnected clients
+        # Answers that get a row once the log probabilities of their prompts are known. The
+        # decoder's thread reads the first prompt chunk by chunk.
         self._echoing: deque[tuple[Answer, Iterator[list[TokenLogprob]]]] = deque()
         self._observers: list[Callable[[RowResult], object]] = []
-        # forwards of former decoders, and of rows decoded one by one
+        # number of forwards in former decoders, and for rows decoded one by one
         self._num_other_forwards = 0
-        self._has_overtaken = False  # whether a prompt has begun since the latest of these chunks
+        self._has_overtaken = False  # whether a prompt has begun since the last of these chunks
         self._is_decoding = self._is_closed = False
 
     @property
@@ -122,25 +123,25 @@ class Engine:
 
     @property
     def num_target_forwards(self) -> int:
-        """Forwards of the target after prompts, so far."""
+        """Number of the target's forwards after prompts so far."""
         with self._lock:
             return self._num_other_forwards + self._decoder.stats.num_target_forwards
 
     @property
     def draft_source(self) -> str:
-        """Description of the draft source for all requests; "none" without a usable one."""
+        """Description of the draft source for all requests; "none" if there is no usable source."""
         arguments, generate = dict(self.options), cast(Callable[..., Any], self.target.generate)
         try:
             source = find_source_of(self.target, generate, arguments, {}).source
             source = source and check_source(self.target, source, arguments)
-        except SpeculateError:  # requests then fail, or decode plainly
+        except SpeculateError:  # requests will fail, or decode plainly
             source = None
         return "none" if source is None else source.description
 
     def observe_rows(self, observer: Callable[[RowResult], object]) -> None:
-        """Register a function to be called with each finished row, in the decoder's thread.
+        """Register a function that is called with each finished row, in the decoder's thread.
 
-        It must raise no error.
+        The function must not raise an error.
         """
         self._observers.append(observer)
 
@@ -151,17 +152,17 @@ class Engine:
 
     @property
     def max_texts(self) -> int:
-        """Largest number of open texts, those of one request included."""
+        """Maximum number of open texts, including the texts of the current request."""
         return self.num_rows + self.max_queued
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """End-of-text ids for requests without their own."""
+        """End-of-text ids for requests that do not set their own."""
         eos: Any = self.target.generation_config.eos_token_id
         return [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
 
     def check_room(self, num_texts: int = 1) -> None:
-        """Raise `RequestError` if the engine is full for `num_texts` further texts."""
+        """Raise `RequestError` if the engine has no room for `num_texts` further texts."""
         with self._lock:
             if self._is_closed:
                 raise closing_error()
@@ -174,10 +175,10 @@ class Engine:
     async def stream(
         self, requests: Sequence[TextRequest], is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[tuple[int, Piece | DecodeResult], None]:
-        """Yield pieces of each text, then its result, with the index of its request.
+        """Yield the pieces of each text, then its result, each with the index of its request.
 
-        A text ends without a result once the client `is_gone`. Closing frees the rows of the
-        request.
+        A text ends without a result once the client `is_gone`. Closing the generator frees the
+        request's rows.
         """
         answers = self._submit(requests)
         try:
@@ -238,9 +239,9 @@ class Engine:
                 return
 
     def _lost_space(self, token_ids: Sequence[int]) -> str:
-        """Return a space if a text continues its prompt's with one that decoding would lose.
+        """Return the space that decoding would lose at the start of a continued text, if any.
 
-        A first token may lose its space if it is decoded alone.
+        A first token may lose its space if it is decoded on its own.
         """
         bytes_of = self.token_bytes
         shown = next(
@@ -255,7 +256,7 @@ class Engine:
             self._waiting.remove(answer)
 
     def end_requests(self) -> None:
-        """End all requests, later ones too, with status 503."""
+        """End all requests, including later ones, with status 503."""
         with self._lock:
             self._is_closed = True
             self._end_all(closing_error())
@@ -266,16 +267,16 @@ class Engine:
         self._thread.shutdown()
 
     def _next(self) -> RowPrompt | None:
-        """Return the next prompt, in order of arrival; the `RowSource` of the decoder.
+        """Return the next prompt in order of arrival; this is the decoder's `RowSource`.
 
-        Prompts with requested log probabilities wait until these are read.
+        Prompts whose log probabilities are requested wait until these are read.
         """
         if self._echoing and self._has_overtaken:
             return self._read_echoing()
         while True:
             with self._lock:
                 if not self._waiting or not self._fits(self._waiting[0]):
-                    break  # shorter ones do not overtake
+                    break  # shorter prompts do not overtake
                 answer = self._waiting.popleft()
                 request = answer.request
                 if not request.echoed or request.num_top is None:
@@ -289,10 +290,10 @@ class Engine:
         return self._read_echoing() if self._echoing else None
 
     def _read_echoing(self) -> RowPrompt | None:
-        """Read a chunk for log probabilities of a prompt.
+        """Read a chunk of a prompt for its log probabilities.
 
         Returns:
-            The prompt once all of it is read and its row fits, else None.
+            The prompt once all of it is read and its row fits, None before.
         """
         self._has_overtaken = False
         answer, chunks = self._echoing[0]
@@ -316,7 +317,7 @@ class Engine:
 
     @property
     def _chunk_size(self) -> int | None:
-        """Tokens per forward over a prompt for its log probabilities; None for a single forward."""
+        """Tokens per forward that reads a prompt's log probabilities; None for a single forward."""
         if recurrent_cache(self.target) is not None or not cache_name(self.target):
             return None
         return self.target.generation_config.prefill_chunk_size or PREFILL_CHUNK_TOKENS
@@ -327,7 +328,7 @@ class Engine:
 
     @property
     def _with_grammar(self) -> dict[str, Any]:
-        """Arguments of `generate()` to draft text forced by a grammar, unless this is off."""
+        """Return arguments of `generate()` to draft text that a grammar forces, unless disabled."""
         has_grammars = importlib.util.find_spec("xgrammar") is not None
         is_off = getattr(self.target.generation_config, "grammar_draft", None) is False
         return (
@@ -338,7 +339,7 @@ class Engine:
 
     def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
-        # For all rows, because rows without a grammar share the batch.
+        # They apply to all rows, because rows without a grammar share the batch.
         options = {**self._with_grammar, **self.options}
         return ContinuousDecoder(
             self.target, self.num_rows, options, pad_id, on_tokens=_add_tokens, ends_rows=True
@@ -356,7 +357,7 @@ class Engine:
             return answers
 
     def _decode(self) -> None:
-        """Decode until no request is left; runs in the decoder's thread."""
+        """Decode until no requests are left; runs in the decoder's thread."""
         while True:
             decoded = self._decode_one_by_one() if self.num_rows == 1 else self._decode_together()
             for results in decoded:
@@ -371,7 +372,7 @@ class Engine:
                     return
 
     def _checked(self, result: RowResult) -> RowResult:
-        """Return the result, with an error if its grammar led to no valid text."""
+        """Return the result, with an error if its grammar did not lead to a valid text."""
         for processor in (
             result.prompt.arguments.get("logits_processor", ()) if result.error is None else ()
         ):
@@ -380,9 +381,9 @@ class Engine:
         return result
 
     def _decode_together(self) -> Iterator[list[RowResult]]:
-        """Decode as `ContinuousDecoder.decode`.
+        """Decode like `ContinuousDecoder.decode`.
 
-        The speed-up of a row is the one of all rows so far.
+        The speed-up reported for a row is that of all rows so far.
         """
         for results in self._decoder.decode(self._next):
             for prompt in [result.prompt for result in results]:
@@ -391,9 +392,9 @@ class Engine:
             yield results
 
     def _decode_one_by_one(self) -> Iterator[list[RowResult]]:
-        """Decode as `ContinuousDecoder.decode`, but one row after another.
+        """Decode like `ContinuousDecoder.decode`, but one row after another.
 
-        This serves models and drafters without support for joining rows.
+        This is for models and drafters that do not support joining rows.
         """
         decode: Any = self.target.generate
         while (prompt := self._next()) is not None:
@@ -438,10 +439,10 @@ class Engine:
             ]
 
     def _score(self, prompt: RowPrompt, token_ids: list[int]) -> Exception | None:
-        """Read a whole text again for the log probabilities of its new tokens.
+        """Read a whole text again to get the log probabilities of its new tokens.
 
         Returns:
-            An error of the target, or None.
+            The target's error, or None.
         """
         answer: Answer = prompt.key
         ids = [*prompt.token_ids, *token_ids]
@@ -455,7 +456,7 @@ class Engine:
         return None
 
     def _on_end(self, done: "Future[None]") -> None:
-        """Fail all requests after an error of no single row; later ones get a new decoder."""
+        """Fail all requests after an error of no single row; later requests get a new decoder."""
         error = done.exception()
         if error is not None:
             with self._lock:
@@ -484,18 +485,18 @@ def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:
 
 
 class _CancelledError(Exception):
-    """The prompt's text is no longer wanted."""
+    """The text of the prompt is no longer wanted."""
 
 
 class _Streamer(BaseStreamer):
-    """Streamer of the tokens so far, after each round."""
+    """Streamer that passes on all tokens so far after each round."""
 
     def __init__(self, prompt: RowPrompt):
         self.ids: list[int] = []
         self._prompt, self._is_prompt = prompt, True
 
     def put(self, value: Tensor) -> None:
-        """Add new tokens; the first call has the prompt."""
+        """Add new tokens; the first call contains the prompt."""
         if not self._is_prompt:
             self.ids += value.flatten().tolist()
         self._is_prompt = False
@@ -503,9 +504,9 @@ class _Streamer(BaseStreamer):
             raise _CancelledError
 
     def on_round(self, report: RoundReport) -> None:
-        """Report the origins of a round's tokens, as `speculation_callback`.
+        """Report the origins of a round's tokens; used as `speculation_callback`.
 
-        The tokens follow.
+        The tokens follow later.
         """
         on_round, num_emitted = self._prompt.on_round, report.num_emitted[0]
         if on_round is not None:
@@ -513,4 +514,4 @@ class _Streamer(BaseStreamer):
             on_round(RowRound(len(self.ids), num_emitted, num_accepted, report.drafted_by[0]))
 
     def end(self) -> None:
-        """End the stream; the result has all tokens."""
+        """End the stream; the result contains all tokens."""

@@ -1,4 +1,4 @@
-"""Translates requests into prompts with arguments of `generate()`, one for each text."""
+"""Translate requests into prompts with arguments of `generate()`, one per text."""
 
 import json
 import reprlib
@@ -20,9 +20,9 @@ from hf_speculate.tools.server.text_request import TextRequest
 from hf_speculate.tools.server.token_bytes import StopTexts
 from hf_speculate.tools.server.tool_grammar import ToolCallProcessor, source_of_tools
 
-_DEFAULT_NUM_TOKENS = 256  # tokens of an answer without a limit in its request
-_MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
-# Smallest temperature and penalty: both divide logits, which must stay finite in float32.
+_DEFAULT_NUM_TOKENS = 256  # maximum tokens in an answer if its request sets no limit
+_MAX_STOPS = 16  # OpenAI allows four, but tasks of lm-evaluation-harness have more
+# Smallest temperature and penalty. Both divide logits, which must stay finite in float32.
 _MIN_DIVISOR = 1e-10
 
 
@@ -31,12 +31,12 @@ def text_requests(
 ) -> list[TextRequest]:
     """Return the texts of a request, `n` for each prompt.
 
-    The choices of a prompt have the seeds `seed`, `seed + 1` and so on.
+    The choices for a prompt use the seeds `seed`, `seed + 1` and so on.
 
     Args:
         request: the request.
-        engine: the engine for it.
-        grammar: the compiled grammar of the request's `grammar_source`. None to compile it here.
+        engine: the engine that will decode it.
+        grammar: the compiled grammar for the request's `grammar_source`. None to compile it here.
 
     Raises:
         RequestError: a part of the request is not supported.
@@ -45,7 +45,7 @@ def text_requests(
         check_model(request.model, engine)
     contents = _contents(request)
     num_texts = len(contents) * request.n
-    if num_texts > engine.max_texts:  # before they are tokenised
+    if num_texts > engine.max_texts:  # checked before they are tokenised
         raise RequestError(
             f"n times the number of prompts must be at most {engine.max_texts}, got {num_texts}; "
             "send several requests",
@@ -56,7 +56,7 @@ def text_requests(
         grammar = engine.grammars.compile(source)
     shared, num_top, texts = _shared_options(request, engine), request.num_top, []
     is_chat = isinstance(request, ChatRequest)
-    # A grammar of JSON allows no tags, and the quotes of its JSON may hold their text.
+    # A grammar for JSON allows no tags, but strings in the JSON may contain their text.
     is_parsed = is_chat and not request.has_grammar and engine.response_template is not None
     has_origins = isinstance(request, ChatRequest) and request.speculation
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
@@ -74,7 +74,7 @@ def text_requests(
 def _echoed(
     request: ChatRequest | CompletionRequest, prompts: list[list[int]], engine: Engine
 ) -> list[str]:
-    """Return the text before each prompt's answers: the prompt if the request echoes it."""
+    """Return the text before the answers to each prompt: the prompt if the request echoes it."""
     if not (isinstance(request, CompletionRequest) and request.echo):
         return [""] * len(prompts)
     if isinstance(request.prompt, str):
@@ -95,7 +95,7 @@ def _text_of(token_ids: list[int], engine: Engine) -> str:
 
 
 def check_model(name: str, engine: Engine) -> None:
-    """Raise `RequestError` unless a name is the served model's, in full or its last part."""
+    """Raise `RequestError` unless `name` is the served model's name, or the last part of it."""
     if name not in (engine.name, engine.name.rstrip("/").rpartition("/")[2]):
         raise RequestError(
             f"model must be {engine.name!r}, got {reprlib.repr(name)}",
@@ -110,12 +110,12 @@ def _seed(request: Request, engine: Engine, choice: int) -> int | None:
         return None
     if request.seed is not None:
         return request.seed + choice
-    # Sampled rows share a batch, and all of them use one verifier.
+    # Sampled rows share a batch, and all of them use the same verifier.
     return secrets.randbits(63) if engine.num_rows > 1 else None
 
 
 def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
-    """Return arguments of `generate()` common to all prompts."""
+    """Return the arguments of `generate()` that all prompts share."""
     for name in ("temperature", "repetition_penalty"):
         value = getattr(request, name)
         if value and not _MIN_DIVISOR <= value <= 1 / _MIN_DIVISOR:
@@ -173,7 +173,7 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
 
 
 def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str, Any]:
-    """Return arguments of `generate()` for a prompt of `num_prompt` tokens."""
+    """Return the arguments of `generate()` for a prompt with `num_prompt` tokens."""
     num_requested: int | None = (
         getattr(request, "max_completion_tokens", None) or request.max_tokens
     )
@@ -198,7 +198,7 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
 
 
 def grammar_source(request: Request, engine: Engine) -> GrammarSource | None:
-    """Return the source of the grammar of a request's answers; None for any text."""
+    """Return the source of the grammar for a request's answers; None if any text is allowed."""
     has_ends = bool(request.stop_token_ids or engine.eos_token_ids) and not request.ignore_eos
     if request.has_grammar:
         if not has_ends:
@@ -216,14 +216,14 @@ def grammar_source(request: Request, engine: Engine) -> GrammarSource | None:
 def _processors(
     request: Request, prompt_ids: list[int], engine: Engine, end_ids: list[int] | None, grammar: Any
 ) -> list[LogitsProcessor]:
-    """Make the logits processors of a single text."""
+    """Make the logits processors for a single text."""
     processors: list[LogitsProcessor] = []
     num_prompt, end_ids = len(prompt_ids), engine.eos_token_ids if end_ids is None else end_ids
     frequency, presence = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
     if frequency or presence:
         processors.append(PenaltiesProcessor(num_prompt, frequency=frequency, presence=presence))
     if grammar is not None and isinstance(request, ChatRequest) and not request.has_grammar:
-        # other ids that end the text, such as that of `</tool_call>`, may be a part of calls
+        # other ids that end the text, such as `</tool_call>`, may be part of a call
         call_ends = [each for each in end_ids if each in engine.eos_token_ids] or end_ids
         reasoning = engine.call_format.reasoning
         processors.append(
@@ -286,7 +286,7 @@ def _encoded(
         raise RequestError(
             f"{param} must hold JSON of fewer levels, got too many; send flatter arguments", param
         ) from None
-    if num_chars > engine.max_chars:  # tokenising would take seconds, and the tokens gigabytes
+    if num_chars > engine.max_chars:  # tokenising would take seconds and gigabytes
         raise RequestError(
             f"{param} must have at most {engine.max_chars} characters, got {num_chars}; send less "
             "text",

@@ -1,4 +1,4 @@
-"""Keeps answers to a grammar of xgrammar: JSON of a schema, or tool calls."""
+"""Constrain answers by an xgrammar grammar, for JSON that fits a schema or for tool calls."""
 
 import hashlib
 import json
@@ -24,51 +24,51 @@ from hf_speculate.processors.registry import register_row_wise
 from hf_speculate.tools.server.errors import LOGGER, RequestError
 from hf_speculate.tools.server.grammar_worker import compile_grammar
 
-_CACHE_BYTES = 2**28  # bytes of compiled grammars
-_MAX_CACHED = 1024  # grammars and errors
-_START_S = 120.0  # for the worker's imports, on a busy machine too
-_GRACE_S = 5.0  # for a worker to end slow compilations by itself
+_CACHE_BYTES = 2**28  # size limit of compiled grammars, in bytes
+_MAX_CACHED = 1024  # maximum number of grammars and errors
+_START_S = 120.0  # seconds for the worker's imports, even on a busy machine
+_GRACE_S = 5.0  # seconds for a worker to terminate slow compilations by itself
 _TAKES_MORE = "one that takes more time or memory"
-# Clock and C++ file before xgrammar's own words.
+# Time and C++ file before xgrammar's own message.
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|cpp|h):\d+: ")
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """Bounds of compiling one grammar; a request that needs more gets status 400."""
+    """Limits on compiling one grammar; a request that needs more gets status 400."""
 
     seconds: float = 10.0  # > 0
-    schema_bytes: int = 1_000_000  # length of the schema as JSON, or of all schemas of tools
-    memory_bytes: int = 1_000_000_000  # allocated by the worker, on Linux
+    schema_bytes: int = 1_000_000  # length of the schema as JSON, or of all tools' schemas
+    memory_bytes: int = 1_000_000_000  # memory that the worker may allocate, on Linux
 
 
 class GrammarSource(NamedTuple):
-    """Source of a grammar: a field of a request."""
+    """The source of a grammar, from a field of a request."""
 
     text: str  # JSON schema, or functions in JSON; see `compile_grammar`
     # format of tool calls: `begin`, `space`, `end`, `is_required`, `is_single`; None for JSON
     calls: dict[str, Any] | None = None
     is_optional: bool = False  # whether the request can be answered without a grammar
-    is_strict: bool = False  # whether a wrong schema is an error even then
+    is_strict: bool = False  # whether an invalid schema is an error even then
 
     @classmethod
     def of_schema(cls, schema: dict[str, Any] | None) -> "GrammarSource":
-        """Make the source for JSON of a schema; None for any JSON."""
+        """Make the source for JSON that fits a schema; None for any JSON."""
         return cls("" if schema is None else json.dumps(schema))
 
     def error(self, needed: str) -> RequestError:
-        """Return the error of a source that cannot be compiled."""
+        """Return the error for a source that cannot be compiled."""
         if self.calls is not None:
             return RequestError(f"tools must have parameters {needed}", "tools")
         return RequestError(f"response_format must have a schema {needed}", "response_format")
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests for a tokenizer; equal sources are compiled once.
+    """Compiles the grammars of requests for a tokenizer, equal sources only once.
 
     A worker process compiles a grammar first, within limits. If it succeeds, the grammar is
-    compiled here: handing over a compiled grammar takes far longer than compiling it. xgrammar
-    releases Python's lock meanwhile.
+    compiled again here, since passing on a compiled grammar takes far longer than compiling it.
+    xgrammar releases the GIL meanwhile.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class GrammarCompiler:
         limits: GrammarLimits | None = None,
     ):
         self.limits = limits or GrammarLimits()
-        # One schema at a time, in a separate thread: the threads of the event loop never wait.
+        # One schema at a time, in a separate thread, so that the event loop's threads never wait.
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()  # guards the following fields
         self._compiler: Any = None
-        self._info_json = ""  # the tokenizer, for the worker
+        self._info_json = ""  # the tokenizer as JSON, for the worker
         self._worker: _Worker | None = None
         self._is_closed = False
-        # grammars and errors by digest, the newest last
+        # grammars and errors by digest, newest last
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()
-        self._num_bytes = 0  # size of these grammars
+        self._num_bytes = 0  # total size of these grammars
 
     def compile(self, source: GrammarSource) -> Any:
         """Return the compiled grammar; raise `RequestError` if there is none.
 
-        If the source is optional, return None instead, unless its schema is wrong and strict.
+        If the source is optional, return None instead, unless its schema is invalid and strict.
         """
         try:
             return self._compiled_or_error(source)
@@ -101,7 +101,7 @@ class GrammarCompiler:
             is_schema = isinstance(error, RequestError) and error.status < 500
             if not source.is_optional or (is_schema and source.is_strict):
                 raise
-            if not is_schema:  # such as a tokenizer that xgrammar does not know
+            if not is_schema:  # such as a tokenizer that xgrammar does not support
                 LOGGER.warning("tool calls have no grammar: %s", error)
             return None
 
@@ -135,14 +135,14 @@ class GrammarCompiler:
         return compiled
 
     def close(self) -> None:
-        """End the worker, even while it compiles."""
+        """Terminate the worker, even while it compiles."""
         self._is_closed = True
         if self._worker is not None:
             self._worker.end()
         self.thread.shutdown(cancel_futures=True)
 
     def _compile(self, xgrammar: Any, source: GrammarSource) -> Any:
-        """Return the grammar or the error of its source; raise `RequestError` beyond a limit."""
+        """Return the grammar or the error of its source; raise `RequestError` past a limit."""
         if self._compiler is None:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer, vocab_size=self._vocab_size
@@ -156,10 +156,10 @@ class GrammarCompiler:
         except RequestError as refused:
             if not source.is_optional or source.is_strict or refused.status == 500:
                 raise
-            error = _TAKES_MORE  # kept, so that later requests need not wait for it again
+            error = _TAKES_MORE  # cached, so that later requests need not wait for it again
         finally:
             if not (self._worker.is_running or self._is_closed):
-                # It imports until the next schema comes.
+                # It runs its imports until the next schema comes.
                 self._worker = _Worker(self._info_json, self.limits)
         if error:
             reason = error.strip().splitlines()[-1]
@@ -171,7 +171,7 @@ class GrammarCompiler:
 
 
 def _size_of(compiled: Any) -> int:
-    """Return the bytes of a compiled grammar, or of an error."""
+    """Return the size of a compiled grammar or an error in bytes."""
     return len(compiled) if isinstance(compiled, str) else int(compiled.memory_size_bytes)
 
 
@@ -192,7 +192,7 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the server
+            start_new_session=True,  # only the server handles Ctrl-C
         )
 
     @property
@@ -200,7 +200,7 @@ class _Worker:
         return self._process.poll() is None
 
     def error_of(self, source: GrammarSource) -> str:
-        """Why a source cannot be compiled; empty if it can."""
+        """Return why a source cannot be compiled; empty if it can."""
         if not self._is_ready:
             settings = {"tokenizer": self._info_json, **asdict(self._limits)}
             if self._ask(settings, _START_S) is None:
@@ -218,7 +218,7 @@ class _Worker:
         return str(answer)
 
     def end(self) -> None:
-        """End the process and its compiling child."""
+        """Terminate the process and the child that compiles."""
         if self.is_running and hasattr(os, "killpg"):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -230,7 +230,7 @@ class _Worker:
     def _ask(self, message: Any, seconds: float) -> Any:
         """Return the answer to a message.
 
-        None if there is none after `seconds`, or the worker has ended.
+        None if there is no answer after `seconds`, or if the worker has ended.
         """
         process: Any = self._process
         clock = threading.Timer(seconds, process.kill)
@@ -250,13 +250,14 @@ class _Worker:
 
 @register_row_wise
 class GrammarProcessor(LogitsProcessor):
-    """Logits processor for a grammar of one text.
+    """Logits processor for the grammar of one text.
 
-    It allows the grammar's tokens after the answer so far. Draft and target may take turns: the
-    result depends on the ids alone. The matcher follows the ids: it is rolled back to their common
-    prefix with the previous call, such as the accepted tokens of a block. After a forbidden token,
-    as in a rejected draft, all tokens are allowed; no such position counts. If the grammar allows
-    no token, only end-of-text tokens are allowed, and `error_of` reports a text that ended there.
+    It allows the tokens that the grammar allows after the answer so far. Draft and target may take
+    turns, since the result depends only on the ids. The matcher follows the ids: it is rolled back
+    to their common prefix with the previous call, such as the accepted tokens of a block. After a
+    forbidden token, as in a rejected draft, all tokens are allowed, since such positions do not
+    count. If the grammar allows no token, only end-of-text tokens are allowed, and `error_of`
+    reports a text that ended there.
     """
 
     def __init__(self, grammar: Any, prompt_len: int, end_ids: Sequence[int]):
@@ -276,13 +277,13 @@ class GrammarProcessor(LogitsProcessor):
         Returns:
             [N, V] float32.
         """
-        # all are allowed
+        # all tokens are allowed
         bitmask = self._xgrammar.allocate_token_bitmask(len(input_ids), self._num_known)
         for row, answer_ids in enumerate(input_ids[:, self._prompt_len :].tolist()):
             ids = self._constrained(answer_ids)
             if ids is not None and self._follow(ids) and not self._matcher.is_terminated():
                 self._fill(bitmask, row)
-        num_masked = min(self._num_known, scores.shape[1])  # a draft model may have fewer
+        num_masked = min(self._num_known, scores.shape[1])  # a draft model may have fewer tokens
         scores = scores.to(torch.float32, copy=True)
         self._xgrammar.apply_token_bitmask_inplace(
             scores, bitmask.to(scores.device), vocab_size=num_masked
@@ -296,17 +297,17 @@ class GrammarProcessor(LogitsProcessor):
             return ""
         try:
             return str(self._matcher.find_jump_forward_string())
-        except UnicodeDecodeError as error:  # several characters with the same first bytes
+        except UnicodeDecodeError as error:  # several characters share the first bytes
             return bytes(error.object[: error.start]).decode()
 
     def error_of(
         self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
     ) -> ConfigError | None:
-        """Return the error of a finished answer; None without one.
+        """Return the error of a finished answer; None if it has none.
 
-        The answer ended where its grammar allows no token, or is no JSON.
+        An answer has an error if it ended where its grammar allows no token, or if it is not JSON.
         """
-        # not cut by its length or a stop string
+        # not cut off by the length limit or a stop string
         is_ended = bool(token_ids) and token_ids[-1] in self._end_ids
         ids = list(token_ids[:-1] if is_ended else token_ids)
         text = str(
@@ -325,7 +326,7 @@ class GrammarProcessor(LogitsProcessor):
         return ids
 
     def _is_whole(self, text: str) -> bool:
-        """Return whether an ended text, without an error so far, is valid."""
+        """Return whether a text that ended without an error so far is valid."""
         return _is_json(text)
 
     def _error(self, text: str) -> ConfigError:
@@ -336,10 +337,10 @@ class GrammarProcessor(LogitsProcessor):
         )
 
     def _fill(self, bitmask: Tensor, row: int) -> bool:
-        """Allow a grammar's next tokens in a row of the bitmask [N, V / 32].
+        """Allow the grammar's next tokens in a row of the bitmask [N, V / 32].
 
         Returns:
-            False if only the end is allowed.
+            False if only the end of the text is allowed.
         """
         self._matcher.fill_next_token_bitmask(bitmask, row)
         if bitmask[row].any():
@@ -352,7 +353,7 @@ class GrammarProcessor(LogitsProcessor):
         return False
 
     def _follow(self, ids: list[int]) -> bool:
-        """Bring the matcher to the end of some ids; False if it forbids one of them."""
+        """Advance the matcher to the end of `ids`; return False if it forbids one of them."""
         pairs = zip(ids, self._followed, strict=False)
         num_common = next(
             (at for at, (new, old) in enumerate(pairs) if new != old),
@@ -369,14 +370,14 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def _signed(word: int) -> int:
-    """Convert 32 bits to an int32."""
+    """Convert 32 bits to a signed int32."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
 def _is_json(text: str) -> bool:
     try:
         json.loads(text, strict=False)
-    except RecursionError:  # too deep for this parser, but not wrong
+    except RecursionError:  # nested too deeply for this parser, but not invalid
         return True
     except ValueError:
         return False

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's endpoints: their fields, and values without an effect."""
+"""Requests to OpenAI's endpoints: their fields, and values that have no effect."""
 
 import gc
 import inspect
@@ -22,13 +22,13 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.validation import invalid_field
 
-# messages, their parts and calls; checking one takes 10 us, with all threads waiting
+# maximum number of messages, parts and calls; checking one takes 10 us and blocks all threads
 _MAX_MESSAGES = 10_000
-_MAX_VALUES = 10_000  # entries of a list or an object; pydantic takes 30 us for each wrong entry
-_MAX_FIELDS = 100  # fields of a request
+_MAX_VALUES = 10_000  # entries in a list or an object; pydantic takes 30 us for each invalid entry
+_MAX_FIELDS = 100  # fields in a request
 _MAX_LISTED_STOPS = 100
-_MAX_STOP_CHARS = 512  # characters of a stop string; each new token searches this many last tokens
-# Accepted values of unsupported fields: they have no effect. None is accepted for every field.
+_MAX_STOP_CHARS = 512  # characters in a stop string; each new token searches as many last tokens
+# Accepted values of unsupported fields, which have no effect. None is accepted for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -41,12 +41,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-# Arguments of `apply_chat_template`, not variables of a chat template.
+# Arguments of `apply_chat_template` that are not variables of a chat template.
 _TEMPLATE_ARGUMENTS = {
     "messages",
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
 }
-# Fields without an effect on an answer of this server.
+# Fields that have no effect on this server's answers.
 _IGNORED = {
     "metadata",
     "parallel_tool_calls",
@@ -58,21 +58,21 @@ _IGNORED = {
 
 
 class StreamOptions(BaseModel):
-    """Content of a stream besides the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class JsonSchema(BaseModel):
-    # "name" and "strict" may come too; answers always are strict
+    # "name" and "strict" are also accepted; answers are always strict
     model_config = ConfigDict(extra="allow", serialize_by_alias=True)
 
     content: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """Format of an answer: text, JSON or a schema."""
+    """The format of an answer: text, JSON, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -89,7 +89,7 @@ class ResponseFormat(BaseModel):
 
 
 class Request(BaseModel):
-    """Common fields of both endpoints.
+    """Fields shared by both endpoints.
 
     Unknown fields are rejected, because they would change the answer.
     """
@@ -102,7 +102,7 @@ class Request(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63 - 128)  # further choices have the next seeds
+    seed: int | None = Field(None, ge=0, lt=2**63 - 128)  # further choices use the next seeds
     n: int = Field(1, ge=1, le=128)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -120,7 +120,7 @@ class Request(BaseModel):
     @field_validator("stop", "logit_bias", "tools", "prompt", mode="before", check_fields=False)
     @classmethod
     def _check_number_of_values(cls, values: Any, info: ValidationInfo) -> Any:
-        """Limit the number of values; the size of the body limits a prompt's ids."""
+        """Limit the number of values; the ids of a prompt are limited by the body's size."""
         is_counted = isinstance(values, list | dict) and not (
             info.field_name == "prompt" and _is_ids(values)
         )
@@ -151,7 +151,7 @@ class Request(BaseModel):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """JSON schema of the answer; None for any JSON or any text."""
+        """The JSON schema of the answer; None for any JSON or any text."""
         format_ = self.response_format
         return (
             None if format_ is None or format_.json_schema is None else format_.json_schema.content
@@ -174,14 +174,14 @@ class Request(BaseModel):
 
 
 class Part(BaseModel):
-    """Part of a message; only text is supported."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Function(BaseModel):
-    """Called function; `arguments` are JSON."""
+    """A called function; `arguments` is a string with JSON."""
 
     name: str
     arguments: str = "{}"
@@ -218,7 +218,7 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, message: Any) -> Any:
-        """Add an empty text to a message with tool calls only."""
+        """Add an empty text to a message that only has tool calls."""
         if (
             isinstance(message, Mapping)
             and "tool_calls" in message
@@ -228,7 +228,7 @@ class Message(BaseModel):
         return message
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the message for chat templates: one text, role `system` for `developer`."""
+        """Convert the message for chat templates, with one text, and `system` for `developer`."""
         text = (
             self.content
             if isinstance(self.content, str)
@@ -247,9 +247,9 @@ class Message(BaseModel):
 
 
 class Tool(BaseModel):
-    """Function for the model.
+    """A function that the model may call.
 
-    The chat template gets it unchanged.
+    It is passed to the chat template unchanged.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -259,13 +259,13 @@ class Tool(BaseModel):
 
 
 class FunctionName(BaseModel):
-    """Name of a function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(BaseModel):
-    """Choice of one function."""
+    """The choice of one function."""
 
     type: Literal["function"]
     function: FunctionName
@@ -296,12 +296,12 @@ class ChatRequest(Request):
 
     @property
     def requires_calls(self) -> bool:
-        """Whether the answer must be calls alone."""
+        """Whether the answer must consist of calls only."""
         return self.tool_choice not in ("none", "auto")
 
     @property
     def named_function(self) -> str | None:
-        """Name of the function to be called; None without a choice of one."""
+        """Name of the function to call; None if the request chooses none."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else None
 
@@ -318,7 +318,7 @@ class ChatRequest(Request):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_names(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Allow the template's variables only; other arguments change the result or template."""
+        """Allow only variables of the template; other arguments change the result or template."""
         if reserved := sorted(_TEMPLATE_ARGUMENTS.intersection(options or ())):
             raise RequestError(
                 "chat_template_kwargs must be variables of the chat template, got "
@@ -329,7 +329,7 @@ class ChatRequest(Request):
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> Self:
-        """Check a choice that requires calls: it needs tools, and no other format."""
+        """Check that a choice that requires calls comes with tools and with no other format."""
         if not self.requires_calls:
             return self
         name, tools = self.named_function, self.tools or ()
@@ -383,7 +383,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """A request for `/v1/completions`.
 
-    It has one prompt or several, each as text or token ids.
+    It has one or several prompts, each as text or token ids.
     """
 
     prompt: (
@@ -410,9 +410,9 @@ def _is_ids(values: Any) -> bool:
 
 
 def _changes_nothing(field: FieldInfo | None, name: str, value: Any) -> bool:
-    """Return whether leaving out a field gives the same answer.
+    """Return whether the answer is the same without a field.
 
-    It does for None in an optional field, and for neutral values of an unsupported field.
+    It is for None in an optional field, and for neutral values of an unsupported field.
     """
     if field is not None:
         return value is None and not field.is_required()
@@ -436,9 +436,9 @@ _FIELDS = {name for kind in _KINDS for name in kind.model_fields} | {"schema"}
 
 
 def parse(kind: type[AnyRequest], body: bytes | bytearray) -> AnyRequest:
-    """Read a request from JSON, or raise `RequestError`."""
+    """Parse a request from JSON, or raise `RequestError`."""
     is_collecting = gc.isenabled()
-    # a million small lists take 0.1 s to make, and a second in repeated garbage collections
+    # a million small lists take 0.1 s to create, and a second in repeated garbage collections
     gc.disable()
     try:
         return kind.model_validate_json(body)

@@ -1,4 +1,4 @@
-"""Tool calls as JSON in `<tool_call>` tags, the format of Hermes, Qwen and many others."""
+"""Read tool calls as JSON in `<tool_call>` tags, the format of Hermes, Qwen and many others."""
 
 import json
 import re
@@ -6,36 +6,37 @@ import uuid
 from typing import Any, NamedTuple
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-# characters of JSON with an error before the last one, such as -Infinity and \u00e9
+# characters of JSON that fail to parse before their last one, such as -Infinity and \u00e9
 _MAX_WORD_LEN = 10
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _DECODER = json.JSONDecoder(strict=False)  # grammars allow control characters in strings
 
 
 class Said(NamedTuple):
-    """Final parts of an answer."""
+    """Parts of an answer that are final."""
 
     content: str = ""
     reasoning: str = ""
 
 
 class ToolCallReader:
-    """Splitter into content and tool calls.
+    """Splits a text into content and tool calls.
 
     It reads a streamed text piece by piece. A call is a JSON object in tags; the object marks its
-    own end. The end tag may be missing at the end of the text and before the next call. All else is
-    content, also other text in tags. Spaces alone beside calls are left out.
+    own end. The end tag may be missing at the end of the text and before the next call. Everything
+    else is content, including other text in tags. Text between calls that is only spaces is left
+    out.
     """
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []  # in OpenAI's form
+        self.calls: list[dict[str, Any]] = []  # in OpenAI's format
         self._pending = ""  # text with a possible call
-        self._num_searched = 0  # characters of the pending text without the start of an end tag
-        # spaces beside a call; whether content follows it
+        self._num_searched = 0  # number of pending characters before which no end tag starts
+        # spaces next to a call, and whether content follows the call
         self._spaces, self._has_content = "", False
 
     def read(self, text: str, is_end: bool = False) -> Said:
-        """Return the content made final by the text; at the end all remaining text."""
+        """Return the content that the text makes final; at the end, return all remaining text."""
         self._pending += text
         content = ""
         while (begin := self._pending.find(BEGIN)) >= 0:
@@ -58,7 +59,7 @@ class ToolCallReader:
         return Said(content if self.calls or not is_end else content + self._spaces)
 
     def _take_content(self, num_chars: int) -> str:
-        """Cut characters from the pending text, and return them.
+        """Cut characters from the pending text and return them.
 
         Spaces after a call are held back until other content follows.
         """
@@ -68,11 +69,11 @@ class ToolCallReader:
         return content if self._has_content else ""
 
     def _read_call(self, is_end: bool) -> int | None:
-        """Parse a call at the start of the pending text, and add it to `calls`.
+        """Parse a call at the start of the pending text and add it to `calls`.
 
         Returns:
-            Number of its characters, or 0 if it is no call.
-            None if it is incomplete.
+            The number of characters in the call, or 0 if the text is not a call. None if it is
+            incomplete.
         """
         text = self._pending
         body = text[len(BEGIN) :].lstrip()
@@ -89,7 +90,7 @@ class ToolCallReader:
                 "Unterminated"
             )
             return None if is_cut_short and not is_end else 0
-        except (RecursionError, ValueError):  # a number of too many digits
+        except (RecursionError, ValueError):  # a number with too many digits
             return 0
         after = body[end:].lstrip()
         if not after.startswith((BEGIN, END)):
@@ -106,7 +107,7 @@ class ToolCallReader:
 
 
 def call_of(value: Any) -> dict[str, Any] | None:
-    """Convert a call to OpenAI's form; None if the value has no name with arguments."""
+    """Convert a call to OpenAI's format; return None if the value has no name and arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -116,7 +117,7 @@ def call_of(value: Any) -> dict[str, Any] | None:
             # an unpaired surrogate can only be sent as an escape
             arguments = json.dumps(arguments) if _SURROGATE.search(written) else written
         f"{value['name']}{arguments}".encode()
-    except (RecursionError, UnicodeEncodeError):  # lists nested too deep, or an unpaired surrogate
+    except (RecursionError, UnicodeEncodeError):  # lists nested too deeply, or a lone surrogate
         return None
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",

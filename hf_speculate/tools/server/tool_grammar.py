@@ -1,4 +1,4 @@
-"""Grammars of tool calls: JSON in `<tool_call>` tags, with names and arguments of the request's tools."""
+"""Grammars for tool calls: JSON in `<tool_call>` tags that fits the request's tools."""
 
 import importlib.util
 import json
@@ -30,24 +30,24 @@ _TOOL = {
 }
 _CALL = f'{{"name": "{_NAME}", "arguments": {json.dumps(_ARGUMENTS)}}}'
 _TAGGED = re.compile(rf"{BEGIN}(\s*)(\{{[^<]*\}})(\s*){END}")
-_NUM_LAST = 3  # last tokens of a prompt that begins reasoning: `<think>` and line breaks
+_NUM_LAST = 3  # number of last tokens in a prompt that begins reasoning: `<think>` and line breaks
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class CallFormat(NamedTuple):
-    """Format of a tokenizer's tool calls, as far as the server can write grammars of it."""
+    """The format of a tokenizer's tool calls, as far as the server can write grammars for it."""
 
     is_read: bool  # whether the server reads JSON calls in `<tool_call>` tags
-    is_written: bool  # whether the chat template writes such calls, too
-    space: str  # between the first tag and the JSON
-    end: str  # after the JSON
+    is_written: bool  # whether the chat template also writes such calls
+    space: str  # text between the first tag and the JSON
+    end: str  # text after the JSON
     reasoning: tuple[int, int] | None  # ids of `<think>` and `</think>`; None without them
 
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, template: ResponseTemplate | None
     ) -> "CallFormat":
-        """Find the format by a call that the chat template writes and the server's reader reads."""
+        """Find the format from a call that the chat template writes and the reader accepts."""
         vocab = tokenizer.get_vocab()
         begin, end = vocab.get("<think>"), vocab.get("</think>")
         reasoning = None if begin is None or end is None else (begin, end)
@@ -66,7 +66,7 @@ class CallFormat(NamedTuple):
 
 
 def _is_call(text: str) -> bool:
-    """Whether a text is the call in JSON, in any order and with any spaces."""
+    """Return whether a text is the call as JSON, in any order and with any spaces."""
     try:
         return bool(json.loads(text) == json.loads(_CALL))
     except ValueError:
@@ -74,7 +74,7 @@ def _is_call(text: str) -> bool:
 
 
 def _chat_with_call(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a chat with a call, by the chat template; empty without one that takes calls."""
+    """Render a chat with a call; return "" if there is no chat template that accepts calls."""
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     call = {"id": "call_0", "type": "function", "function": function}
     messages: list[dict[str, Any]] = [
@@ -83,25 +83,26 @@ def _chat_with_call(tokenizer: PreTrainedTokenizerBase) -> str:
     ]
     try:
         return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False))
-    except Exception:  # noqa: BLE001  # whatever a template of others raises
+    except Exception:  # noqa: BLE001  # templates may raise any error
         return ""
 
 
 def source_of_tools(
     request: ChatRequest, format_: CallFormat, has_ends: bool
 ) -> GrammarSource | None:
-    """Return the source of a grammar for a request with tools.
+    """Return the source of the grammar for a request with tools.
 
     Args:
-        request: its `tool_choice` is not "none", and it has tools.
-        format_: the tokenizer's format of calls.
+        request: a request that has tools and whose `tool_choice` is not "none".
+        format_: the tokenizer's format for calls.
         has_ends: whether an EOS id ends the answer.
 
     Returns:
-        None if the request is answered without a grammar, as `tool_choice` "auto" may be.
+        The source; None if the request is answered without a grammar, as may happen with
+        `tool_choice` "auto".
 
     Raises:
-        RequestError: `tool_choice` needs a grammar, and there is none.
+        RequestError: `tool_choice` requires a grammar, but there is none.
     """
     named, is_required = request.named_function, request.requires_calls
     got = '"required"' if named is None else f"the function {reprlib.repr(named)}"
@@ -145,17 +146,17 @@ def source_of_tools(
 
 
 def _is_described(function: dict[str, Any]) -> bool:
-    """Whether a function has a name, and parameters that can be a schema."""
+    """Return whether a function has a name, and parameters that can be a schema."""
     parameters = function.get("parameters")
     return isinstance(function.get("name"), str) and isinstance(parameters, dict | None)
 
 
 @register_row_wise
 class ToolCallProcessor(GrammarProcessor):
-    """Allows what a grammar of tool calls allows, after reasoning.
+    """Logits processor for a grammar of tool calls that may follow reasoning.
 
     The answer begins with reasoning if the prompt has begun it, or, unless calls are required, if
-    its first token is `<think>`. The grammar then begins behind `</think>`.
+    its first token is `<think>`. In these cases, the grammar begins after `</think>`.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class ToolCallProcessor(GrammarProcessor):
         return ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[N, V] float32; `input_ids` are [N, n] int64, the prompt and the answer so far."""
+        """Return masked scores [N, V] float32 after `input_ids` [N, n] int64, the text so far."""
         scores = super().__call__(input_ids, scores)
         if self._is_required:  # reasoning must lead to a call
             ends = [token_id for token_id in self._end_ids if token_id < scores.shape[1]]
