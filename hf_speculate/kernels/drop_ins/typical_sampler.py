@@ -86,7 +86,8 @@ class TypicalAcceptanceSampler:
         )
         at = verdict.num_accepted.to(torch.int64).unsqueeze(-1)  # [B, 1]
         # Take the argmax over probabilities, since the logarithm can round two of them to the same
-        # number. [B, 1, V]
+        # number.
+        # [B, 1, V]
         rows = target_with_bonus_probs.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         best = implementation.greedy(Round(rows, draft_token_ids[:, :0], None)).token_ids  # [B, 1]
         ids = mask_undefined_draws(

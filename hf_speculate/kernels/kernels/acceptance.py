@@ -29,7 +29,7 @@ MAX_LOG_RATIO = tl.constexpr(1e30)
 def load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size):
     """Load drafted ids [P] int32, and whether they are within the length and in [0, V).
 
-    Ids that are not are 0.
+    All other ids are set to 0.
     """
     counts = positions < length
     ids = tl.load(

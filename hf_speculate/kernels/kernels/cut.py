@@ -207,8 +207,8 @@ def cut_draw_kernel(
     """Write the result of `cut_kernel`, and the id and log-sum-exp of `sample` for it.
 
     Grid: (B, chunks). `draw` is added to the keys' positions. The first plane of `floats_ptr` holds
-        the maxima from `cut_tops_kernel`, and the next three hold race results as in
-        `row_stats_kernel`. The last program of a row to finish merges the chunks.
+    the maxima from `cut_tops_kernel`, and the next three hold race results as in
+    `row_stats_kernel`. The last program of a row to finish merges the chunks.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     x, token_ids = cut_chunk(

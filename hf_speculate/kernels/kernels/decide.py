@@ -230,8 +230,8 @@ def decide_kernel(
     """Verify one sequence.
 
     Grid: (B, programs per row). With RACES, every program tests the chain by itself and races its
-        pieces of the final token's row. If FUSED, the last program to finish merges the races and
-        writes the verdict. Otherwise `finish_kernel` writes it, from `plans_ptr` [B, 4].
+    pieces of the final token's row. If FUSED, the last program to finish merges the races and
+    writes the verdict. Otherwise `finish_kernel` writes it, from `plans_ptr` [B, 4].
     """
     sequence = tl.program_id(0)
     program = tl.program_id(1)

@@ -36,8 +36,8 @@ def block_ratios_kernel(
     """Write the log ratios for block verification; only the drafted tokens' logits are read.
 
     Grid: (B,). The planes of `ratios_ptr`, each [B, K], are log rho after this token, the
-        log-sum-exp of the target row, and the log-sum-exp of the draft row. `block_lens_ptr` [B] is
-        the number of drafted tokens before the first invalid id or row.
+    log-sum-exp of the target row, and the log-sum-exp of the draft row. `block_lens_ptr` [B] is the
+    number of drafted tokens before the first invalid id or row.
     """
     sequence = tl.program_id(0)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)

@@ -88,8 +88,8 @@ def row_stats_kernel(
 ):  # fmt: skip
     """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows.
 
-    Grid: (rows, programs per row). Draft rows are skipped if `draft_ptr` is None, and so are rows
-        past the length of a sequence. `arrivals_ptr` [B] is set to 0.
+    Grid: (rows, programs per row). Rows past the length of a sequence are skipped, and so is the
+    draft if `draft_ptr` is None. `arrivals_ptr` [B] is set to 0.
     """
     row = tl.program_id(0)
     num_positions = num_draft_tokens + 1

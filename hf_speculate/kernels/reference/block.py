@@ -3,8 +3,8 @@
 With target distributions p, draft distributions q, drafted tokens x_1 .. x_K and rho_0 = 1:
 
     rho_i  = min(rho_{i-1} * p(x_i) / q(x_i), 1)
-    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), with p and q after x_1 .. x_i h_i = mass_i /
-    (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
+    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), with p and q after x_1 .. x_i
+    h_i    = mass_i / (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
 
 Position i passes if its uniform random number u_i is below h_i. The longest prefix whose last
 position passes is accepted. If s is the cumulative sum of the log ratios, then log rho_i = s_i -

@@ -47,7 +47,7 @@ class _Outputs:
         self.num_tokens = 0
 
     def bytes_under(self, key: Hashable) -> int:
-        """Return an upper bound on the memory in use once a key is added, in bytes."""
+        """Return an upper bound on the memory that the outputs use under a key, in bytes."""
         return self.index.num_bytes + _bytes_of(key) + _OUTPUT_BYTES * len(self.begins)
 
     def extend(self, token_ids: "array[int]") -> None:

@@ -223,7 +223,7 @@ class Speculation(Drafting, Generation, Models):
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(Speculation):
-    """Decode a prompt, or the prompts of a file, and print tokens as they come."""
+    """Decode a prompt, or the prompts in a file, and print tokens as they are generated."""
 
     prompt: Annotated[
         str | None,
@@ -341,7 +341,7 @@ class Measurement(Table, Generation, Models):
 class Bench(Measurement):
     """Compare the speed of plain, assisted (transformers) and speculative decoding on your prompts.
 
-    Exit status 1: the output of a lossless method differs from plain decoding's.
+    Exit status 1: the output of a lossless method differs from that of plain decoding.
     """
 
     context: typer.Context
@@ -353,7 +353,7 @@ class Bench(Measurement):
 class Tune(Measurement):
     """Find the fastest verifier, draft length and threshold for your prompts.
 
-    Exit status 1: plain decoding is as fast.
+    Exit status 1: plain decoding is at least as fast.
     """
 
     num_assistant_tokens: DraftLens = "2,3,5,8,12,adaptive:5,adaptive,adaptive:16"
@@ -375,11 +375,12 @@ class Tune(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Models):
-    """Check a draft model for a target, with estimates of memory and speed-up; or a target alone.
+    """Check whether a draft model fits a target, with estimates of memory and speed-up.
 
-    Downloads configs and tokenizers, but no weights. Exit status 0: "ok" or "warning"; 1: "does not
-    fit" (another draft may fit) or "not supported" (one of the models is not, with any other); 2: a
-    model or its config was not found.
+    Without a draft model, only the target is checked. Downloads configs and tokenizers, but no
+    weights. Exit status 0: "ok" or "warning"; 1: "does not fit" (another draft may fit) or "not
+    supported" (one of the models is not supported in any pair); 2: a model or its config was not
+    found.
     """
 
     as_json: AsJson = False
@@ -388,10 +389,10 @@ class Check(Models):
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(StoredModels):
-    """Answer requests in OpenAI's format over HTTP, several at once.
+    """Answer requests in OpenAI's format over HTTP, several at a time.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Browsers find a
-    chat page at /. Sampling settings come with each request.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. A chat page for
+    browsers is at /. Each request has its own sampling settings.
     """
 
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8
@@ -447,11 +448,11 @@ class Serve(StoredModels):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Check the devices of this machine: Triton kernels, CUDA graphs and texts of a small pair.
+    """Check this machine's devices: Triton kernels, CUDA graphs, and the texts of a small pair.
 
-    Prints what is installed and what each check saw. Nothing is downloaded or kept. Each check runs
-    in another process, for 120 s at most. Exit status 1: something is wrong; the last line says
-    what to set.
+    Prints the installed packages and the result of each check. Nothing is downloaded or stored.
+    Each check runs in a separate process, for at most 120 s. Exit status 1: a check failed; the
+    last line names the settings to change.
     """
 
     as_json: AsJson = False
