@@ -71,7 +71,7 @@ def _verdict_on_host(round_: Round, best: FirstMax) -> Verdict:
 
 
 def with_greedy_rows(round_: Round, warp: Warp, verdict: Verdict) -> Verdict:
-    """Replace rows of `verdict` whose temperature is 0 by the greedy verdict."""
+    """Replace rows of `verdict` whose temperature is 0 with the greedy verdict."""
     if not isinstance(warp.temperature, torch.Tensor):
         return verdict
     return choose_rows(warp.temperature == 0, greedy(round_), verdict)

@@ -41,7 +41,7 @@ class FusedWarpers(LogitsProcessor, OwnProcessor):
 
 
 def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
-    """Replace each run of warpers in a draft's processors by one `FusedWarpers`.
+    """Replace each run of warpers in a draft's processors with one `FusedWarpers`.
 
     Rounding may differ.
     """

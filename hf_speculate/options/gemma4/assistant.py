@@ -56,8 +56,8 @@ class Gemma4Assistant:
             servers, or 0 as in transformers. `check_positions` measures both.
 
     Raises:
-        ConfigError: the position is another number.
-        UnsupportedModelError: the attention implementation takes no mask per row.
+        ConfigError: the position is neither -1 nor 0.
+        UnsupportedModelError: the attention implementation does not support a mask per row.
     """
 
     draft_source = "gemma4_assistant"  # name of its kind of draft source
@@ -140,7 +140,7 @@ class Gemma4Assistant:
             )
 
     def _problems_with(self, target: PreTrainedModel) -> list[str]:
-        """Return reasons against drafting for this target, each a sentence; empty if it fits."""
+        """Return why the assistant cannot draft for this target, in sentences; empty if it fits."""
         decoder: Any = target.get_decoder()
         text, problems = target.config.get_text_config(decoder=True), list[str]()
         width, sizes = (

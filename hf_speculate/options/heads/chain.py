@@ -6,9 +6,9 @@ the pair of the last drafted token and the network's output at the previous pair
 dropped at the end of the round.
 
 A checkpoint with several MTP layers gives a network with several depths. Depth d reads the output
-of depth d - 1 at the previous pair: its pair at position p joins t_{p+1} with the state of depth d
-- 1 at p - 1. Depth d has no pair at positions below d. Draft step k runs depth (k - 1) mod n. On
-its first turn, a depth catches up on the tokens drafted earlier.
+of depth d - 1 at the previous pair: its pair at position p joins t_{p+1} with depth d - 1's state
+at p - 1. Depth d has no pair at positions below d. Draft step k runs depth (k - 1) mod n. On its
+first turn, a depth catches up on the tokens drafted earlier.
 """
 
 from abc import abstractmethod
@@ -240,6 +240,6 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.newest_outputs[depth] = last_of(outputs, new, before)
             if depth + 1 < self.network.num_depths:
                 head = torch.zeros_like(outputs[:, 0]) if before is None else before
-                # each from the pair before
+                # each comes from the previous pair
                 states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)
         self.cache.advance(new.counts, new.lens)

@@ -69,7 +69,7 @@ class HeadSpec:
     target_name: str = ""  # last part of its target's name; empty if its config names no target
     # L of the target in training; None if absent from its config
     num_target_layers: int | None = None
-    notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
+    notes: tuple[str, ...] = ()  # doubts about the config, one sentence each
     merges_media: bool = False  # whether it reads the target's image and audio embeddings
 
     def problems_with(self, target: TargetShape) -> list[str]:

@@ -185,7 +185,7 @@ class Attention(nn.Module):
         return self._turned(self.k_proj(states), self.k_norm, rotation), values
 
     def forward(self, states: Tensor, rotation: Rotation, view: CacheView, layer: int) -> Tensor:
-        """Write keys and values of states [B, N, in_width] to the cache; attend to [B, N, H]."""
+        """Cache the keys and values of states [B, N, in_width]; return outputs [B, N, H]."""
         keys, values = view.write(layer, *self.keys_values(states, rotation))
         attended = attend(self.queries(states, rotation), keys, values, view.mask(layer))
         return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ class MergedEmbeddings(NamedTuple):
     is_media: Tensor  # [B, N, 1] bool, whether to replace each token's embedding
 
     def merge(self, embeddings: Tensor) -> Tensor:
-        """Replace the embeddings [B, N, Ht] of placeholder tokens by image and audio embeddings."""
+        """Replace embeddings [B, N, Ht] of placeholder tokens with image and audio embeddings."""
         return torch.where(self.is_media, self.embeddings, embeddings)
 
 
@@ -187,7 +187,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
 def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Tensor:
     """Return the outputs [B, H] at each row's last new token, from outputs [B, N, H].
 
-    Rows without new tokens get their outputs in `before`.
+    Rows without new tokens get their row of `before`.
     """
     if min(new.counts) == max(new.counts) > 0:
         return outputs[:, new.counts[0] - 1]

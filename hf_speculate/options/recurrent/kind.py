@@ -99,7 +99,7 @@ def _max_kept_bytes(device: torch.device) -> int:
 
 
 def _with_full_attention(cache: Cache) -> Cache:
-    """Replace window layers by full layers, so that several forwards can be rolled back at once."""
+    """Replace window layers with full layers, to roll back several forwards at once."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = DynamicLayer()

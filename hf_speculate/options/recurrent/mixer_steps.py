@@ -66,7 +66,7 @@ class StandIn(nn.Module):
 
 
 def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> nn.Module:
-    """Return a shallow copy of a module with some children replaced by functions."""
+    """Return a shallow copy of a module in which functions replace some children."""
     copied = copy.copy(module)
     children = dict(module.named_children())
     stand_ins = {name: StandIn(children[name], function) for name, function in functions.items()}

@@ -1,4 +1,4 @@
-"""Continuous batching: replace finished rows by the next prompts from a source."""
+"""Continuous batching: replace finished rows with the next prompts from a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

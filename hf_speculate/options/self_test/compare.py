@@ -142,7 +142,7 @@ def _situation(call: Call, num_tokens: int) -> tuple[Hashable, str]:
 
 
 def relative_difference(plain: Tensor, ours: Tensor) -> float:
-    """Return the largest difference of a row of [B, N, V], as defined above.
+    """Return the largest difference over the rows of [B, N, V], as defined above.
 
     The result is inf if only one of the tensors is finite in some entry, and 0 if no entry is
     finite.

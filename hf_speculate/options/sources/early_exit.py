@@ -17,7 +17,7 @@ from hf_speculate.field_checks import is_int
 def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Return the model without its last layers.
 
-    The new objects share the model's modules; the final norm follows layer `num_layers`.
+    The new model shares the modules of the original; the final norm follows layer `num_layers`.
 
     Source:
         LayerSkip: Elhoushi et al. (arXiv:2404.16710).
@@ -73,7 +73,7 @@ def _has_recurrence_alone(config: PreTrainedConfig) -> bool:
 
 
 def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn.Module]) -> Any:
-    """Copy a module shallowly, with another config and some children replaced."""
+    """Return a shallow copy of a module, with another config and some children replaced."""
     module_copy: Any = copy.copy(module)
     state = vars(module_copy)
     # assigning a child would write to the original's table

@@ -89,7 +89,7 @@ class Continuation:
         """Return the first tokens of `text` after `tail`, and whether they cover the text.
 
         The text is tokenised together with the tail, so words across the boundary are split as
-        usual. If the result does not begin with the tail, `text` is split alone.
+        usual. If the result does not begin with the tail, `text` is split on its own.
         """
         shown = text[: _CHARS_PER_TOKEN * self.max_tokens]
         token_ids = self._behind(tail, shown)

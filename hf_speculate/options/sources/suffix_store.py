@@ -79,7 +79,7 @@ class _Generation:
         return outputs
 
     def put(self, key: Hashable, outputs: _Outputs) -> None:
-        """Put removed outputs of a key back."""
+        """Put back the removed outputs of a key."""
         self.by_key[key] = outputs
         self.num_bytes += outputs.bytes_under(key)
         self.num_tokens += outputs.num_tokens

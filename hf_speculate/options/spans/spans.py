@@ -60,7 +60,7 @@ class SpanVerifier:
             return self.exact.verify(target_logits, draft, keys)
         single_logits, single_draft, single_keys = _token_by_token(target_logits, draft, keys)
         lossy = self.lossy.verify(single_logits, single_draft, single_keys)
-        # Run both on all positions: selecting positions would synchronise with the device.
+        # Run both on all positions, since selecting positions would synchronise with the device.
         only_lossy = inside.device.type == "cpu" and bool(inside.all())
         exact = lossy if only_lossy else self.exact.verify(single_logits, single_draft, single_keys)
         is_lossy = inside.flatten()
@@ -137,6 +137,6 @@ def _token_by_token(
     seeds, rounds = (
         values.repeat_interleave(num_positions) for values in (keys.seeds, keys.rounds)
     )
-    # the second position's sample is unused
+    # the sample at the second position is unused
     logits = target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1)
     return logits, singles, NoiseKeys(seeds, rounds, positions)

@@ -74,7 +74,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def finite(value: float) -> float | None:
-    """Replace infinity and NaN by None, because JSON supports neither."""
+    """Replace infinity and NaN with None, because JSON supports neither."""
     return value if math.isfinite(value) else None
 
 

@@ -60,7 +60,7 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
 
 
 def with_named_target(models: AnyModels) -> AnyModels:
-    """Replace a draft head given as TARGET by the target named in its config.
+    """Replace a draft head given as TARGET with the target named in its config.
 
     The head becomes the draft for this target. The revision and the trust in remote code do not
     apply to the target, since the head's author chose it. Options whose TARGET is a model are
