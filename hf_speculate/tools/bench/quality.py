@@ -83,7 +83,7 @@ class TextCheck:
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
         if not reads_prompts_in_chunks(self._target):
-            num_drafted = 0  # a forward of the target over several tokens loses states
+            num_drafted = 0  # a forward over several tokens would lose states of the target
         num_rows = len(plain) if method.engine == OURS else 1
         positions = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
         last = max((position for position in positions if position is not None), default=None)

@@ -230,7 +230,7 @@ class Comparison:
     def all_methods(self) -> list[Method]:
         """All timed methods, plain decoding first.
 
-        Drift is measured relative to both greedy and sampled plain decoding.
+        For drift, both greedy and sampled plain decoding are measured.
         """
         do_sample = self.methods[0].do_sample
         others = [plain_method(not do_sample)] if self.drift_methods else []
