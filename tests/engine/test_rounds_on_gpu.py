@@ -115,19 +115,29 @@ def test_round_takes_few_operators_one_sync_and_no_upload(
         assert cost.num_plans == 0
 
 
-@pytest.mark.parametrize(
-    ("drafter", "batch_size", "most"), [("model", 1, 31), ("model", 8, 36), ("lookup", 1, 14)]
-)
-def test_round_from_graphs_takes_a_few_dozen_launches(
-    half: Any, drafter: str, batch_size: int, most: int
-) -> None:
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 21), (8, 22)])
+def test_round_from_graphs_takes_two_dozen_launches(half: Any, batch_size: int, most: int) -> None:
     options = {**GREEDY, "speculation_graphs": "on", "most": 6}
-    run(half, drafter, batch_size, **options)  # captures a graph for each draft length
-    for cost in run(half, drafter, batch_size, **options).steady()[1:]:
-        assert cost.launches["graph"] == (1 + K if drafter == "model" else 1)
+    run(half, "model", batch_size, **options)  # captures a graph for each draft length
+    for cost in run(half, "model", batch_size, **options).steady()[1:]:
+        assert cost.launches["graph"] == 1 + K
         assert cost.num_launches <= most, cost.launches
-        assert cost.waits == ["event"]
-        assert cost.num_uploads == (0 if drafter == "model" else 1)
+        assert (cost.waits, cost.num_uploads) == (["event"], 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "batch_size"), [("greedy", 1), ("greedy", 8), ("top_p", 1), ("top_p", 8)]
+)
+def test_target_scores_and_verifies_in_one_graph(half: Any, mode: str, batch_size: int) -> None:
+    """Prompt lookup drafts on the host, so the launches are those of the target."""
+    options = {**MODES[mode], "speculation_graphs": "on", "most": 6, "verifier_backend": "torch"}
+    run(half, "lookup", batch_size, **options)  # captures
+    steady = run(half, "lookup", batch_size, **options).steady()[1:]
+    assert steady
+    for cost in steady:
+        # the drafts: uploaded, split in ids and lengths, copied to the inputs of the graph
+        assert cost.launches == {"graph": 1, "_to_copy": 1, "copy_": 2}
+        assert (cost.waits, cost.num_uploads) == (["event"], 1)
 
 
 def test_draft_with_another_vocabulary_reads_text_on_the_host(half: Any) -> None:

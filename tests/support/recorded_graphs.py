@@ -68,7 +68,15 @@ class _Recorder(TorchDispatchMode):
         self._made: dict[int, Tensor] = {}  # by id; recorded operators keep them
         self._outside: dict[int, Outside] = {}
 
+    def add_launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Record a kernel that writes to its arguments."""
+        args, kwargs = tree_map(self._known, (args, kwargs))
+        self.operators.append(Operator(run, args, kwargs, [None], False))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inference mode shows operators that are made of others
+                return func.decompose(*args, **(kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
         flat = tree_flatten(outputs)[0]
@@ -132,12 +140,25 @@ def spoil(outputs: Any) -> None:
 def recording() -> Iterator[list[Operator]]:
     """The operators that run in the block."""
     with _HostMethods(), HostReads(), _Recorder() as recorder:
-        yield recorder.operators
+        _RECORDERS.append(recorder)
+        try:
+            yield recorder.operators
+        finally:
+            _RECORDERS.pop()
+
+
+_RECORDERS: list[_Recorder] = []  # of the captures that run now
+
+
+def record_launch(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Record a kernel that writes to its arguments, during a capture."""
+    for recorder in _RECORDERS:
+        recorder.add_launch(run, *args, **kwargs)
 
 
 def replay(operators: list[Operator]) -> None:
     """Run recorded operators again; what they give goes where it went before."""
-    with torch.no_grad():
+    with torch.inference_mode():  # which writes to tensors of either mode
         for operator in operators:
             args, kwargs = tree_map(
                 lambda part: part.get() if isinstance(part, Outside) else part, operator[1:3]

@@ -51,6 +51,8 @@ class Runner(ABC):
     """Whether sizes may be dynamic."""
     sampling_backend: str | None = None
     """Backend of the sampling kernel in compiled functions; None for the call's."""
+    verifies: bool = False
+    """Whether a function may score and verify a round."""
 
     def __init__(self, model: nn.Module, units: CompiledUnits, on_failure: Callable[[str], None]):
         self.model = model
@@ -150,13 +152,17 @@ class Compilation(Runner):
         return results
 
 
-def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:
-    """Copy the tensors in nested tuples, except in tuples of the types `kept`."""
+def copies(
+    tree: Any,
+    kept: tuple[type, ...] = (),
+    is_kept: Callable[[Tensor], bool] = lambda tensor: False,
+) -> Any:
+    """Copy the tensors in nested tuples, except in tuples of the types `kept` and by `is_kept`."""
     if isinstance(tree, Tensor):
-        return tree.clone()
+        return tree if is_kept(tree) else tree.clone()
     if not isinstance(tree, tuple) or isinstance(tree, kept):
         return tree
-    children = [copies(child, kept) for child in tree]
+    children = [copies(child, kept, is_kept) for child in tree]
     return tuple(children) if type(tree) is tuple else type(tree)(*children)
 
 

@@ -14,8 +14,10 @@ from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.compilation import Runner, copies
+from hf_speculate.options.compiled.fixed_tensors import fix, is_fixed
 from hf_speculate.options.compiled.graph_trial import GraphTrial
-from hf_speculate.options.compiled.language_model import States
+from hf_speculate.options.compiled.language_model import RoundState, States
+from hf_speculate.types import DeviceVerdict
 
 FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
 # entries beside the graphs of a set of buffers
@@ -143,10 +145,11 @@ class _Recorded(NamedTuple):
 class Graphing(Runner):
     """Runner of one model's device graphs.
 
-    Graphs read states in place and copies of all other tensors.
+    Graphs read states and fixed tensors in place, and copies of all other tensors.
     """
 
     model: PreTrainedModel
+    verifies = True
 
     def __init__(
         self,
@@ -233,6 +236,8 @@ class Graphing(Runner):
             return replay()
 
         def forwards() -> list[Any]:
+            for state in _round_states(args):
+                state.restore()  # a replay before has advanced it
             with torch.no_grad(), folding():
                 return eager()
 
@@ -275,13 +280,20 @@ class Graphing(Runner):
         if not self._may_run(name):
             return None
         tensors = list(_tensors(args))
-        key = name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        in_place = [is_fixed(tensor) for tensor in tensors]
+        key = (
+            name,
+            tuple(
+                id(tensor) if is_read else (tuple(tensor.shape), tensor.dtype)
+                for tensor, is_read in zip(tensors, in_place, strict=True)
+            ),
+        )
         recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args)
         if recorded is None:
             return None
         self._graphs[key] = recorded
         for index, tensor in enumerate(tensors):
-            if tensor is not recorded.sources[index]:
+            if not in_place[index] and tensor is not recorded.sources[index]:
                 recorded.inputs[index].copy_(tensor)
                 recorded.sources[index] = tensor
         return recorded
@@ -298,23 +310,36 @@ class Graphing(Runner):
                 return function(self.model, *inputs)
 
         try:
-            inputs = copies(args, kept=(States,))
+            inputs = copies(args, kept=(States,), is_kept=is_fixed)
+            for state in _round_states(args):
+                state.hold()
             graph = self._graphs[_BACKEND].capture(forward)
+            for state in _round_states(args):
+                state.restore()
         except RuntimeError as error:
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
             self.fail(f"captured: {_first_line(error)}", FAILURE_KEY if is_lasting else None)
             return None
+        for tensor in _tensors(graph.outputs):
+            fix(tensor)
         tensors = list(_tensors(inputs))
         return _Recorded(tensors, [None] * len(tensors), graph)
 
     def _replay(self, recorded: _Recorded) -> Any:
-        """Replay a graph and copy its outputs, because the next replay overwrites them."""
+        """Replay a graph and copy its outputs, because the next replay overwrites them.
+
+        A verdict is not copied, because it is used in its round only.
+        """
         recorded.graph.replay()
-        return copies(recorded.graph.outputs)
+        return copies(recorded.graph.outputs, kept=(DeviceVerdict,))
 
 
 def _first_line(error: RuntimeError) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def _round_states(args: tuple[Any, ...]) -> list[RoundState]:
+    return [argument for argument in args if isinstance(argument, RoundState)]
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
