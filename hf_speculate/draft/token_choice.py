@@ -1,5 +1,6 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.kernels import Draws, sample
 from hf_speculate.kernels.warped_draws import WarpedDraws
-from hf_speculate.models.inferencer import Chosen, ChosenTokens
+from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache
@@ -40,6 +41,14 @@ def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings)
     if not settings.keeps_logits:
         return Chosen(token_ids[:, None])
     return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
+
+
+def draft_of(chosen: Sequence[Chosen], settings: DraftSettings) -> DraftOut:
+    """Return the draft of consecutive tokens, without a wait for the device."""
+    token_ids, logits, logsumexp = joined(chosen)
+    counts = ArangeCache(token_ids.device, torch.int32)
+    lens = ChosenTokens(settings.eos_token_ids, counts).lens(token_ids)
+    return DraftOut(token_ids, lens, logits, logsumexp)
 
 
 class TokenChooser(PerRow):

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
-from hf_speculate.options.compiled.compilation import Runner, copies
+from hf_speculate.options.compiled.compilation import Runner, Steps, copies
 from hf_speculate.options.compiled.graph_trial import GraphTrial
-from hf_speculate.options.compiled.language_model import States
+from hf_speculate.options.compiled.language_model import Numbers, States
 
+_IN_PLACE = (States, Numbers)  # arguments at fixed addresses
 FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
 # entries beside the graphs of a set of buffers
 _WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"
@@ -143,7 +145,8 @@ class _Recorded(NamedTuple):
 class Graphing(Runner):
     """Runner of one model's device graphs.
 
-    Graphs read states in place and copies of all other tensors.
+    Graphs read states and `Numbers` in place, and copies of all other tensors. They share one pool
+    of memory: a replay may overwrite the outputs of all of them.
     """
 
     model: PreTrainedModel
@@ -173,51 +176,42 @@ class Graphing(Runner):
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        recorded = self._recorded(name, function, args)
-        if recorded is None:
-            return None
-        results = self._attempt(
-            name,
-            recorded,
-            lambda: [self._replay(recorded)],
-            lambda: [function(self.model, *args)],
-            1,
-            args,
-        )
-        return None if results is None else results[0]
+        outputs = self._run(name, 1, function, args)
+        return copies(outputs)  # the next replay overwrites them
 
     def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
+        self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
+    ) -> tuple[Any, Any] | None:
 
-        def advance(model: PreTrainedModel, carry: Any, *args: Any) -> Any:
-            result, following = step(model, carry, *args)
-            for buffer, value in zip(_tensors(carry), _tensors(following), strict=True):
-                if value is not buffer:
-                    buffer.copy_(value)
-            return result
-
-        def eager() -> list[Any]:
-            results, step_carry = [], carry
+        def run_steps(model: PreTrainedModel, carry: Any, *args: Any) -> tuple[Any, Any]:
+            results = []
             for _ in range(num_steps):
-                result, step_carry = step(self.model, step_carry, *args)
+                result, carry = steps.step(model, carry, *args)
                 results.append(result)
-            return results
+            return steps.finish(results, *args), carry
 
-        recorded = self._recorded(name, advance, (carry, *args))
+        outputs: tuple[Any, Any] | None = self._run(name, num_steps, run_steps, (carry, *args))
+        return outputs
+
+    def _run(
+        self, name: Hashable, num_steps: int, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any | None:
+        """Run a function of `num_steps` steps, or return None if it cannot run.
+
+        The outputs are views of its graph's.
+        """
+        recorded = self._recorded(name, num_steps, function, args)
         if recorded is None:
             return None
         results = self._attempt(
             name,
             recorded,
-            lambda: [self._replay(recorded) for _ in range(num_steps)],
-            eager,
+            lambda: [_replay(recorded)],
+            lambda: [function(self.model, *args)],
             num_steps,
             args,
         )
-        for index, _ in enumerate(_tensors(carry)):
-            recorded.sources[index] = None  # overwritten by the steps
-        return results
+        return None if results is None else results[0]
 
     def _attempt(
         self,
@@ -269,13 +263,13 @@ class Graphing(Runner):
         return f"eager forwards of {type(self.model).__name__}, {why}"
 
     def _recorded(
-        self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]
+        self, name: Hashable, num_steps: int, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> _Recorded | None:
         """Return the graph of a function, captured on first use, with its inputs in place."""
         if not self._may_run(name):
             return None
         tensors = list(_tensors(args))
-        key = name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        key = name, num_steps, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args)
         if recorded is None:
             return None
@@ -298,7 +292,7 @@ class Graphing(Runner):
                 return function(self.model, *inputs)
 
         try:
-            inputs = copies(args, kept=(States,))
+            inputs = copies(args, kept=_IN_PLACE)
             graph = self._graphs[_BACKEND].capture(forward)
         except RuntimeError as error:
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
@@ -307,10 +301,14 @@ class Graphing(Runner):
         tensors = list(_tensors(inputs))
         return _Recorded(tensors, [None] * len(tensors), graph)
 
-    def _replay(self, recorded: _Recorded) -> Any:
-        """Replay a graph and copy its outputs, because the next replay overwrites them."""
-        recorded.graph.replay()
-        return copies(recorded.graph.outputs)
+
+def _replay(recorded: _Recorded) -> Any:
+    """Replay a graph and return views of its outputs.
+
+    Each replay makes new views, so a graph that reads them sees that they have changed.
+    """
+    recorded.graph.replay()
+    return tree_map_only(Tensor, Tensor.detach, recorded.graph.outputs)
 
 
 def _first_line(error: RuntimeError) -> str:
@@ -318,9 +316,9 @@ def _first_line(error: RuntimeError) -> str:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested tuples, without those of states."""
+    """Iterate over the tensors in nested tuples, without those that graphs read in place."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, tuple) and not isinstance(tree, States):
+    elif isinstance(tree, tuple) and not isinstance(tree, _IN_PLACE):
         for child in tree:
             yield from _tensors(child)
