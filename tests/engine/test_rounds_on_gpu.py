@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.options.compiled.drafter import CompiledDrafter
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut
 from tests.cases import new_pair
 from tests.compatibility_rows import CHARACTERS
@@ -24,7 +25,7 @@ K = 5
 SHORT = 2  # draft length: many sampled rows are slow in the Triton interpreter
 NEVER = 500  # EOS id outside of every vocabulary
 GREEDY: dict[str, Any] = {"do_sample": False}
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 1, "verifier_backend": "torch"}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 1}
 TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}
 # Maximum number of our operators in a round, by drafter, cache, mode and rows. Drafts of eight
 # sampled rows have SHORT tokens.
@@ -134,7 +135,9 @@ def test_round_from_graphs_takes_one_or_two_dozen_launches(
         assert cost.num_uploads == (0 if drafter == "model" else 1)
 
 
-@pytest.mark.parametrize(("batch_size", "mode"), [(1, GREEDY), (8, GREEDY), (1, SAMPLED)], ids=str)
+@pytest.mark.parametrize(
+    ("batch_size", "mode"), [(1, GREEDY), (8, GREEDY), (1, SAMPLED), (1, TOP_P)], ids=str
+)
 def test_draft_from_a_graph_takes_one_launch_beside_it(
     half: Any, monkeypatch: pytest.MonkeyPatch, batch_size: int, mode: dict[str, Any]
 ) -> None:
@@ -148,11 +151,25 @@ def test_draft_from_a_graph_takes_one_launch_beside_it(
         return drafted
 
     monkeypatch.setattr(CompiledDrafter, "draft", counted_draft)
-    for _ in range(2):  # the first call captures
-        costs.clear()
-        run(half, "model", batch_size, **mode, speculation_graphs="on", most=5)
-    # the first round reads the prompt
-    assert costs[2:] == [({"cat": 1, "graph": 1}, None, 0)] * 3
+    num_draft = SHORT if mode is TOP_P else K
+    run(half, "model", batch_size, num_draft, **mode, speculation_graphs="on")
+    # the first draft reads the prompt and captures
+    assert costs[1:] and costs[1:] == [({"cat": 1, "graph": 1}, None, 0)] * (len(costs) - 1)
+
+
+def test_tokens_chosen_in_a_graph_are_those_chosen_between_forwards() -> None:
+    target, draft = models(torch.float32)
+    options = {**TOP_P, "assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 7}
+    ids, rates = [], []
+    with counted(target, draft):
+        for graphs in ("off", "on"):
+            stats = SpeculationStats()
+            own = {"speculation_graphs": graphs, "speculation_stats": stats}
+            output = target.generate(**on_gpu(repeated_prompts(1)), **options, **own)
+            ids.append(output.cpu())
+            rates.append(stats.accepted_per_position)
+    assert torch.equal(*ids)
+    assert rates[0] == rates[1]
 
 
 def test_draft_with_another_vocabulary_reads_text_on_the_host(half: Any) -> None:

@@ -68,6 +68,11 @@ class _Recorder(TorchDispatchMode):
         self._made: dict[int, Tensor] = {}  # by id; recorded operators keep them
         self._outside: dict[int, Outside] = {}
 
+    def add_launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Record a kernel that writes to its arguments."""
+        args, kwargs = tree_map(self._known, (args, kwargs))
+        self.operators.append(Operator(run, args, kwargs, [None], False))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
@@ -142,7 +147,20 @@ def spoil(outputs: Any) -> None:
 def recording() -> Iterator[list[Operator]]:
     """The operators that run in the block."""
     with _HostMethods(), HostReads(), _Recorder() as recorder:
-        yield recorder.operators
+        _RECORDERS.append(recorder)
+        try:
+            yield recorder.operators
+        finally:
+            _RECORDERS.pop()
+
+
+_RECORDERS: list[_Recorder] = []  # of the captures that run now
+
+
+def record_launch(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Record a kernel that writes to its arguments, during a capture."""
+    for recorder in _RECORDERS:
+        recorder.add_launch(run, *args, **kwargs)
 
 
 def replay(operators: list[Operator]) -> None:

@@ -93,8 +93,8 @@ class CompiledDrafter(ModelDrafter):
     K are sums of these: rounding up would take longer, as a step reads all weights, than another
     launch does.
 
-    With processors or a confidence threshold, only the forwards in the steps run compiled or from
-    graphs, one by one.
+    With a confidence threshold, or with processors other than those that the sampling kernel
+    replaces, only the forwards in the steps run compiled or from graphs, one by one.
     """
 
     min_query_len = STEP_QUERY_LEN
@@ -115,9 +115,10 @@ class CompiledDrafter(ModelDrafter):
         kv_cache, draft = self._start(request)
         query, num_draft_tokens = self._sent(request.query_token_ids), request.num_draft_tokens
         out_device, parts = self._out_device(request.query_token_ids), None
-        if self.chooser.is_plain:
+        settings = self._settings(draft.keys)
+        if settings is not None:
             query = self._catch_up(query, kv_cache)
-            parts = self._parts(query, kv_cache, num_draft_tokens, draft.keys)
+            parts = self._parts(query, kv_cache, num_draft_tokens, draft.keys, settings)
         if parts is None:
             self.inferencer.extend(query, kv_cache, num_draft_tokens, draft)
             return draft.finish(out_device)
@@ -150,15 +151,29 @@ class CompiledDrafter(ModelDrafter):
         kv_cache.crop(1)  # the step reads the last fed token again
         return query[:, -STEP_QUERY_LEN:]
 
+    def _settings(self, keys: NoiseKeys | None) -> DraftSettings | None:
+        """Return the settings of the steps; None if tokens must be chosen between forwards."""
+        runner = self.language_model.runner
+        settings = self.settings._replace(backend=runner.sampling_backend or self.settings.backend)
+        if self.chooser.is_plain:
+            return settings
+        can_warp = keys is not None and runner.sampling_backend is None
+        warp = self.chooser.warp_alone() if can_warp else ()
+        return settings._replace(warp=warp) if warp else None
+
     def _parts(
-        self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None
+        self,
+        query: Tensor,
+        kv_cache: KVCache,
+        num_steps: int,
+        keys: NoiseKeys | None,
+        settings: DraftSettings,
     ) -> list[DraftOut] | None:
         """Run the steps of a round, and return their tokens; None if they must run eagerly."""
         buffers = self.language_model.buffers(kv_cache)
         if buffers is None or query.shape[1] != STEP_QUERY_LEN:
             return None
         runner = self.language_model.runner
-        settings = self.settings._replace(backend=runner.sampling_backend or self.settings.backend)
         choice = "greedy" if keys is None else settings._replace(eos_token_ids=None)
         sizes = split_steps(num_steps, self.step_lens)
         arguments = buffers.constants(STEP_QUERY_LEN + sum(sizes) - 1)

@@ -2,6 +2,7 @@
 
 import pkgutil
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from hf_speculate.options.compiled.compilation import Runner, Steps, copies
 from hf_speculate.options.compiled.graph_trial import GraphTrial
 from hf_speculate.options.compiled.language_model import Numbers, States
 
+# Several steps are compared this often: a token that rounding changes also changes later ones.
+_MAX_DIFFERING = 3
 _IN_PLACE = (States, Numbers)  # arguments at fixed addresses
 FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
 # entries beside the graphs of a set of buffers
@@ -164,6 +167,7 @@ class Graphing(Runner):
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
+        self._num_differing: Counter[int] = Counter()  # comparisons that failed, by graph
 
     def bind(self, graphs: dict[Hashable, Any]) -> None:
         """Use the graphs of a set of buffers, or drop them if weights or hooks have changed."""
@@ -240,10 +244,12 @@ class Graphing(Runner):
             self.fail(f"replayed: {_first_line(error)}", FAILURE_KEY)
             return None
         if attempt.difference:
-            self.fail(
-                f"captured: a replay differs from the eager forward {attempt.difference}",
-                FAILURE_KEY,
-            )
+            self._num_differing[id(recorded)] += 1
+            if self._num_differing[id(recorded)] >= min(num_steps, _MAX_DIFFERING):
+                self.fail(
+                    f"captured: a replay differs from the eager forward {attempt.difference}",
+                    FAILURE_KEY,
+                )
         return attempt.results
 
     def _trial(self, name: Hashable) -> GraphTrial:

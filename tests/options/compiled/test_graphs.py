@@ -135,6 +135,22 @@ def test_a_head_reads_the_states_of_graphs(backend: Any, tmp_path: Path) -> None
     assert stats.accepted_per_position == eager.accepted_per_position
 
 
+@pytest.mark.parametrize("num_wrong", [2, 3])
+def test_steps_that_differ_twice_are_compared_again(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, num_wrong: int
+) -> None:
+    model, reasons = make_model("llama", num_hidden_layers=1), list[str]()
+    runner = Graphing(model, CompiledUnits(), reasons.append, is_tried=True)
+    runner.bind({})
+    steps = Steps(next_ids, lambda results, weights: torch.cat(results, 1))
+    carry, weights = Numbers(torch.tensor([[1, 2]])), torch.ones(2)
+    for number in range(num_wrong):
+        monkeypatch.setattr(backend, "is_wrong", True)
+        token_ids, _ = runner.repeat("steps", steps, 5, carry, weights)
+        assert token_ids[0].tolist() == [3, 9, 27, 17, 51], number  # the eager ones
+    assert [bool(reasons), runner.is_working] == [num_wrong == 3, num_wrong == 2]
+
+
 def reads_host(module: Any, args: Any) -> None:
     next(module.parameters()).sum().item()
 
