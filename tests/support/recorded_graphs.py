@@ -1,7 +1,7 @@
 """Graphs for devices that have none: operators are recorded with their tensors, and run again on these.
 
 It fails where a CUDA graph would be wrong: a tensor from outside has moved, changed its shape or
-been freed since, or the host was read during the capture.
+been freed since, the host was read during the capture, or outputs are read after a later replay.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,14 +105,17 @@ class RecordedGraphs:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._outputs: list[Any] = []  # of all graphs; they share their memory
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         with recording() as operators:
             outputs = function()
         RecordedGraphs.num_captures += 1
+        self._outputs.append(outputs)
 
         def again() -> None:
             RecordedGraphs.num_replays += 1
+            overwrite(self._outputs)
             replay(operators)
             if RecordedGraphs.is_wrong:
                 spoil(outputs)
@@ -127,6 +130,13 @@ class RecordedGraphs:
 
     def has_room(self) -> bool:
         return self.has_memory
+
+
+def overwrite(outputs: Any) -> None:
+    """Fill the tensors in nested lists and tuples with NaN, and with ids that no model has."""
+    for output in tree_flatten(outputs)[0]:
+        if isinstance(output, Tensor):
+            output.fill_(torch.nan if output.is_floating_point() else torch.iinfo(output.dtype).max)
 
 
 def spoil(outputs: Any) -> None:

@@ -5,18 +5,18 @@ from collections.abc import MutableMapping
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_FIXED: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+_OWNERS: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 
-def fix(tensor: Tensor) -> Tensor:
-    """Register and return a tensor: graphs read it in place, while they copy other inputs.
+def fix(tensor: Tensor, owner: int) -> None:
+    """Register a tensor: graphs read it in place, while they copy other inputs.
 
-    It is known by its identity, so a view of it is not.
+    It is known by its identity, so a view of it is not. Whoever runs with one tensor of an owner
+    may write to all of them.
     """
-    _FIXED[tensor] = True
-    return tensor
+    _OWNERS[tensor] = owner
 
 
-def is_fixed(tensor: Tensor) -> bool:
-    """Return whether graphs read a tensor in place."""
-    return tensor in _FIXED
+def owner_of(tensor: Tensor) -> int | None:
+    """Return the owner of a fixed tensor; None for other tensors."""
+    return _OWNERS.get(tensor)

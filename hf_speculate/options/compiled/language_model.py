@@ -1,6 +1,6 @@
 """Run forwards of few shapes over fixed buffers, for `torch.compile` and for device graphs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,12 @@ class States(NamedTuple):
 
     keys: tuple[Tensor, ...]  # each [B, H, capacity, D]
     values: tuple[Tensor, ...]
+
+
+class Numbers(NamedTuple):
+    """Integers of the rows at a fixed address, for graphs to read in place."""
+
+    by_row: Tensor  # [N, B] int64
 
 
 class StaticSlotLayer(CacheLayerMixin):
@@ -311,6 +317,16 @@ class FixedBuffers:
             self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
         rows = Rows(self._pads, self._seen[width], self._last_position)
         return rows, self.states, self.kv_cache.mask_spec
+
+    def put(self, name: Hashable, parts: Sequence[Tensor]) -> Numbers:
+        """Write integers [n, B] int64 one below the other to a fixed address, in one launch."""
+        graphs, key = self.kv_cache.graphs, (name, sum(map(len, parts)), parts[0].shape[1])
+        numbers: Numbers | None = graphs.get(key)
+        if numbers is None:
+            numbers = graphs[key] = Numbers(self.vary(torch.cat(list(parts)), 1))
+        else:
+            torch.cat(list(parts), out=numbers.by_row)
+        return numbers
 
     def padded(self, draft: DraftOut, num_tokens: int) -> DraftTensors:
         """Return the tensors of a draft, padded to `num_tokens` tokens that do not count."""

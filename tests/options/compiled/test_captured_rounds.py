@@ -70,7 +70,8 @@ def test_graphs_read_fixed_tensors_in_place(backend: Any) -> None:
     model = make_model("llama")
     graphs = Graphing(model, CompiledUnits.of(model), pytest.fail, is_tried=False)
     graphs.bind({})
-    numbers, others = fix(torch.zeros(3)), fix(torch.ones(3))
+    numbers, others = torch.zeros(3), torch.ones(3)
+    fix(numbers, 1), fix(others, 2)
 
     def doubled(values: Tensor) -> Tensor:
         result = graphs.run("double", lambda model, values: 2 * values, values)
