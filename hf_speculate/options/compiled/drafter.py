@@ -14,6 +14,7 @@ from hf_speculate.draft.token_choice import DraftSettings, choose_step
 from hf_speculate.models.inferencer import Chosen
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.language_model import (
+    CodedModel,
     CompiledLanguageModel,
     Rows,
     States,
@@ -35,7 +36,7 @@ class Carry(NamedTuple):
 
 
 def draft_step(
-    model: PreTrainedModel,
+    model: PreTrainedModel | CodedModel,
     carry: Carry,
     rows: Rows,
     states: States,

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
+from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
-from hf_speculate.options.compiled.compilation import Runner, copies
-from hf_speculate.options.compiled.graph_trial import GraphTrial
-from hf_speculate.options.compiled.language_model import States
+from hf_speculate.options.compiled.compilation import Runner, compiled, copies
+from hf_speculate.options.compiled.graph_trial import GraphTrial, Run
+from hf_speculate.options.compiled.language_model import CodedModel, States
 
 FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
 # entries beside the graphs of a set of buffers
@@ -116,6 +117,10 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)
         return results, time.perf_counter() - begin
 
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function by Inductor, without graphs of torch's own."""
+        return compiled(function, CompileConfig(backend="inductor", mode="default"))
+
     def has_room(self) -> bool:
         """Return whether enough memory is free for graphs with "auto"."""
         free, total = torch.cuda.mem_get_info(self._device)
@@ -147,6 +152,11 @@ class Graphing(Runner):
     """
 
     model: PreTrainedModel
+    failure_key: Hashable = FAILURE_KEY
+    rival: Run | None = None
+    """Steps timed against replays in a trial; None for the eager ones."""
+    is_eager: bool = False
+    """Whether functions run eagerly, although graphs are there."""
 
     def __init__(
         self,
@@ -158,12 +168,14 @@ class Graphing(Runner):
         super().__init__(model, units, on_failure)
         # whether graphs are compared with eager forwards, and used only if faster
         self._is_tried = is_tried
+        self.called: PreTrainedModel | CodedModel = model  # argument of functions
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
 
-    def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use the graphs of a set of buffers, or drop them if weights or hooks have changed."""
+    def bind(self, kv_cache: PreallocatedKVCache) -> None:
+        """Use the graphs of a cache's buffers, or drop them if weights or hooks have changed."""
+        graphs = kv_cache.graphs
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
             graphs[_WEIGHTS] = self._weights
@@ -180,7 +192,7 @@ class Graphing(Runner):
             name,
             recorded,
             lambda: [self._replay(recorded)],
-            lambda: [function(self.model, *args)],
+            lambda: [function(self.called, *args)],
             1,
             args,
         )
@@ -190,9 +202,9 @@ class Graphing(Runner):
         self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
     ) -> list[Any] | None:
 
-        def advance(model: PreTrainedModel, carry: Any, *args: Any) -> Any:
+        def advance(model: PreTrainedModel | CodedModel, carry: Any, *args: Any) -> Any:
             result, following = step(model, carry, *args)
-            for buffer, value in zip(_tensors(carry), _tensors(following), strict=True):
+            for buffer, value in zip(tensors_of(carry), tensors_of(following), strict=True):
                 if value is not buffer:
                     buffer.copy_(value)
             return result
@@ -200,7 +212,7 @@ class Graphing(Runner):
         def eager() -> list[Any]:
             results, step_carry = [], carry
             for _ in range(num_steps):
-                result, step_carry = step(self.model, step_carry, *args)
+                result, step_carry = step(self.called, step_carry, *args)
                 results.append(result)
             return results
 
@@ -215,7 +227,7 @@ class Graphing(Runner):
             num_steps,
             args,
         )
-        for index, _ in enumerate(_tensors(carry)):
+        for index, _ in enumerate(tensors_of(carry)):
             recorded.sources[index] = None  # overwritten by the steps
         return results
 
@@ -236,19 +248,23 @@ class Graphing(Runner):
             with torch.no_grad(), folding():
                 return eager()
 
+        if self.is_eager:
+            return forwards()
         states = next((argument for argument in args if isinstance(argument, States)), None)
         try:
-            attempt = self._trial(name).run(id(recorded), replay, forwards, num_steps, states)
+            attempt = self._trial(name).run(
+                id(recorded), replay, forwards, num_steps, states, self.rival
+            )
         except torch.OutOfMemoryError:
-            self.give_up(self._eagerly("whose graphs cannot be compared in the device's memory"))
+            self.give_up(self.instead("whose graphs cannot be compared in the device's memory"))
             return None
         except RuntimeError as error:  # other faults are raised again by the next eager forward
-            self.fail(f"replayed: {_first_line(error)}", FAILURE_KEY)
+            self.fail(f"replayed: {_first_line(error)}", self.failure_key)
             return None
         if attempt.difference:
             self.fail(
                 f"captured: a replay differs from the eager forward {attempt.difference}",
-                FAILURE_KEY,
+                self.failure_key,
             )
         return attempt.results
 
@@ -262,11 +278,17 @@ class Graphing(Runner):
         """Return whether a function may run from graphs; if they are slower, give up."""
         slower = self._trial(name).slower if self.is_working and self._is_tried else ""
         if slower:
-            self.give_up(self._eagerly("whose graphs are not faster"), slower)
-        return self.is_working
+            self.give_up(self.instead("whose graphs are not faster"), slower)
+        return self.is_working or self.is_eager
 
-    def _eagerly(self, why: str) -> str:
-        return f"eager forwards of {type(self.model).__name__}, {why}"
+    @property
+    def backend(self) -> Any:
+        """Backend of the bound graphs."""
+        return self._graphs[_BACKEND]
+
+    def is_timed(self, name: Hashable) -> bool:
+        """Return whether the trial of a function's graphs over these buffers has times."""
+        return self._trial(name).is_timed
 
     def _recorded(
         self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]
@@ -274,7 +296,7 @@ class Graphing(Runner):
         """Return the graph of a function, captured on first use, with its inputs in place."""
         if not self._may_run(name):
             return None
-        tensors = list(_tensors(args))
+        tensors = list(tensors_of(args))
         key = name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args)
         if recorded is None:
@@ -288,23 +310,21 @@ class Graphing(Runner):
 
     def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
         if self._is_tried and not self._graphs[_BACKEND].has_room():
-            self.give_up(
-                self._eagerly("for whose graphs too little of the device's memory is free")
-            )
+            self.give_up(self.instead("for whose graphs too little of the device's memory is free"))
             return None
 
         def forward() -> Any:
             with torch.no_grad(), folding():
-                return function(self.model, *inputs)
+                return function(self.called, *inputs)
 
         try:
             inputs = copies(args, kept=(States,))
             graph = self._graphs[_BACKEND].capture(forward)
         except RuntimeError as error:
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
-            self.fail(f"captured: {_first_line(error)}", FAILURE_KEY if is_lasting else None)
+            self.fail(f"captured: {_first_line(error)}", self.failure_key if is_lasting else None)
             return None
-        tensors = list(_tensors(inputs))
+        tensors = list(tensors_of(inputs))
         return _Recorded(tensors, [None] * len(tensors), graph)
 
     def _replay(self, recorded: _Recorded) -> Any:
@@ -317,10 +337,10 @@ def _first_line(error: RuntimeError) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Iterate over the tensors in nested tuples, without those of states."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple) and not isinstance(tree, States):
         for child in tree:
-            yield from _tensors(child)
+            yield from tensors_of(child)
