@@ -31,6 +31,7 @@ CODE_FAILURE_KEY = "device graphs of compiled code"
 # Estimated seconds of compiling a forward: to start the compiler, and of each layer, for which
 # lowering takes 1.1 s on a 2-core CPU.
 START_S, LAYER_S = 10.0, 1.2
+MAX_QUERY = 64  # of longer queries, attention folds no heads and would compile again
 MOST_CHECK_S = 5.0  # seconds of two forwards, if neither is compiled
 NUM_RECENT = 32  # rounds of a call whose median is its pace
 
@@ -113,7 +114,7 @@ class CodeGraphing(Graphing):
         layers: tuple[int, ...],  # see `forward_rows`
     ):
         super().__init__(model, units, on_failure, is_tried=True)
-        self._num_query, self._layers = num_query, layers
+        self._num_query, self._layers = min(num_query, MAX_QUERY), layers
         failure = units.failures.get(CODE_FAILURE_KEY)
         if failure is not None:
             self.give_up(failure)
@@ -285,16 +286,18 @@ def has_code(model: PreTrainedModel) -> bool:
 
 
 def _with_sizes(code: Callable[..., Scored]) -> Callable[..., Scored]:
-    """Let compiled code of `forward_rows` serve all numbers of rows, query tokens and columns."""
+    """Let compiled code of `forward_rows` serve all numbers of rows and columns, and short queries."""
 
-    def run(model: PreTrainedModel, query: Tensor, *args: Any) -> Scored:
-        if query.stride() != (query.shape[1], 1):  # other strides would compile again
-            query = query.clone(memory_format=torch.contiguous_format)
-        for tensor in tensors_of((query, *args)):
+    def run(model: PreTrainedModel, query: Tensor, ends: Tensor, *args: Any) -> Scored:
+        if query.shape[1] > MAX_QUERY:
+            return forward_rows(model, query, ends, *args)
+        # views and other strides would compile again
+        query, ends = query.clone(memory_format=torch.contiguous_format), ends.clone()
+        for tensor in tensors_of((query, ends, *args)):
             maybe_mark_dynamic(tensor, tuple(range(tensor.dim())))
         for states in (argument for argument in args if isinstance(argument, States)):
             for buffer in (*states.keys, *states.values):
                 maybe_mark_dynamic(buffer, (0, 2))
-        return code(model, query, *args)
+        return code(model, query, ends, *args)
 
     return run

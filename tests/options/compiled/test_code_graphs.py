@@ -1,15 +1,22 @@
 """Graphs of compiled code run where compiling pays and its code is right and faster; a stand-in compiles."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
+from transformers import CompileConfig, PreTrainedModel
 
 import hf_speculate
+from hf_speculate.models.runner import GRAPH_BACKENDS
 from hf_speculate.options.compiled import code_graphs, graph_trial
 from hf_speculate.options.compiled.code_graphs import CodeTimes, Pace, is_worth_compiling
+from hf_speculate.options.compiled.compilation import compiled
+from hf_speculate.options.compiled.graphs import Graph
 from tests.cases import assert_equal_ids
 from tests.options.compiled.test_graphs_auto import hookless_pair, raising
 from tests.support.recorded_graphs import RecordedGraphs
@@ -34,18 +41,21 @@ def quick_compiler(backend: type[RecordedGraphs], monkeypatch: pytest.MonkeyPatc
     return compilations
 
 
-def decode(target: PreTrainedModel, draft: PreTrainedModel, batch_size: int = 2) -> Any:
+def decode(
+    target: PreTrainedModel, draft: PreTrainedModel, batch_size: int = 2, **options: Any
+) -> Any:
     """Statistics of a call, whose text is the plain one."""
     inputs, stats = ragged_prompts(batch_size), hf_speculate.SpeculationStats()
+    options = {**OPTIONS, "num_assistant_tokens": 3, **options}
     ids = target.generate(
         **inputs,
-        **OPTIONS,
+        **options,
         assistant_model=draft,
-        num_assistant_tokens=3,
         num_assistant_tokens_schedule="constant",
         speculation_stats=stats,
     )
-    assert_equal_ids(target.generate(**inputs, **OPTIONS), ids)
+    options.pop("num_assistant_tokens")
+    assert_equal_ids(target.generate(**inputs, **options), ids)
     return stats
 
 
@@ -113,6 +123,50 @@ def test_a_call_shorter_than_compiling_compiles_nothing(
     CodeTimes.of(pair[0]).decoded_s = 1e6  # in long calls before
     stats = decode(*pair)
     assert (stats.graphed, stats.compiled, quick_compiler) == (BOTH, [], [])
+
+
+class CalledGraphs(RecordedGraphs):
+    """Calls functions again in place of recorded operators, and compiles them by dynamo."""
+
+    def capture(self, function: Callable[[], Any]) -> Graph:
+        outputs = function()
+
+        def again() -> None:
+            pairs = zip(tree_leaves(outputs), tree_leaves(function()), strict=True)
+            for output, value in pairs:
+                if isinstance(output, Tensor):
+                    output.copy_(value)
+
+        return Graph(outputs, again)
+
+    def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
+        CalledGraphs.spent_s += 1.0  # of two runs in turn, the rival's comes second
+        return run(), CalledGraphs.spent_s
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled(function, CompileConfig(backend="eager", mode="default"))
+
+
+@pytest.mark.slow
+def test_a_model_is_compiled_once_for_all_batches_lengths_and_draft_lengths(
+    quick_compiler: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{CalledGraphs.__module__}:{CalledGraphs.__qualname__}"
+    monkeypatch.setitem(GRAPH_BACKENDS, "cpu", name)
+    monkeypatch.setattr(CodeTimes, "estimate_s", lambda *_: 0.0)
+    target, draft = hookless_pair()
+    torch._dynamo.reset()
+    counters.clear()
+    num_graphs = []
+    for batch_size, options in (
+        (2, {}),
+        (3, {"num_assistant_tokens": 5, "max_new_tokens": 300}),
+        (1, {}),
+        (1, {"num_assistant_tokens": 5, "max_new_tokens": 300}),
+    ):
+        assert decode(target, draft, batch_size, **options).compiled == BOTH
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs == [2, 2, 4, 4]
 
 
 def test_the_rest_of_a_call_is_measured_in_rounds_as_they_mostly_are() -> None:
