@@ -102,6 +102,13 @@ class RowLens(PerRow):
             )
         return self._tensor() + self._common
 
+    def summands(self) -> tuple[Tensor, Tensor]:
+        """Return two read-only tensors [B] int64 whose sum is the lengths, without a kernel."""
+        num_rows = len(self.on_host)
+        per_row = self.aranges.span(0, 1) if self.is_even else self._tensor()
+        common = self.on_host[0] if self.is_even and self.on_host else self._common
+        return per_row.expand(num_rows), self.aranges.span(common, 1).expand(num_rows)
+
     def less(self, other: "RowLens") -> tuple[Tensor, int]:
         """Subtract other lengths: return [B] int64 on the device, and a number to add to each."""
         if other.is_even:

@@ -1,7 +1,7 @@
 """Graphs for devices that have none: operators are recorded with their tensors, and run again on these.
 
 It fails where a CUDA graph would be wrong: a tensor from outside has moved, changed its shape or
-been freed since, or the host was read during the capture.
+been freed since, the host was read during the capture, or outputs are read after a later replay.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,6 +68,11 @@ class _Recorder(TorchDispatchMode):
         self._made: dict[int, Tensor] = {}  # by id; recorded operators keep them
         self._outside: dict[int, Outside] = {}
 
+    def add_launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Record a kernel that writes to its arguments."""
+        args, kwargs = tree_map(self._known, (args, kwargs))
+        self.operators.append(Operator(run, args, kwargs, [None], False))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
@@ -110,17 +115,20 @@ class RecordedGraphs:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._outputs: list[Any] = []  # of all graphs; they share their memory
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         with recording() as operators:
             outputs = function()
         RecordedGraphs.num_captures += 1
         is_code = any(entry.func is torch.ops.aten.sigmoid.default for entry in operators)
+        self._outputs.append(outputs)
 
         def again() -> None:
             RecordedGraphs.num_replays += 1
             RecordedGraphs.num_code_replays += is_code
             RecordedGraphs.spent_s += self.code_s if is_code else self.replay_s
+            overwrite(self._outputs)
             replay(operators)
             if RecordedGraphs.is_wrong:
                 spoil(outputs)
@@ -143,6 +151,13 @@ class RecordedGraphs:
         return self.has_memory
 
 
+def overwrite(outputs: Any) -> None:
+    """Fill the tensors in nested lists and tuples with NaN, and with ids that no model has."""
+    for output in tree_flatten(outputs)[0]:
+        if isinstance(output, Tensor):
+            output.fill_(torch.nan if output.is_floating_point() else torch.iinfo(output.dtype).max)
+
+
 def spoil(outputs: Any) -> None:
     """Change the tensors in nested tuples."""
     for output in tree_flatten(outputs)[0]:
@@ -154,7 +169,20 @@ def spoil(outputs: Any) -> None:
 def recording() -> Iterator[list[Operator]]:
     """The operators that run in the block."""
     with _HostMethods(), HostReads(), _Recorder() as recorder:
-        yield recorder.operators
+        _RECORDERS.append(recorder)
+        try:
+            yield recorder.operators
+        finally:
+            _RECORDERS.pop()
+
+
+_RECORDERS: list[_Recorder] = []  # of the captures that run now
+
+
+def record_launch(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Record a kernel that writes to its arguments, during a capture."""
+    for recorder in _RECORDERS:
+        recorder.add_launch(run, *args, **kwargs)
 
 
 def replay(operators: list[Operator]) -> None:

@@ -21,7 +21,7 @@ from hf_speculate.model_state import model_state
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.runner import CompiledUnits
-from hf_speculate.options.compiled.compilation import Runner, cause_of, is_recompile_limit
+from hf_speculate.options.compiled.compilation import Runner, Steps, cause_of, is_recompile_limit
 from hf_speculate.options.compiled.graph_trial import CODE_TOLERANCES, compare
 from hf_speculate.options.compiled.graphs import Graphing, tensors_of
 from hf_speculate.options.compiled.language_model import CodedModel, Rows, States, forward_rows
@@ -216,35 +216,25 @@ class FastestGraphing(Runner):
         self._kv_cache, self._pace = kv_cache, Pace(kv_cache, CodeTimes.of(self.model))
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-
-        def run(graphing: Graphing, name: Hashable) -> list[Any] | None:
-            result = graphing.run(name, function, *args)
-            return None if result is None else [result]
-
-        results = self._fastest(name, args, run)
-        return None if results is None else results[0]
+        return self._fastest(name, args, lambda graphs, name: graphs.run(name, function, *args))
 
     def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
-
-        def run(graphing: Graphing, name: Hashable) -> list[Any] | None:
-            return graphing.repeat(name, step, num_steps, carry, *args)
-
-        return self._fastest(name, args, run)
+        self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
+    ) -> tuple[Any, Any] | None:
+        outputs: tuple[Any, Any] | None = self._fastest(
+            name, args, lambda graphs, name: graphs.repeat(name, steps, num_steps, carry, *args)
+        )
+        return outputs
 
     def _fastest(
-        self,
-        name: Hashable,
-        args: tuple[Any, ...],
-        run: Callable[[Graphing, Hashable], list[Any] | None],
-    ) -> list[Any] | None:
+        self, name: Hashable, args: tuple[Any, ...], run: Callable[[Graphing, Hashable], Any | None]
+    ) -> Any | None:
         """Run a function from graphs of the model as loaded, then also from those of its code.
 
         Those of its code begin after the trial of those as loaded.
         """
         self._pace.tick(time.perf_counter())
-        results = None
+        outputs = None
         if (
             self._code.is_working
             and self._loaded.is_timed(name)
@@ -252,27 +242,27 @@ class FastestGraphing(Runner):
         ):
             code_name = name, CODE_FAILURE_KEY
             is_decided = self._code.is_timed(code_name)
-            self._code.rival = lambda: self._run_loaded(name, run)
-            results = run(self._code, code_name)
+            self._code.rival = lambda: [self._run_loaded(name, run)]
+            outputs = run(self._code, code_name)
             if is_decided and self._code.is_working:
                 self._on_code("")
-        if results is None:
-            results = run(self._loaded, name)
+        if outputs is None:
+            outputs = run(self._loaded, name)
         # Code may be faster than eager forwards where graphs as loaded are not.
         may_use_code = self._code.is_working and self._loaded.is_timed(name)
         self.is_working = self._loaded.is_working or may_use_code
-        return results
+        return outputs
 
     def _run_loaded(
-        self, name: Hashable, run: Callable[[Graphing, Hashable], list[Any] | None]
-    ) -> list[Any]:
+        self, name: Hashable, run: Callable[[Graphing, Hashable], Any | None]
+    ) -> Any | None:
         """Run a function of the model as loaded from its graph, or eagerly if that is faster."""
-        results = run(self._loaded, name)
-        if results is None:
+        outputs = run(self._loaded, name)
+        if outputs is None:
             self._loaded.is_eager = True
-            results = run(self._loaded, name)
+            outputs = run(self._loaded, name)
             self._loaded.is_eager = False
-        return results or []
+        return outputs
 
     def _drop_code(self, reason: str) -> None:
         """Report that graphs are no longer those of compiled code."""

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,14 @@ def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..
     )
 
 
+class Steps(NamedTuple):
+    """Consecutive steps of a model."""
+
+    # of the model, `carry` and `args`: the step's result and the next step's `carry`
+    step: Callable[..., tuple[Any, Any]]
+    finish: Callable[..., Any]  # of the list of results and `args`: the result of all steps
+
+
 class Runner(ABC):
     """Runner of a model's functions over fixed buffers.
 
@@ -74,12 +82,11 @@ class Runner(ABC):
 
     @abstractmethod
     def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
-        """Run `num_steps` consecutive steps and return their results, or None if they cannot run.
+        self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
+    ) -> tuple[Any, Any] | None:
+        """Run `num_steps` consecutive steps; return their result and the `carry` after them.
 
-        A step is a function of the model, `carry` and `args`; it returns its result and the next
-        step's `carry`.
+        None if they cannot run. Graphs overwrite both with the next function that they replay.
         """
 
     def fail(self, why: str, failure_key: Hashable | None) -> None:
@@ -143,16 +150,16 @@ class Compilation(Runner):
             return None
 
     def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
+        self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
+    ) -> tuple[Any, Any] | None:
         results = []
-        for _ in range(num_steps):
-            step_output = self.run(name, step, carry, *args)
+        for _ in range(num_steps):  # compiling them as one would take as many times as long
+            step_output = self.run(name, steps.step, carry, *args)
             if step_output is None:
                 return None
             result, carry = step_output
             results.append(result)
-        return results
+        return steps.finish(results, *args), carry
 
 
 def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:

@@ -59,11 +59,7 @@ def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
         plan.request.max_columns or 0,
     )
     num_kv_values = num_columns * kv_values_per_token(config)
-    num_logits = (
-        2
-        * vocab_size_of(plan.model)
-        * (sum(length + 1 for length in lens) if plan.part == "target" else 1)
-    )
+    num_logits = 2 * vocab_size_of(plan.model) * sum(length + 1 for length in lens)
     return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
 
 

@@ -1,6 +1,6 @@
 """Run forwards of few shapes over fixed buffers, for `torch.compile` and for device graphs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,12 @@ class States(NamedTuple):
 
     keys: tuple[Tensor, ...]  # each [B, H, capacity, D]
     values: tuple[Tensor, ...]
+
+
+class Numbers(NamedTuple):
+    """Integers of the rows at a fixed address, for graphs to read in place."""
+
+    by_row: Tensor  # [N, B] int64
 
 
 class StaticSlotLayer(CacheLayerMixin):
@@ -178,6 +184,11 @@ class FixedBuffers:
 
     def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, MaskSpec]:
         """Return the arguments after the query for a forward of `num_query` columns."""
+        ends = self.vary(self.kv_cache.layout.row_lens.on_device(), 0)
+        return ends, *self.constants(num_query)
+
+    def constants(self, num_query: int) -> tuple[Rows, States, MaskSpec]:
+        """Return the arguments that do not change while attention reads the same columns."""
         layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
         serves_all = self._varies and self.kv_cache.device.type != "cuda"
@@ -187,7 +198,17 @@ class FixedBuffers:
         if width not in self._seen:
             self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
         rows = Rows(self._pads, self._seen[width], self._last_position)
-        return self.vary(layout.row_lens.on_device(), 0), rows, self.states, self.kv_cache.mask_spec
+        return rows, self.states, self.kv_cache.mask_spec
+
+    def put(self, name: Hashable, parts: Sequence[Tensor]) -> Numbers:
+        """Write integers [n, B] int64 one below the other to a fixed address, in one launch."""
+        graphs, key = self.kv_cache.graphs, (name, sum(map(len, parts)), parts[0].shape[1])
+        numbers: Numbers | None = graphs.get(key)
+        if numbers is None:
+            numbers = graphs[key] = Numbers(self.vary(torch.cat(list(parts)), 1))
+        else:
+            torch.cat(list(parts), out=numbers.by_row)
+        return numbers
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
         """Mark some dimensions of a tensor as dynamic, if sizes may vary, and return it."""

@@ -107,8 +107,14 @@ class CompiledRunners(Runners):
         compiled = self.language_model("draft", model, setup.inputs, max_position)
         if compiled is None:
             return None
+        # With a constant K, the last round is rounded up.
+        step_lens = self.lens if len(self.lens) == 1 else (1, *self.lens)
         return CompiledDrafter(
-            Inferencer(compiled, chunk_size), setup.processors, settings, context
+            Inferencer(compiled, chunk_size),
+            setup.processors,
+            settings,
+            context,
+            step_lens if "draft" in self.graphed else (),
         )
 
     def _capacity(self, max_columns: int, device: torch.device) -> int | None:

@@ -80,7 +80,7 @@ def test_faster_code_is_compiled_once_and_runs_alone_in_later_calls(
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"code_s": 1.5}, "whose graphs are not faster: 1.5e+03 ms against 1e+03 ms"),
+        ({"code_s": 1.5}, "whose graphs are not faster: "),
         ({"is_code_wrong": True}, "cannot be used: it differs from the eager forward by"),
         ({"compile": raising(torch.OutOfMemoryError())}, "compiled in the device's memory"),
         ({"compile": lambda *_: raising(RuntimeError("graph break"))}, "compiled: graph break"),
