@@ -33,7 +33,7 @@ CODE_FAILURE_KEY = "device graphs of compiled code"
 START_S, LAYER_S = 10.0, 1.2
 MAX_QUERY = 64  # of longer queries, attention folds no heads and would compile again
 MOST_CHECK_S = 5.0  # seconds of two forwards, if neither is compiled
-NUM_RECENT = 32  # rounds of a call whose median is its pace
+MIN_ROUNDS, NUM_RECENT = 4, 32  # rounds of a call whose median is its pace
 
 
 class CodeTimes:
@@ -85,8 +85,9 @@ class Pace:
         if self._last_s is not None:
             round_s = now_s - self._last_s
             self._num_rounds += 1
+            most_s = 2 * median(self._recent_s) if self._recent_s else round_s
+            self._times.decoded_s += min(round_s, most_s)
             self._recent_s.append(round_s)
-            self._times.decoded_s += min(round_s, 2 * median(self._recent_s))
         self._last_s = now_s
 
     @property
@@ -94,7 +95,7 @@ class Pace:
         """Estimated seconds of the rest of the call; 0 if unknown."""
         num_columns, max_columns = self._layout.num_columns, self._layout.max_columns
         num_new = num_columns - self._first_column
-        if max_columns is None or num_new <= 0:
+        if max_columns is None or num_new <= 0 or self._num_rounds < MIN_ROUNDS:
             return 0.0
         num_rounds = self._num_rounds * (max_columns - num_columns) / num_new
         return num_rounds * median(self._recent_s)
@@ -207,6 +208,7 @@ class FastestGraphing(Runner):
     ):
         super().__init__(model, units, on_failure)
         self._on_code = on_code
+        self._has_times = False  # of graphs of the model as loaded
         self._loaded = Graphing(model, units, on_failure, is_tried=True)
         self._code = CodeGraphing(model, units, self._drop_code, num_query, layers)
 
@@ -248,8 +250,9 @@ class FastestGraphing(Runner):
                 self._on_code("")
         if outputs is None:
             outputs = run(self._loaded, name)
+        self._has_times |= self._loaded.is_timed(name)
         # Code may be faster than eager forwards where graphs as loaded are not.
-        may_use_code = self._code.is_working and self._loaded.is_timed(name)
+        may_use_code = self._code.is_working and self._has_times
         self.is_working = self._loaded.is_working or may_use_code
         return outputs
 

@@ -124,7 +124,8 @@ class CudaGraphs:
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function by Inductor, without graphs of torch's own."""
-        return compiled(function, CompileConfig(backend="inductor", mode="default"))
+        options = {"triton.cudagraphs": False}
+        return compiled(function, CompileConfig(backend="inductor", options=options))
 
     def has_room(self) -> bool:
         """Return whether enough memory is free for graphs with "auto"."""

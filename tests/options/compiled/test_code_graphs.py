@@ -22,7 +22,7 @@ from tests.options.compiled.test_graphs_auto import hookless_pair, raising
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.support.tiny import ragged_prompts
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "eos_token_id": None}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
 BOTH = ["target", "draft"]
 
 
@@ -174,6 +174,7 @@ def test_the_rest_of_a_call_is_measured_in_rounds_as_they_mostly_are() -> None:
     pace: Any = Pace(SimpleNamespace(layout=layout), times)  # type: ignore[arg-type]
     assert pace.rest_s == 0.0
     for now_s in (0.0, 1.0, 2.0, 3.0, 43.0, 44.0):  # the other model was compiled
+        assert (pace.rest_s > 0.0) == (now_s > 43.0)
         pace.tick(now_s)
         layout.num_columns += 4
     assert (layout.num_columns, pace.rest_s) == (124, 5 * 276 / 24)
