@@ -75,6 +75,14 @@ def finish_draft(
 DRAFT_STEPS = Steps(draft_step, finish_draft)
 
 
+def sent(draft: DraftOut, device: torch.device) -> DraftOut:
+    """Return a draft on a device; itself if it is there."""
+    if draft.token_ids.device == device:
+        return draft
+    moved: DraftOut = tree_map_only(Tensor, lambda tensor: tensor.to(device), draft)
+    return moved
+
+
 def split_steps(num_steps: int, lens: Sequence[int]) -> list[int]:
     """Split a number of steps into captured lengths `lens`, ascending; [num_steps] without any.
 
@@ -127,8 +135,7 @@ class CompiledDrafter(ModelDrafter):
         logits = parts[-1].token_logits
         self.chooser.last_logits = None if logits is None else logits[:, -1]
         if parts[0].token_ids.shape[1] == num_draft_tokens:
-            drafted: DraftOut = tree_map_only(Tensor, lambda part: part.to(out_device), parts[0])
-            return drafted
+            return sent(parts[0], out_device)
         for part in parts:
             draft.tokens.add(Chosen(part.token_ids, part.token_logits, part.logsumexp))
         return draft.finish(out_device)
