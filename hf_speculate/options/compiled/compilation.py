@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig
 
+from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.models.runner import CompiledUnits
 
 warn_once = cache(logging.getLogger(__name__).warning)
@@ -21,7 +22,7 @@ def settings_key(config: CompileConfig) -> Hashable:
     return config.backend, config.mode, config.dynamic, repr(sorted((config.options or {}).items()))
 
 
-def _compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
     """Wrap a copy of `function` by `torch.compile`, without graph breaks."""
     # Dynamo counts recompilations by code object, even across functions.
     code, name = function.__code__.replace(), function.__name__
@@ -68,8 +69,8 @@ class Runner(ABC):
         self.is_working = True  # if False, forwards run eagerly
         self._on_failure = on_failure  # called with the reason once
 
-    def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use the graphs captured over the next buffers; a no-op without graphs."""
+    def bind(self, kv_cache: PreallocatedKVCache) -> None:
+        """Use the graphs captured over a cache's buffers; a no-op without graphs."""
         return
 
     @abstractmethod
@@ -92,10 +93,14 @@ class Runner(ABC):
 
     def fail(self, why: str, failure_key: Hashable | None) -> None:
         """Stop running in this call, and with a failure key also in later calls."""
-        reason = f"eager forwards of {type(self.model).__name__}, which cannot be {why}"
+        reason = self.instead(f"which cannot be {why}")
         if failure_key is not None:
             self.units.failures[failure_key] = reason
         self.give_up(reason)
+
+    def instead(self, why: str) -> str:
+        """Say what runs in place of this runner, and why."""
+        return f"eager forwards of {type(self.model).__name__}, {why}"
 
     def give_up(self, reason: str, figures: str = "") -> None:
         """Stop running in this call; log each reason once, without its figures."""
@@ -130,19 +135,19 @@ class Compilation(Runner):
         if not self.is_working:
             return None
         try:
-            compiled = self.units.function(
-                (name, self._key), lambda: _compiled(function, self._config)
+            compiled_function = self.units.function(
+                (name, self._key), lambda: compiled(function, self._config)
             )
             is_graphed = next(self.model.parameters()).device.type == "cuda"
             if is_graphed:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
-                result = compiled(self.model, *args)
+                result = compiled_function(self.model, *args)
                 # the next replay overwrites the result
                 return copies(result) if is_graphed else result
         except _compile_errors() as error:
             self.fail(
-                f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self._key
+                f"compiled: {cause_of(error)}", None if is_recompile_limit(error) else self._key
             )
             return None
 
@@ -173,9 +178,9 @@ def copies(
     return tuple(children) if type(tree) is tuple else type(tree)(*children)
 
 
-def _cause_of(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """Return the cause of a compile error in one line."""
-    if _is_recompile_limit(error):
+    if is_recompile_limit(error):
         return (
             "torch.compile reached its recompile limit; raise torch._dynamo.config.recompile_limit"
         )
@@ -188,7 +193,8 @@ def _cause_of(error: Exception) -> str:
     return lines[0] if cause is None else f"{type(cause).__name__}: {lines[-1]}"
 
 
-def _is_recompile_limit(error: Exception) -> bool:
+def is_recompile_limit(error: Exception) -> bool:
+    """Return whether torch has compiled a function as often as it is allowed to."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 

@@ -21,6 +21,7 @@ from hf_speculate.models.inferencer import Chosen, Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.compilation import Steps, copies
 from hf_speculate.options.compiled.language_model import (
+    CodedModel,
     CompiledLanguageModel,
     FixedBuffers,
     Numbers,
@@ -37,7 +38,7 @@ STEP_QUERY_LEN = 2
 
 
 def draft_step(
-    model: PreTrainedModel,
+    model: PreTrainedModel | CodedModel,
     carry: Numbers,
     rows: Rows,
     states: States,

@@ -4,21 +4,23 @@ import pkgutil
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
+from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
-from hf_speculate.options.compiled.compilation import Runner, Steps, copies
+from hf_speculate.options.compiled.compilation import Runner, Steps, compiled, copies
 from hf_speculate.options.compiled.fixed_tensors import fix, owner_of
-from hf_speculate.options.compiled.graph_trial import GraphTrial
-from hf_speculate.options.compiled.language_model import Numbers, RoundState, States
+from hf_speculate.options.compiled.graph_trial import GraphTrial, Run
+from hf_speculate.options.compiled.language_model import CodedModel, Numbers, RoundState, States
 from hf_speculate.types import DeviceVerdict
 
 # Several steps are compared this often: a token that rounding changes also changes later ones.
@@ -123,6 +125,11 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)
         return results, time.perf_counter() - begin
 
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function by Inductor, without graphs of torch's own."""
+        options = {"triton.cudagraphs": False}
+        return compiled(function, CompileConfig(backend="inductor", options=options))
+
     def has_room(self) -> bool:
         """Return whether enough memory is free for graphs with "auto"."""
         free, total = torch.cuda.mem_get_info(self._device)
@@ -156,6 +163,11 @@ class Graphing(Runner):
 
     model: PreTrainedModel
     verifies = True
+    failure_key: Hashable = FAILURE_KEY
+    rival: Run | None = None
+    """Steps timed against replays in a trial; None for the eager ones."""
+    is_eager: bool = False
+    """Whether functions run eagerly, although graphs are there."""
 
     def __init__(
         self,
@@ -167,6 +179,7 @@ class Graphing(Runner):
         super().__init__(model, units, on_failure)
         # whether graphs are compared with eager forwards, and used only if faster
         self._is_tried = is_tried
+        self.called: PreTrainedModel | CodedModel = model  # argument of functions
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
@@ -174,8 +187,9 @@ class Graphing(Runner):
         self._owners: dict[Hashable, frozenset[int | None]] = {}
         self._num_differing: Counter[int] = Counter()  # comparisons that failed, by graph
 
-    def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use the graphs of a set of buffers, or drop them if weights or hooks have changed."""
+    def bind(self, kv_cache: PreallocatedKVCache) -> None:
+        """Use the graphs of a cache's buffers, or drop them if weights or hooks have changed."""
+        graphs = kv_cache.graphs
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
             graphs[_WEIGHTS] = self._weights
@@ -193,7 +207,9 @@ class Graphing(Runner):
         self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
     ) -> tuple[Any, Any] | None:
 
-        def run_steps(model: PreTrainedModel, carry: Any, *args: Any) -> tuple[Any, Any]:
+        def run_steps(
+            model: PreTrainedModel | CodedModel, carry: Any, *args: Any
+        ) -> tuple[Any, Any]:
             results = []
             for _ in range(num_steps):
                 result, carry = steps.step(model, carry, *args)
@@ -217,7 +233,7 @@ class Graphing(Runner):
             name,
             recorded,
             lambda: [_replay(recorded)],
-            lambda: [function(self.model, *args)],
+            lambda: [function(self.called, *args)],
             num_steps,
             args,
         )
@@ -243,27 +259,35 @@ class Graphing(Runner):
         if not self._is_tried:
             return replay()
 
-        def forwards() -> list[Any]:
-            for state in _round_states(args):
-                state.restore()  # a replay before has advanced it
-            with torch.no_grad(), folding():
-                return eager()
+        def again(run: Run) -> list[Any]:
+            for state in round_states(args):
+                state.restore()  # an earlier run of the same round has advanced it
+            return run()
 
+        def forwards() -> list[Any]:
+            with torch.no_grad(), folding():
+                return again(eager)
+
+        if self.is_eager:
+            return forwards()
         states = next((argument for argument in args if isinstance(argument, States)), None)
         try:
-            attempt = self._trial(name).run(id(recorded), replay, forwards, num_steps, states)
+            rival = None if self.rival is None else partial(again, self.rival)
+            attempt = self._trial(name).run(
+                id(recorded), replay, forwards, num_steps, states, rival
+            )
         except torch.OutOfMemoryError:
-            self.give_up(self._eagerly("whose graphs cannot be compared in the device's memory"))
+            self.give_up(self.instead("whose graphs cannot be compared in the device's memory"))
             return None
         except RuntimeError as error:  # other faults are raised again by the next eager forward
-            self.fail(f"replayed: {_first_line(error)}", FAILURE_KEY)
+            self.fail(f"replayed: {_first_line(error)}", self.failure_key)
             return None
         if attempt.difference:
             self._num_differing[id(recorded)] += 1
             if self._num_differing[id(recorded)] >= min(num_steps, _MAX_DIFFERING):
                 self.fail(
                     f"captured: a replay differs from the eager forward {attempt.difference}",
-                    FAILURE_KEY,
+                    self.failure_key,
                 )
         return attempt.results
 
@@ -277,11 +301,17 @@ class Graphing(Runner):
         """Return whether a function may run from graphs; if they are slower, give up."""
         slower = self._trial(name).slower if self.is_working and self._is_tried else ""
         if slower:
-            self.give_up(self._eagerly("whose graphs are not faster"), slower)
-        return self.is_working
+            self.give_up(self.instead("whose graphs are not faster"), slower)
+        return self.is_working or self.is_eager
 
-    def _eagerly(self, why: str) -> str:
-        return f"eager forwards of {type(self.model).__name__}, {why}"
+    @property
+    def backend(self) -> Any:
+        """Backend of the bound graphs."""
+        return self._graphs[_BACKEND]
+
+    def is_timed(self, name: Hashable) -> bool:
+        """Return whether the trial of a function's graphs over these buffers has times."""
+        return self._trial(name).is_timed
 
     def _recorded(
         self, name: Hashable, num_steps: int, function: Callable[..., Any], args: tuple[Any, ...]
@@ -289,7 +319,7 @@ class Graphing(Runner):
         """Return the graph of a function, captured on first use, with its inputs in place."""
         if not self._may_run(name):
             return None
-        tensors = list(_tensors(args))
+        tensors = list(tensors_of(args))
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         form = name, num_steps, shapes
         # Memory that this call has read before is its own until its end: it may write there.
@@ -309,29 +339,29 @@ class Graphing(Runner):
 
     def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
         if self._is_tried and not self._graphs[_BACKEND].has_room():
-            self.give_up(
-                self._eagerly("for whose graphs too little of the device's memory is free")
-            )
+            self.give_up(self.instead("for whose graphs too little of the device's memory is free"))
             return None
 
         def forward() -> Any:
             with torch.no_grad(), folding():
-                return function(self.model, *inputs)
+                return function(self.called, *inputs)
 
         try:
             inputs = copies(args, kept=_IN_PLACE, is_kept=_is_fixed)
-            for state in _round_states(args):
+            for state in round_states(args):
                 state.hold()
-            graph = self._graphs[_BACKEND].capture(forward)
-            for state in _round_states(args):
-                state.restore()
+            try:
+                graph = self._graphs[_BACKEND].capture(forward)
+            finally:
+                for state in round_states(args):
+                    state.restore()
         except RuntimeError as error:
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
-            self.fail(f"captured: {_first_line(error)}", FAILURE_KEY if is_lasting else None)
+            self.fail(f"captured: {_first_line(error)}", self.failure_key if is_lasting else None)
             return None
-        for tensor in _tensors(graph.outputs):
+        for tensor in tensors_of(graph.outputs):
             fix(tensor, id(graph.outputs))
-        tensors = list(_tensors(inputs))
+        tensors = list(tensors_of(inputs))
         return _Recorded(tensors, [None] * len(tensors), graph)
 
 
@@ -348,14 +378,14 @@ def _is_fixed(tensor: Tensor) -> bool:
     return owner_of(tensor) is not None
 
 
-def _round_states(args: tuple[Any, ...]) -> list[RoundState]:
+def round_states(args: tuple[Any, ...]) -> list[RoundState]:
     return [argument for argument in args if isinstance(argument, RoundState)]
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Iterate over the tensors in nested tuples, without those that graphs read in place."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple) and not isinstance(tree, _IN_PLACE):
         for child in tree:
-            yield from _tensors(child)
+            yield from tensors_of(child)

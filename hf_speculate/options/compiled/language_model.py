@@ -100,8 +100,15 @@ class StaticSlotLayer(CacheLayerMixin):
         return self.width
 
 
+class CodedModel(NamedTuple):
+    """A model with compiled code of `forward_rows`."""
+
+    model: PreTrainedModel
+    forward: Callable[..., Scored]  # with the arguments of `forward_rows`
+
+
 def forward_rows(
-    model: PreTrainedModel,
+    model: PreTrainedModel | CodedModel,
     query: Tensor,
     ends: Tensor,
     rows: Rows,
@@ -114,6 +121,8 @@ def forward_rows(
     The states of a row are written from its column in `ends` [B] int64 on. The inputs of the
     decoder layers `layers` are captured; -1 is the state after the final norm.
     """
+    if isinstance(model, CodedModel):
+        return model.forward(model.model, query, ends, rows, states, mask_spec, layers)
     offsets = torch.arange(query.shape[1], device=query.device)
     slots = ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((slots - rows.pads[:, None]).clamp_min(0), rows.last_position)
@@ -387,7 +396,7 @@ class CompiledLanguageModel(LanguageModel):
             return None
         if self._buffers is None or self._buffers.kv_cache is not kv_cache:
             self._buffers = FixedBuffers(kv_cache, self.max_position, self.runner.varies)
-            self.runner.bind(kv_cache.graphs)
+            self.runner.bind(kv_cache)
             self._state = None
         return self._buffers
 

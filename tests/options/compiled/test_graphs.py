@@ -1,6 +1,7 @@
 """Rounds that run from device graphs, on a stand-in that replays recorded operators, give plain decoding's text."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_steps_of_two_calls_in_turn_share_their_memory(backend: Any) -> None:
     """Outputs are the graph's, which the next replay overwrites, and inputs are not copied."""
     model = make_model("llama", num_hidden_layers=1)
     runner = Graphing(model, CompiledUnits(), pytest.fail, is_tried=False)
-    runner.bind({})
+    runner.bind(SimpleNamespace(graphs={}))  # type: ignore[arg-type]
     steps = Steps(next_ids, lambda results, weights: torch.cat(results, 1))
     carry, weights, drafts = Numbers(torch.tensor([[1, 2]])), torch.ones(2), []
     for first in (1, 2, 1):
@@ -139,7 +140,7 @@ def test_steps_that_differ_twice_are_compared_again(
 ) -> None:
     model, reasons = make_model("llama", num_hidden_layers=1), list[str]()
     runner = Graphing(model, CompiledUnits(), reasons.append, is_tried=True)
-    runner.bind({})
+    runner.bind(SimpleNamespace(graphs={}))  # type: ignore[arg-type]
     steps = Steps(next_ids, lambda results, weights: torch.cat(results, 1))
     carry, weights = Numbers(torch.tensor([[1, 2]])), torch.ones(2)
     for number in range(num_wrong):
