@@ -379,6 +379,7 @@ def _is_fixed(tensor: Tensor) -> bool:
 
 
 def round_states(args: tuple[Any, ...]) -> list[RoundState]:
+    """Return the states of rounds among the arguments of a function."""
     return [argument for argument in args if isinstance(argument, RoundState)]
 
 

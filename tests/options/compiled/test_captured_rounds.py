@@ -1,5 +1,6 @@
 """Rounds that a graph scores and verifies give the text of eager rounds, by a few launches."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_rows_advance_on_the_device_as_on_the_host(options: dict[str, Any]) -> N
 def test_graphs_read_fixed_tensors_in_place(backend: Any) -> None:
     model = make_model("llama")
     graphs = Graphing(model, CompiledUnits.of(model), pytest.fail, is_tried=False)
-    graphs.bind({})
+    graphs.bind(SimpleNamespace(graphs={}))  # type: ignore[arg-type]
     numbers, others = torch.zeros(3), torch.ones(3)
     fix(numbers, 1), fix(others, 2)
 
