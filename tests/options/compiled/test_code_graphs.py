@@ -77,6 +77,20 @@ def test_faster_code_is_compiled_once_and_runs_alone_in_later_calls(
     assert (third.compiled, backend.num_captures, len(quick_compiler)) == (BOTH, 5, 2)
 
 
+def test_sampled_text_of_code_equals_that_of_eager_rounds(
+    backend: Any, quick_compiler: list[int]
+) -> None:
+    target, draft = hookless_pair()
+    options: dict[str, Any] = {**OPTIONS, "do_sample": True, "top_p": 0.9, "seed": 3}
+    options |= {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    inputs, stats = ragged_prompts(2), hf_speculate.SpeculationStats()
+    eager = target.generate(**inputs, **options, assistant_model=draft, speculation_graphs="off")
+    for _ in range(2):
+        ids = target.generate(**inputs, **options, assistant_model=draft, speculation_stats=stats)
+        assert_equal_ids(eager, ids)
+    assert stats.compiled == BOTH
+
+
 @pytest.mark.fallback("in place of its compiled code", "eager forwards")
 @pytest.mark.parametrize(
     ("state", "reason"),
