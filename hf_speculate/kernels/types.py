@@ -13,7 +13,7 @@ class Stream(IntEnum):
     ACCEPT = 1
     CORRECTION = 2
     RACE = 3
-    NOISE = 4  # of random input tokens
+    NOISE = 4  # for random input tokens
 
 
 class Status(IntFlag):

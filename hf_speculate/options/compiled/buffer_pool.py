@@ -1,4 +1,4 @@
-"""Pool preallocated KV buffers between calls, so CUDA graphs find them at the same addresses."""
+"""Pool KV buffers between calls, so that CUDA graphs find them at the same addresses."""
 
 import threading
 from collections import OrderedDict
@@ -11,14 +11,15 @@ from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.model_state import model_state
 from hf_speculate.models.module_walk import weight_bytes
 
-# Idle buffers of one model may take a quarter of its weights: 32,768 tokens of a Llama with 8
-# billion parameters in half precision. The minimum is enough for 8,192 of these tokens.
+# Idle buffers of a model may take a quarter of the size of its weights, which is enough for 32,768
+# tokens of a Llama with 8 billion parameters in half precision. The minimum is enough for 8,192
+# such tokens.
 MIN_POOLED_BYTES = 1 << 30
 POOLED_SHARE = 4
 
 
 class BufferPool:
-    """Idle KV buffers of one model, least recently used first."""
+    """The idle KV buffers of one model, least recently used first."""
 
     def __init__(self, max_bytes: int = MIN_POOLED_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -31,7 +32,7 @@ class BufferPool:
         return model_state(model).get(cls, lambda: cls(max_pooled_bytes(model)))
 
     def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
-        """Take zeroed buffers of all layers; None if there are none of this shape."""
+        """Take zeroed buffers for all layers; return None if there are none of this shape."""
         with self._lock:
             buffers = self._idle.pop(_key(shape), None)
         if buffers is None or len(buffers.layers) != num_layers:
@@ -41,9 +42,9 @@ class BufferPool:
         return buffers
 
     def give_back(self, shape: BufferShape, buffers: PooledBuffers) -> None:
-        """Return buffers to the pool, unless rows have left.
+        """Return buffers to the pool unless rows have left.
 
-        Drop the least recently used ones beyond the pool's maximum size.
+        Drop the least recently used buffers past the pool's maximum size.
         """
         if {(tensor.shape[0], tensor.shape[2]) for tensor in buffers.tensors} != {shape[:2]}:
             return

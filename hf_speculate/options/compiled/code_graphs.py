@@ -1,8 +1,8 @@
-"""Run graphs of a model as loaded, and graphs of its compiled code where compiling pays and is faster.
+"""Run graphs of a model as loaded, and graphs of its compiled code if these pay off.
 
-The forward in the functions that graphs capture is compiled once for a model, and the launches of the
-compiled code are captured like others. Compiling takes about a minute, so it waits until the model
-has decoded longer than that, and until the rest of a call is longer than that.
+The forward in captured functions is compiled once per model, and the launches of the compiled code
+are captured like any others. Compiling takes about a minute, so it waits until the model has
+decoded for longer than that, and until the rest of the call will take longer than that.
 """
 
 import time
@@ -28,20 +28,20 @@ from hf_speculate.options.compiled.language_model import CodedModel, Rows, State
 from hf_speculate.types import Scored
 
 CODE_FAILURE_KEY = "device graphs of compiled code"
-# Estimated seconds of compiling a forward: to start the compiler, and of each layer, for which
-# lowering takes 1.1 s on a 2-core CPU.
+# Estimated seconds for compiling a forward: for starting the compiler, and per layer. Lowering a
+# layer takes 1.1 s on a 2-core CPU.
 START_S, LAYER_S = 10.0, 1.2
-MAX_QUERY = 64  # of longer queries, attention folds no heads and would compile again
-MOST_CHECK_S = 5.0  # seconds of two forwards, if neither is compiled
-MIN_ROUNDS, NUM_RECENT = 4, 32  # rounds of a call whose median is its pace
+MAX_QUERY = 64  # for longer queries, attention folds no heads and would compile again
+MOST_CHECK_S = 5.0  # maximum seconds of two forwards if neither is compiled
+MIN_ROUNDS, NUM_RECENT = 4, 32  # number of rounds whose median is the pace of a call
 
 
 class CodeTimes:
-    """Seconds that one model has decoded in this process, and that compiling its forward took."""
+    """Seconds that a model has spent decoding in this process, and compiling its forward."""
 
     def __init__(self) -> None:
         self.decoded_s = 0.0
-        self.compile_s: dict[Hashable, float] = {}  # by class of shapes
+        self.compile_s: dict[Hashable, float] = {}  # keyed by class of shapes
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CodeTimes":
@@ -49,26 +49,26 @@ class CodeTimes:
         return model_state(model).get(cls, cls)
 
     def estimate_s(self, num_layers: int) -> float:
-        """Estimate the seconds of compiling the forward for another class of shapes."""
+        """Estimate the seconds for compiling the forward for another class of shapes."""
         return max(self.compile_s.values(), default=START_S + LAYER_S * num_layers)
 
 
 def is_worth_compiling(compile_s: float, decoded_s: float, rest_s: float) -> bool:
     """Return whether to compile now.
 
-    A model that has decoded as long as compiling takes is likely to decode as long again, and the
-    call should be worth the wait that it sees.
+    A model that has already decoded for as long as compiling takes is likely to decode for as long
+    again. In addition, the rest of the call should be worth the wait.
 
     Args:
-        compile_s: seconds of compiling.
-        decoded_s: seconds that calls of the model have decoded in this process.
-        rest_s: seconds of the rest of this call, up to its maximum length.
+        compile_s: seconds that compiling takes.
+        decoded_s: seconds that the model has spent decoding in this process.
+        rest_s: seconds that the rest of this call takes, up to its maximum length.
     """
     return min(decoded_s, rest_s) > compile_s
 
 
 class Pace:
-    """Pace of a call: seconds of its rounds, and columns that they add to a cache."""
+    """The pace of a call: the seconds of its rounds, and the columns that they add to a cache."""
 
     def __init__(self, kv_cache: PreallocatedKVCache, times: CodeTimes):
         self._layout, self._times = kv_cache.layout, times
@@ -79,8 +79,8 @@ class Pace:
     def tick(self, now_s: float) -> None:
         """Begin a round.
 
-        One that took long, for example because another model was compiled, counts as twice the
-        median at most.
+        A round that took long, for example because another model was compiled, counts as at most
+        twice the median.
         """
         if self._last_s is not None:
             round_s = now_s - self._last_s
@@ -92,7 +92,7 @@ class Pace:
 
     @property
     def rest_s(self) -> float:
-        """Estimated seconds of the rest of the call; 0 if unknown."""
+        """Estimated seconds for the rest of the call; 0 if unknown."""
         num_columns, max_columns = self._layout.num_columns, self._layout.max_columns
         num_new = num_columns - self._first_column
         if max_columns is None or num_new <= 0 or self._num_rounds < MIN_ROUNDS:
@@ -102,7 +102,7 @@ class Pace:
 
 
 class CodeGraphing(Graphing):
-    """Graphs of compiled code. Failures leave the graphs of the model as loaded."""
+    """Graphs of compiled code; after a failure, the graphs of the model as loaded remain."""
 
     failure_key = CODE_FAILURE_KEY
 
@@ -111,7 +111,7 @@ class CodeGraphing(Graphing):
         model: PreTrainedModel,
         units: CompiledUnits,
         on_failure: Callable[[str], None],
-        num_query: int,  # maximum tokens of a row in a forward
+        num_query: int,  # maximum tokens per row in a forward
         layers: tuple[int, ...],  # see `forward_rows`
     ):
         super().__init__(model, units, on_failure, is_tried=True)
@@ -128,14 +128,14 @@ class CodeGraphing(Graphing):
         if not figures:
             super().give_up(reason)
             return
-        self.is_working = False  # code that is only slower is no reason for a warning
+        self.is_working = False  # no warning, since the code is only slower
         self._on_failure(f"{reason}: {figures}")
 
     def prepare(self, kv_cache: PreallocatedKVCache, args: tuple[Any, ...], rest_s: float) -> bool:
-        """Return whether the model's forward is compiled; compile it if that pays.
+        """Return whether the model's forward is compiled; compile it if that pays off.
 
-        Before the first forward of each width, one run of the code is compared with one of the
-        model, over the columns that the next tokens are written to.
+        Before the first forward of each width, one run of the code is compared with one run of the
+        model, over the columns to which the next tokens are written.
         """
         rows = next(argument for argument in args if isinstance(argument, Rows))
         states = next(argument for argument in args if isinstance(argument, States))
@@ -173,7 +173,7 @@ class CodeGraphing(Graphing):
         except torch.OutOfMemoryError:
             self.give_up(self.instead("which cannot be compiled in the device's memory"))
             return False
-        except Exception as error:  # noqa: BLE001  # of a compiler: no call may end by it
+        except Exception as error:  # noqa: BLE001  # a compiler error must not fail a call
             is_lasting = not is_recompile_limit(error)
             self.fail(f"compiled: {cause_of(error)}", CODE_FAILURE_KEY if is_lasting else None)
             return False
@@ -189,7 +189,7 @@ class CodeGraphing(Graphing):
 
 
 class FastestGraphing(Runner):
-    """Runner of the fastest graphs: of the model as loaded, or of its compiled code."""
+    """Runs the fastest graphs, of the model as loaded or of its compiled code."""
 
     model: PreTrainedModel
     verifies = True
@@ -201,15 +201,15 @@ class FastestGraphing(Runner):
         model: PreTrainedModel,
         units: CompiledUnits,
         on_failure: Callable[[str], None],
-        # called with an empty reason once graphs are those of compiled code, and with the reason
-        # if they no longer are
+        # called with an empty reason once graphs of compiled code are in use, and with the reason
+        # once they no longer are
         on_code: Callable[[str], None],
-        num_query: int,  # maximum tokens of a row in a forward
+        num_query: int,  # maximum tokens per row in a forward
         layers: tuple[int, ...],  # see `forward_rows`
     ):
         super().__init__(model, units, on_failure)
         self._on_code = on_code
-        self._has_times = False  # of graphs of the model as loaded
+        self._has_times = False  # whether graphs of the model as loaded are timed
         self._loaded = Graphing(model, units, on_failure, is_tried=True)
         self._code = CodeGraphing(model, units, self._drop_code, num_query, layers)
 
@@ -232,9 +232,9 @@ class FastestGraphing(Runner):
     def _fastest(
         self, name: Hashable, args: tuple[Any, ...], run: Callable[[Graphing, Hashable], Any | None]
     ) -> Any | None:
-        """Run a function from graphs of the model as loaded, then also from those of its code.
+        """Run a function from graphs of the model as loaded or of its compiled code.
 
-        Those of its code begin after the trial of those as loaded.
+        Graphs of the code begin after the trial of graphs of the model as loaded.
         """
         self._pace.tick(time.perf_counter())
         outputs = None
@@ -251,10 +251,11 @@ class FastestGraphing(Runner):
                 self._on_code("")
         if outputs is None:
             for state in round_states(args):
-                state.restore()  # a replay that failed may have advanced it
+                state.restore()  # a failed replay may have advanced it
             outputs = run(self._loaded, name)
         self._has_times |= self._loaded.is_timed(name)
-        # Code may be faster than eager forwards where graphs as loaded are not.
+        # Compiled code may be faster than eager forwards even if graphs of the model as loaded are
+        # not.
         may_use_code = self._code.is_working and self._has_times
         self.is_working = self._loaded.is_working or may_use_code
         return outputs
@@ -271,7 +272,7 @@ class FastestGraphing(Runner):
         return outputs
 
     def _drop_code(self, reason: str) -> None:
-        """Report that graphs are no longer those of compiled code."""
+        """Report that graphs of compiled code are no longer in use."""
         (self._on_code if self._loaded.is_working else self._on_failure)(reason)
 
 
@@ -282,12 +283,12 @@ def has_code(model: PreTrainedModel) -> bool:
 
 
 def _with_sizes(code: Callable[..., Scored]) -> Callable[..., Scored]:
-    """Let compiled code of `forward_rows` serve all numbers of rows and columns, and short queries."""
+    """Let compiled code of `forward_rows` work for any number of rows and columns."""
 
     def run(model: PreTrainedModel, query: Tensor, ends: Tensor, *args: Any) -> Scored:
         if query.shape[1] > MAX_QUERY:
             return forward_rows(model, query, ends, *args)
-        # views and other strides would compile again
+        # views and other strides would be compiled again
         query, ends = query.clone(memory_format=torch.contiguous_format), ends.clone()
         for tensor in tensors_of((query, ends, *args)):
             maybe_mark_dynamic(tensor, tuple(range(tensor.dim())))

@@ -1,4 +1,4 @@
-"""Run functions of a model compiled by `torch.compile`, or eagerly with a reason."""
+"""Run functions of a model compiled by `torch.compile`, or eagerly for a stated reason."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -18,12 +18,12 @@ warn_once = cache(logging.getLogger(__name__).warning)
 
 
 def settings_key(config: CompileConfig) -> Hashable:
-    """Return a key, equal for configs with the same compiled function."""
+    """Return a key that is equal for configs with the same compiled function."""
     return config.backend, config.mode, config.dynamic, repr(sorted((config.options or {}).items()))
 
 
 def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
-    """Wrap a copy of `function` by `torch.compile`, without graph breaks."""
+    """Compile a copy of `function` with `torch.compile`, without graph breaks."""
     # Dynamo counts recompilations by code object, even across functions.
     code, name = function.__code__.replace(), function.__name__
     function_copy = FunctionType(
@@ -45,15 +45,15 @@ def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..
 class Steps(NamedTuple):
     """Consecutive steps of a model."""
 
-    # of the model, `carry` and `args`: the step's result and the next step's `carry`
+    # takes the model, `carry` and `args`; returns the step's result and the next step's `carry`
     step: Callable[..., tuple[Any, Any]]
-    finish: Callable[..., Any]  # of the list of results and `args`: the result of all steps
+    finish: Callable[..., Any]  # takes the results and `args`; returns the result of all steps
 
 
 class Runner(ABC):
-    """Runner of a model's functions over fixed buffers.
+    """Runs a model's functions over fixed buffers, for one call.
 
-    It serves one call. Subclasses: `Compilation` and `Graphing`.
+    The subclasses are `Compilation` and `Graphing`.
     """
 
     varies: bool = False
@@ -65,21 +65,21 @@ class Runner(ABC):
 
     def __init__(self, model: nn.Module, units: CompiledUnits, on_failure: Callable[[str], None]):
         self.model = model
-        self.units = units  # functions compiled for the model before, and failures
+        self.units = units  # functions already compiled for the model, and failures
         self.is_working = True  # if False, forwards run eagerly
-        self._on_failure = on_failure  # called with the reason once
+        self._on_failure = on_failure  # called once, with the reason
 
     def bind(self, kv_cache: PreallocatedKVCache) -> None:
-        """Use the graphs captured over a cache's buffers; a no-op without graphs."""
+        """Use the graphs captured over the buffers of a cache; a no-op without graphs."""
         return
 
     @abstractmethod
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """Run a function of the model and `args`, and return its result.
+        """Run a function of the model and `args`; return its result.
 
-        None if it cannot run. The result is a tensor, or nested tuples of tensors or None. After a
-        failure, the tensors written by the function are undefined. Equal names mean equal
-        functions.
+        Return None if the function cannot run. The result is a tensor, or nested tuples of tensors
+        or None. After a failure, tensors that the function writes to are undefined. Functions with
+        equal names must be equal.
         """
 
     @abstractmethod
@@ -88,18 +88,18 @@ class Runner(ABC):
     ) -> tuple[Any, Any] | None:
         """Run `num_steps` consecutive steps; return their result and the `carry` after them.
 
-        None if they cannot run. Graphs overwrite both with the next function that they replay.
+        Return None if the steps cannot run. The next replay of any graph overwrites both.
         """
 
     def fail(self, why: str, failure_key: Hashable | None) -> None:
-        """Stop running in this call, and with a failure key also in later calls."""
+        """Stop running in this call and, with a failure key, in later calls as well."""
         reason = self.instead(f"which cannot be {why}")
         if failure_key is not None:
             self.units.failures[failure_key] = reason
         self.give_up(reason)
 
     def instead(self, why: str) -> str:
-        """Say what runs in place of this runner, and why."""
+        """Describe what runs in place of this runner, and why."""
         return f"eager forwards of {type(self.model).__name__}, {why}"
 
     def give_up(self, reason: str, figures: str = "") -> None:
@@ -112,7 +112,8 @@ class Runner(ABC):
 class Compilation(Runner):
     """Compiled forwards of one model.
 
-    After a failure, later calls run eagerly. Only after torch's recompile limit do they try again.
+    After a failure, later calls run eagerly, except that they try again after torch's recompile
+    limit.
     """
 
     sampling_backend = "torch"
@@ -155,7 +156,7 @@ class Compilation(Runner):
         self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
     ) -> tuple[Any, Any] | None:
         results = []
-        for _ in range(num_steps):  # compiling them as one would take as many times as long
+        for _ in range(num_steps):  # compiled together, they would take that many times as long
             step_output = self.run(name, steps.step, carry, *args)
             if step_output is None:
                 return None
@@ -169,7 +170,7 @@ def copies(
     kept: tuple[type, ...] = (),
     is_kept: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> Any:
-    """Copy the tensors in nested tuples, except in tuples of the types `kept` and by `is_kept`."""
+    """Copy tensors in nested tuples, except in tuples of the types in `kept` and by `is_kept`."""
     if isinstance(tree, Tensor):
         return tree if is_kept(tree) else tree.clone()
     if not isinstance(tree, tuple) or isinstance(tree, kept):
@@ -188,13 +189,12 @@ def cause_of(error: Exception) -> str:
     lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
     if not lines:
         return type(cause or error).__name__
-    # Graph breaks name the cause in their first line, backends in the last line of the wrapped
-    # error.
+    # Graph breaks name the cause in their first line, backends name it in the wrapped error's last.
     return lines[0] if cause is None else f"{type(cause).__name__}: {lines[-1]}"
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Return whether torch has compiled a function as often as it is allowed to."""
+    """Return whether torch has compiled a function as often as it may."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 

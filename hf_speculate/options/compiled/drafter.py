@@ -32,8 +32,8 @@ from hf_speculate.options.compiled.language_model import (
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.types import DraftOut, NoiseKeys
 
-# Every step reads the two newest tokens, so all steps have the same shape: before the first one,
-# the drafter may not have read the older token. Later steps write its states again.
+# Every step reads the two newest tokens, so that all steps have the same shape. Before the first
+# step, the drafter may not have read the older token. Later steps write its states again.
 STEP_QUERY_LEN = 2
 
 
@@ -47,8 +47,8 @@ def draft_step(
 ) -> tuple[Chosen, Numbers]:
     """Choose one token per row and write its states to the cache's buffers `states`.
 
-    `carry` holds the two newest tokens, two summands of the older one's column, and the keys of the
-    next token's noise. Without keys, the argmax is taken.
+    `carry` holds the two newest tokens, the two summands of the older token's column, and the keys
+    for the next token's noise. Without keys, take the argmax.
     """
     numbers = carry.by_row  # [4 or 7, B]
     query, ends = numbers[:STEP_QUERY_LEN].T.contiguous(), numbers[2] + numbers[3]
@@ -68,7 +68,7 @@ def finish_draft(
     mask_spec: MaskSpec,
     settings: DraftSettings,
 ) -> DraftOut:
-    """Join the tokens of a round's steps."""
+    """Join the tokens drafted in a round's steps."""
     return draft_of(chosen, settings)
 
 
@@ -76,7 +76,7 @@ DRAFT_STEPS = Steps(draft_step, finish_draft)
 
 
 def sent(draft: DraftOut, device: torch.device) -> DraftOut:
-    """Return a draft on a device; itself if it is there."""
+    """Return a draft on a device; the draft itself if it is already there."""
     if draft.token_ids.device == device:
         return draft
     moved: DraftOut = tree_map_only(Tensor, lambda tensor: tensor.to(device), draft)
@@ -84,9 +84,9 @@ def sent(draft: DraftOut, device: torch.device) -> DraftOut:
 
 
 def split_steps(num_steps: int, lens: Sequence[int]) -> list[int]:
-    """Split a number of steps into captured lengths `lens`, ascending; [num_steps] without any.
+    """Split `num_steps` into captured lengths from `lens`; return [num_steps] if it is empty.
 
-    The last part may be longer than what is left.
+    `lens` is ascending. The last part may be longer than needed.
     """
     parts: list[int] = []
     while lens and num_steps > 0:
@@ -98,12 +98,12 @@ def split_steps(num_steps: int, lens: Sequence[int]) -> list[int]:
 class CompiledDrafter(ModelDrafter):
     """A `ModelDrafter` with compiled steps, or with steps from device graphs.
 
-    A graph holds the steps of a round with the choice of their tokens, for K in `step_lens`. Other
-    K are sums of these: rounding up would take longer, as a step reads all weights, than another
-    launch does.
+    A graph holds the steps of a round, including the choice of their tokens, for K in `step_lens`.
+    Other K are split into a sum of these, since a further launch takes less time than rounding up:
+    a step reads all weights.
 
-    With a confidence threshold, or with processors other than those that the sampling kernel
-    replaces, only the forwards in the steps run compiled or from graphs, one by one.
+    With a confidence threshold, or with processors that the sampling kernel does not replace, only
+    the forwards in the steps run compiled or from graphs, one by one.
     """
 
     min_query_len = STEP_QUERY_LEN
@@ -141,18 +141,18 @@ class CompiledDrafter(ModelDrafter):
         return draft.finish(out_device)
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
-        self.chooser.forget()  # the forward's graph may overwrite the logits of the last draft
+        self.chooser.forget()  # the graph of the forward may overwrite the last draft's logits
         super().read(token_ids, kv_cache)
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
-        """Feed all but the newest tokens of a long query (a prompt) and return these [B, Q]."""
+        """Feed all but the newest tokens of a long query (a prompt); return the newest [B, Q]."""
         if query.shape[1] < STEP_QUERY_LEN or (
             query.shape[1] == STEP_QUERY_LEN and kv_cache.num_columns
         ):
             return query
         ahead, model = query[:, :-1], self.language_model
         if ahead.shape[1] <= STEP_QUERY_LEN and model.runner.varies:  # after plain steps
-            # eagerly, to save one more graph
+            # run eagerly, to save a graph
             LanguageModel.run(model, ahead, kv_cache, logits_to_keep=1)
         else:
             self.inferencer.feed(ahead, kv_cache)
@@ -160,7 +160,7 @@ class CompiledDrafter(ModelDrafter):
         return query[:, -STEP_QUERY_LEN:]
 
     def _settings(self, keys: NoiseKeys | None) -> DraftSettings | None:
-        """Return the settings of the steps; None if tokens must be chosen between forwards."""
+        """Return the settings for the steps; None if tokens must be chosen between forwards."""
         runner = self.language_model.runner
         settings = self.settings._replace(backend=runner.sampling_backend or self.settings.backend)
         if self.chooser.is_plain:
@@ -177,7 +177,7 @@ class CompiledDrafter(ModelDrafter):
         keys: NoiseKeys | None,
         settings: DraftSettings,
     ) -> list[DraftOut] | None:
-        """Run the steps of a round, and return their tokens; None if they must run eagerly."""
+        """Run the steps of a round; return their tokens, or None if they must run eagerly."""
         buffers = self.language_model.buffers(kv_cache)
         if buffers is None or query.shape[1] != STEP_QUERY_LEN:
             return None
@@ -200,7 +200,7 @@ class CompiledDrafter(ModelDrafter):
         return parts
 
     def _carry(self, query: Tensor, buffers: FixedBuffers, keys: NoiseKeys | None) -> Numbers:
-        """Return the input of the first step, in one launch."""
+        """Build the input of the first step in one launch."""
         ends = buffers.kv_cache.layout.row_lens.summands()
         rows = [query.T, *(row[None] for row in (*ends, *(keys or ())))]
         return buffers.put("sampled" if keys else "greedy", rows)

@@ -1,4 +1,4 @@
-"""Fixed tensors: memory written by one graph and read by others, at the same address every time."""
+"""Fixed tensors, which one graph writes and others read, always at the same address."""
 
 from collections.abc import MutableMapping
 
@@ -9,14 +9,14 @@ _OWNERS: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 
 def fix(tensor: Tensor, owner: int) -> None:
-    """Register a tensor: graphs read it in place, while they copy other inputs.
+    """Register a tensor that graphs read in place, unlike other inputs, which they copy.
 
-    It is known by its identity, so a view of it is not. Whoever runs with one tensor of an owner
-    may write to all of them.
+    A tensor is recognised by identity, so its views are not recognised. Code that runs with one
+    tensor of an owner may write to all tensors of this owner.
     """
     _OWNERS[tensor] = owner
 
 
 def owner_of(tensor: Tensor) -> int | None:
-    """Return the owner of a fixed tensor; None for other tensors."""
+    """Return the owner of a fixed tensor; None for any other tensor."""
     return _OWNERS.get(tensor)

@@ -1,4 +1,4 @@
-"""Plan device graphs: select the models of a call, with reasons against the others."""
+"""Plan device graphs: select the models of a call, with the reasons for excluding others."""
 
 from collections.abc import Collection, Sequence
 
@@ -19,8 +19,8 @@ from hf_speculate.options.compiled.code_graphs import has_code
 from hf_speculate.options.compiled.graphs import FAILURE_KEY
 from hf_speculate.options.compiled.plan import GraphPlan
 
-# Graphs need KV buffers of maximum length from the start. "auto" stops at this share of the
-# device's memory: a call may allow many more tokens than it generates, and would run out of memory.
+# Graphs need KV buffers of maximum length from the start. A call may allow many more tokens than it
+# generates and would run out of memory, so "auto" stops at this share of the device's memory.
 MAX_SHARE = 0.125
 
 
@@ -31,7 +31,7 @@ def plan_graphs(
     batch_size: int,
     lens: Sequence[int],
 ) -> GraphPlan:
-    """Plan the models that run from graphs, with `graphs` "on" or "auto"."""
+    """Plan which models run from graphs, if `graphs` is "on" or "auto"."""
     if graphs == "on":
         return GraphPlan(
             {plan.part: _ungraphed_reason(plan, plan.part in compiled) for plan in models}
@@ -53,7 +53,7 @@ def plan_graphs(
 
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
-    """Return the bytes of full-length KV buffers and of the logits of graphs of two widths."""
+    """Return the bytes of full-length KV buffers and of the logits in graphs of two widths."""
     config, num_columns = (
         plan.model.config.get_text_config(decoder=True),
         plan.request.max_columns or 0,
@@ -81,7 +81,7 @@ def _ungraphed_reason(plan: ModelPlan, runs_compiled: bool = False) -> str:
 
 
 def _obstacle(plan: ModelPlan, runs_compiled: bool) -> str:
-    """Return the obstacle for running a model from graphs; empty if there is none."""
+    """Return why a model cannot run from graphs; empty if it can."""
     model = plan.model
     if runs_compiled:
         return "it runs compiled"

@@ -1,4 +1,4 @@
-"""Compare graphs with the functions they were captured from, and time them, before relying on them."""
+"""Compare graphs with the functions that they capture, and time them, before using them."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
@@ -9,27 +9,27 @@ from torch import Tensor
 
 from hf_speculate.options.compiled.language_model import States
 
-NUM_TIMED = 3  # replays, alternating with the same number of eager forwards
+NUM_TIMED = 3  # number of replays, alternating with as many eager forwards
 # Tolerated difference between two runs, relative to the largest number. A replay and its function
-# run the same kernels: their bits are equal unless a kernel adds in varying order.
+# run the same kernels, so their bits are equal unless a kernel adds in varying order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Compiled code rounds otherwise than the model as loaded, whose norms are often in float32.
+# Compiled code rounds differently from the model as loaded, whose norms are often in float32.
 CODE_TOLERANCES = {**TOLERANCES, torch.float64: 1e-5}
 
 Run = Callable[[], list[Any]]
 
 
 class Timer(Protocol):
-    """Timer of device work; returns results and seconds."""
+    """Timer for device work, which returns results and seconds."""
 
     def timed(self, run: Run) -> tuple[list[Any], float]: ...
 
 
 class Attempt(NamedTuple):
-    """Results of a function."""
+    """The results of a function."""
 
-    results: list[Any]  # not those of a replay that differs
-    difference: str = ""  # between replay and eager forward; empty if none
+    results: list[Any]  # never those of a replay that differs
+    difference: str = ""  # how replay and eager forward differ; empty if they agree
 
 
 def compare(
@@ -38,9 +38,9 @@ def compare(
     states: States | None,
     tolerances: Mapping[torch.dtype, float] = TOLERANCES,
 ) -> Attempt:
-    """Run a candidate, then the eager steps, and compare results and states of the last layer.
+    """Run a candidate, then the eager steps; compare their results and last-layer states.
 
-    Results and states are those of the eager steps.
+    The final results and states are those of the eager steps.
     """
     results = candidate()
     buffers = () if states is None else (states.keys[-1], states.values[-1])
@@ -55,19 +55,19 @@ def compare(
 class GraphTrial:
     """Trial of one function's graphs.
 
-    It compares the first replay of each graph with an eager run of the function, and times the
-    first replays against a rival if it has a timer.
+    It compares the first replay of each graph with an eager run of the function, and, if it has a
+    timer, times the first replays against a rival.
     """
 
     def __init__(self, timer: Timer | None):
         self._timer = timer
         self._compared: set[Hashable] = set()
-        self._replay_s: list[float] = []  # seconds of one step
+        self._replay_s: list[float] = []  # seconds per step
         self._rival_s: list[float] = []
 
     @property
     def slower(self) -> str:
-        """Times of a replay and a rival's step, in words, if replays are not faster; or empty."""
+        """Description of the times of replays and the rival's steps; empty if replays are faster."""
         if not self.is_timed:
             return ""
         replay_s, rival_s = median(self._replay_s), median(self._rival_s)
@@ -89,10 +89,10 @@ class GraphTrial:
         states: States | None,
         rival: Run | None = None,
     ) -> Attempt:
-        """Run `num_steps` steps from a graph, or by the rival if it is the rival's turn to be timed.
+        """Run `num_steps` steps from a graph, or by the rival if it is its turn to be timed.
 
-        The rival is the eager run unless another is given. If several run, it comes last, so the
-        states are its own.
+        The rival is the eager run unless another is given. If several run, the rival comes last, so
+        the states are those of the rival.
         """
         if graph not in self._compared:
             attempt = compare(replay, eager, states)
@@ -112,7 +112,7 @@ class GraphTrial:
 def _difference(
     replayed: Sequence[Tensor], expected: Sequence[Tensor], tolerances: Mapping[torch.dtype, float]
 ) -> str:
-    """Describe the difference of a replay; empty if there is none."""
+    """Describe how a replay differs from the expected results; empty if it does not."""
     pairs = [
         (replay.reshape(-1), eager.reshape(-1))
         for replay, eager in zip(replayed, expected, strict=True)
@@ -128,7 +128,7 @@ def _difference(
         gap = float((replay - eager).abs().masked_fill(~differs, 0.0).nan_to_num(torch.inf).amax())
         if gap > tolerances.get(eager.dtype, 0.0) * largest:
             return f"by {gap:.3g}, where the largest number is {largest:.3g}"
-    # Unless logits are equal to the last bit, ties may break differently.
+    # Unless logits are bitwise equal, ties may break differently.
     ids = [(replay, eager) for replay, eager in pairs if is_same and not replay.is_floating_point()]
     num_tokens = sum(int((replay != eager).sum()) for replay, eager in ids)
     return f"in {num_tokens} tokens" if num_tokens else ""

@@ -1,4 +1,4 @@
-"""Capture forwards over fixed buffers as device graphs and replay each by one launch."""
+"""Capture forwards over fixed buffers as device graphs, and replay each with one launch."""
 
 import pkgutil
 import time
@@ -23,18 +23,19 @@ from hf_speculate.options.compiled.graph_trial import GraphTrial, Run
 from hf_speculate.options.compiled.language_model import CodedModel, Numbers, RoundState, States
 from hf_speculate.types import DeviceVerdict
 
-# Several steps are compared this often: a token that rounding changes also changes later ones.
+# Several steps are compared this often, since a token changed by rounding also changes later
+# tokens.
 _MAX_DIFFERING = 3
-_IN_PLACE = (States, Numbers)  # arguments at fixed addresses
-FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
-# entries beside the graphs of a set of buffers
+_IN_PLACE = (States, Numbers)  # types of arguments at fixed addresses
+FAILURE_KEY = "device graphs"  # key of failures that later calls must not repeat
+# entries next to the graphs of a set of buffers
 _WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"
-# With "auto", graphs are captured only if at least this share of the device's memory is free.
+# With "auto", graphs are only captured if at least this share of the device's memory is free.
 MIN_FREE_SHARE = 1 / 32
 
 
 class Graph(NamedTuple):
-    """Captured launches of a function."""
+    """The captured launches of a function."""
 
     outputs: Any  # overwritten by every replay
     replay: Callable[[], None]
@@ -48,7 +49,7 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class HostReads(TorchDispatchMode):
-    """Dispatch mode against host reads.
+    """Dispatch mode that detects host reads.
 
     It raises RuntimeError if an operator copies numbers to the host, because captures do not allow
     that.
@@ -63,7 +64,7 @@ class HostReads(TorchDispatchMode):
 
 
 def _finds_true(name: str, args: Any) -> bool:
-    """Return whether an operator indexes with a mask and so counts its true elements."""
+    """Return whether an operator indexes with a mask, and therefore counts its true elements."""
     return name in _INDEXED and any(
         isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
     )
@@ -84,12 +85,12 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pool: Any = None  # made after the first function without host reads
+        self._pool: Any = None  # created after the first function without host reads
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         """Capture the launches of `function`.
 
-        Its tensors must keep their addresses as long as the graph is replayed.
+        Its tensors must keep their addresses for as long as the graph is replayed.
         """
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -118,7 +119,7 @@ class CudaGraphs:
         return Graph(outputs, graph.replay)
 
     def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-        """Return the results and seconds of `run`, synchronising the device before and after."""
+        """Return the results and seconds of `run`; synchronise the device before and after."""
         torch.cuda.synchronize(self._device)
         begin = time.perf_counter()
         results = run()
@@ -126,12 +127,12 @@ class CudaGraphs:
         return results, time.perf_counter() - begin
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function by Inductor, without graphs of torch's own."""
+        """Compile a function with Inductor, without torch's own graphs."""
         options = {"triton.cudagraphs": False}
         return compiled(function, CompileConfig(backend="inductor", options=options))
 
     def has_room(self) -> bool:
-        """Return whether enough memory is free for graphs with "auto"."""
+        """Return whether enough memory is free to capture graphs with "auto"."""
         free, total = torch.cuda.mem_get_info(self._device)
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
             self._device
@@ -140,25 +141,25 @@ class CudaGraphs:
 
 
 def _drop_workspaces() -> None:
-    """Drop cuBLAS workspaces, so a captured graph allocates them in its own memory.
+    """Drop cuBLAS workspaces, so that a captured graph allocates them in its own memory.
 
-    Torch frees all workspaces whenever `torch.compile` records graphs. A workspace from outside of
-    the graph, for example from the warm-up, would then be freed while the graph still uses it.
+    torch frees all workspaces whenever `torch.compile` records graphs. A workspace from outside the
+    graph, such as the warm-up's, would then be freed while the graph still uses it.
     """
-    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # builds for CPUs lack it
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # CPU builds lack it
 
 
 class _Recorded(NamedTuple):
     inputs: list[Tensor]  # read by the graph
-    sources: list[Tensor | None]  # last tensor copied to each input
+    sources: list[Tensor | None]  # the last tensor copied to each input
     graph: Graph
 
 
 class Graphing(Runner):
-    """Runner of one model's device graphs.
+    """Runs one model's device graphs.
 
     Graphs read states, `Numbers` and fixed tensors in place, and copies of all other tensors. They
-    share one pool of memory: a replay may overwrite the outputs of all of them.
+    share one memory pool, so a replay may overwrite the outputs of all graphs.
     """
 
     model: PreTrainedModel
@@ -177,15 +178,15 @@ class Graphing(Runner):
         is_tried: bool,
     ):
         super().__init__(model, units, on_failure)
-        # whether graphs are compared with eager forwards, and used only if faster
+        # whether graphs are compared with eager forwards, and only used if faster
         self._is_tried = is_tried
-        self.called: PreTrainedModel | CodedModel = model  # argument of functions
+        self.called: PreTrainedModel | CodedModel = model  # the model argument of functions
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
-        # by function and shapes: owners of the fixed tensors read last
+        # owners of the fixed tensors read last, by function and shapes
         self._owners: dict[Hashable, frozenset[int | None]] = {}
-        self._num_differing: Counter[int] = Counter()  # comparisons that failed, by graph
+        self._num_differing: Counter[int] = Counter()  # number of failed comparisons, by graph
 
     def bind(self, kv_cache: PreallocatedKVCache) -> None:
         """Use the graphs of a cache's buffers, or drop them if weights or hooks have changed."""
@@ -200,7 +201,7 @@ class Graphing(Runner):
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
         outputs = self._run(name, 1, function, args)
-        # The next replay overwrites them. A verdict is used in its round only.
+        # The next replay overwrites them, and a verdict is only used in its round.
         return copies(outputs, kept=(DeviceVerdict,))
 
     def repeat(
@@ -240,7 +241,7 @@ class Graphing(Runner):
         if results is None:
             return None
         outputs = recorded.graph.outputs
-        if results[0] is not outputs:  # they are from an eager forward
+        if results[0] is not outputs:  # the results come from an eager forward
             for output, value in zip(tree_leaves(outputs), tree_leaves(results[0]), strict=True):
                 if isinstance(output, Tensor):
                     output.copy_(value)
@@ -279,7 +280,7 @@ class Graphing(Runner):
         except torch.OutOfMemoryError:
             self.give_up(self.instead("whose graphs cannot be compared in the device's memory"))
             return None
-        except RuntimeError as error:  # other faults are raised again by the next eager forward
+        except RuntimeError as error:  # the next eager forward raises other faults again
             self.fail(f"replayed: {_first_line(error)}", self.failure_key)
             return None
         if attempt.difference:
@@ -298,7 +299,7 @@ class Graphing(Runner):
         return trial
 
     def _may_run(self, name: Hashable) -> bool:
-        """Return whether a function may run from graphs; if they are slower, give up."""
+        """Return whether a function may run from graphs; give up if they are slower."""
         slower = self._trial(name).slower if self.is_working and self._is_tried else ""
         if slower:
             self.give_up(self.instead("whose graphs are not faster"), slower)
@@ -306,11 +307,11 @@ class Graphing(Runner):
 
     @property
     def backend(self) -> Any:
-        """Backend of the bound graphs."""
+        """The backend of the bound graphs."""
         return self._graphs[_BACKEND]
 
     def is_timed(self, name: Hashable) -> bool:
-        """Return whether the trial of a function's graphs over these buffers has times."""
+        """Return whether a function's graphs over these buffers have been timed."""
         return self._trial(name).is_timed
 
     def _recorded(
@@ -322,7 +323,7 @@ class Graphing(Runner):
         tensors = list(tensors_of(args))
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         form = name, num_steps, shapes
-        # Memory that this call has read before is its own until its end: it may write there.
+        # Memory that this call has already read belongs to it until it ends, so it may write there.
         owners = frozenset(map(owner_of, tensors)) - {None} or self._owners.get(form, frozenset())
         self._owners[form] = owners
         key = *form, owners
@@ -379,12 +380,12 @@ def _is_fixed(tensor: Tensor) -> bool:
 
 
 def round_states(args: tuple[Any, ...]) -> list[RoundState]:
-    """Return the states of rounds among the arguments of a function."""
+    """Return the round states among a function's arguments."""
     return [argument for argument in args if isinstance(argument, RoundState)]
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested tuples, without those that graphs read in place."""
+    """Iterate over the tensors in nested tuples, except for those that graphs read in place."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple) and not isinstance(tree, _IN_PLACE):

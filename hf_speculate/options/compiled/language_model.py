@@ -1,4 +1,4 @@
-"""Run forwards of few shapes over fixed buffers, for `torch.compile` and for device graphs."""
+"""Run forwards with few shapes over fixed buffers, for `torch.compile` and device graphs."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -28,12 +28,12 @@ from hf_speculate.types import (
     Verified,
 )
 
-# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: at most a fifth of them are
-# unused. Widths compiled or captured one by one are 256, 384, 512, 768, ...
+# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns, of which at most a fifth are
+# unused. If widths are compiled or captured one by one, they are 256, 384, 512, 768, ...
 MIN_WIDTH = 256
 # The last columns are never read, because slicing a whole buffer would trigger a recompilation.
 UNREAD_COLUMNS = 8
-_STATE = "round state"  # beside the graphs of a set of buffers
+_STATE = "round state"  # key next to the graphs of a set of buffers
 
 RoundRule = Callable[[Tensor, DraftOut, NoiseKeys, Tensor], DeviceVerdict]
 
@@ -41,23 +41,23 @@ RoundRule = Callable[[Tensor, DraftOut, NoiseKeys, Tensor], DeviceVerdict]
 class Rows(NamedTuple):
     """Constant tensors of the rows.
 
-    They are inputs of a compiled forward, so its Python numbers never change.
+    They are inputs to a compiled forward, so that its Python numbers never change.
     """
 
-    pads: Tensor  # [B] int64, columns of padding before the first token
-    seen: Tensor  # [W] int64, columns 0..W-1, read by attention
-    last_position: Tensor  # [1] int64, upper bound of position ids
+    pads: Tensor  # [B] int64, number of padding columns before the first token
+    seen: Tensor  # [W] int64, columns 0..W-1, which attention reads
+    last_position: Tensor  # [1] int64, upper bound on position ids
 
 
 class States(NamedTuple):
-    """KV buffers of all layers."""
+    """The KV buffers of all layers."""
 
     keys: tuple[Tensor, ...]  # each [B, H, capacity, D]
     values: tuple[Tensor, ...]
 
 
 class Numbers(NamedTuple):
-    """Integers of the rows at a fixed address, for graphs to read in place."""
+    """Integers per row at a fixed address, which graphs read in place."""
 
     by_row: Tensor  # [N, B] int64
 
@@ -65,8 +65,8 @@ class Numbers(NamedTuple):
 class StaticSlotLayer(CacheLayerMixin):
     """Cache layer over fixed buffers [B, H, capacity, D].
 
-    It serves one forward. The states of new tokens of rows `rows` [B, 1] int64 are written to
-    columns `slots` [B, Q] int64; attention reads the first `width` columns.
+    It is used for one forward. For the rows `rows` [B, 1] int64, states of new tokens are written
+    to the columns `slots` [B, Q] int64. Attention reads the first `width` columns.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, width: int):
@@ -77,14 +77,14 @@ class StaticSlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing, because the buffers exist already."""
+        """Do nothing, because the buffers already exist."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            # Through a flat view, the compiler would copy the whole buffer.
+            # With a flat view, the compiler would copy the whole buffer.
             buffer[self.rows, :, self.slots] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
             seen.append(buffer[:, :, : self.width])  # type: ignore[index]
         return seen[0], seen[1]
@@ -93,7 +93,7 @@ class StaticSlotLayer(CacheLayerMixin):
         return self.width, 0
 
     def get_seq_length(self) -> int:
-        """Return the columns read by attention; row lengths exist only as tensors."""
+        """Return the number of columns that attention reads; row lengths only exist as tensors."""
         return self.width
 
     def get_max_length(self) -> int:
@@ -101,10 +101,10 @@ class StaticSlotLayer(CacheLayerMixin):
 
 
 class CodedModel(NamedTuple):
-    """A model with compiled code of `forward_rows`."""
+    """A model with compiled code for `forward_rows`."""
 
     model: PreTrainedModel
-    forward: Callable[..., Scored]  # with the arguments of `forward_rows`
+    forward: Callable[..., Scored]  # takes the arguments of `forward_rows`
 
 
 def forward_rows(
@@ -119,7 +119,7 @@ def forward_rows(
     """Score query tokens [B, Q] int64 and write their states.
 
     The states of a row are written from its column in `ends` [B] int64 on. The inputs of the
-    decoder layers `layers` are captured; -1 is the state after the final norm.
+    decoder layers in `layers` are captured; -1 stands for the state after the final norm.
     """
     if isinstance(model, CodedModel):
         return model.forward(model.model, query, ends, rows, states, mask_spec, layers)
@@ -155,44 +155,44 @@ def forward_rows(
 
 
 class RoundState:
-    """State of the rows on the device, read and advanced by the graphs of rounds.
+    """The state of the rows on the device, which the graphs of rounds read and advance.
 
-    The host knows it too. It writes a state only if rows did not advance as on the device: at an
-    end, for example.
+    The host also keeps track of it. The host only writes a state if rows advanced differently from
+    the device, for example at the end of a row.
 
     Args:
-        numbers: [6, B] int64 at a fixed address: newest two tokens, column of the newest one's
-            state, round and position of the noise keys, and 1 for rows that are not finished.
+        numbers: [6, B] int64 at a fixed address: the newest two tokens, the column of the newest
+            token's state, the round and position of the noise keys, and 1 for unfinished rows.
     """
 
     def __init__(self, numbers: Tensor):
         self.numbers = numbers
-        self._written: list[list[int]] = []  # before the last round
-        self._expected: list[list[int]] | None = None  # now; None if unknown
+        self._written: list[list[int]] = []  # numbers before the last round
+        self._expected: list[list[int]] | None = None  # current numbers; None if unknown
 
     def write(self, rows: RoundRows, ends: list[int]) -> None:
-        """Bring the device's state to that of the rows; `ends` [B] are the lengths of the cache."""
+        """Set the device's state to that of the rows; `ends` [B] are the lengths of the cache."""
         self._written = _listed(rows, ends)
         if self._written != self._expected:
             self.restore()
         self._expected = None
 
     def hold(self) -> None:
-        """Finish all rows, so that they do not advance in the forwards of a capture."""
+        """Mark all rows as finished, so that the forwards of a capture do not advance them."""
         self.numbers[-1].zero_()
 
     def restore(self) -> None:
-        """Bring the device's state to that before the last round."""
+        """Set the device's state back to that before the last round."""
         numbers = torch.tensor(self._written, device="cpu")
         if self.numbers.device.type == "cuda":
-            numbers = numbers.pin_memory()  # otherwise the host waits for all work before
+            numbers = numbers.pin_memory()  # otherwise, the host would wait for all earlier work
         self.numbers.copy_(numbers, non_blocking=True)
 
     def follow(self, verified: Verified, rows: RoundRows, ends: list[int]) -> DeviceRows | None:
-        """Take the verdict of a round, read from the device.
+        """Follow the verdict of a round as read from the device.
 
         Returns:
-            The state on the device, if it is that of the rows before the next round.
+            The state on the device if it is that of the rows before the next round, otherwise None.
         """
         expected = []
         for numbers, ids, num_accepted in zip(
@@ -200,7 +200,7 @@ class RoundState:
         ):
             older, newest, end, num_round, position, is_live = numbers
             if is_live and len(ids) != num_accepted + 1:
-                return None  # cut since
+                return None  # rows were cut since then
             num_new = len(ids) if is_live else 0
             older, newest = [older, newest, *ids[:num_new]][-2:]
             expected.append(
@@ -209,20 +209,20 @@ class RoundState:
         self._expected = [list(column) for column in zip(*expected, strict=True)]
         if self._expected != _listed(rows, ends):
             return None
-        # new views, so that a graph that copies them sees that they have changed
+        # new views, so that a graph that copies them notices the change
         keys = NoiseKeys(rows.seeds, self.numbers[3], self.numbers[4])
         return DeviceRows(self.numbers[:2].T, keys)
 
 
 def _listed(rows: RoundRows, ends: list[int]) -> list[list[int]]:
-    """Return the numbers of `RoundState`."""
+    """Return the numbers in the layout of `RoundState`."""
     older, newest = zip(*rows.newest_ids, strict=True)
     is_live = [int(is_live) for is_live in rows.is_live]
     return [list(older), list(newest), ends, rows.rounds, rows.positions, is_live]
 
 
 class DraftTensors(NamedTuple):
-    """Tensors of a draft, see `DraftOut`."""
+    """The tensors of a draft, see `DraftOut`."""
 
     token_ids: Tensor
     lens: Tensor
@@ -231,7 +231,7 @@ class DraftTensors(NamedTuple):
 
 
 class RoundOut(NamedTuple):
-    """The outputs of a round; its logits are those of the verdict."""
+    """The outputs of a round; the logits are those used for the verdict."""
 
     judged: DeviceVerdict
     captured: Tensor | None
@@ -248,7 +248,7 @@ def score_and_verify(
     layers: tuple[int, ...],
     rule: RoundRule,
 ) -> RoundOut:
-    """Score and verify a draft, and advance the rows; see `forward_rows`."""
+    """Score and verify a draft, then advance the rows; see `forward_rows`."""
     older, newest, ends, rounds, positions, is_live = state.numbers.unbind()
     query = torch.cat([newest[:, None], draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
     scored = forward_rows(model, query, ends, rows, states, mask_spec, layers)
@@ -268,7 +268,7 @@ def score_and_verify(
 
 
 def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
-    """Return the number of columns to be read by attention.
+    """Return the number of columns that attention reads.
 
     Args:
         num_columns: columns in use.
@@ -284,10 +284,10 @@ def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
 
 
 class FixedBuffers:
-    """Cache arguments of compiled forwards.
+    """The cache arguments of compiled forwards.
 
-    The cache's fixed buffers hold states already. With dynamic sizes, one compilation serves all
-    numbers of rows and columns and all widths; a single row is compiled separately.
+    The fixed buffers of the cache already hold states. With dynamic sizes, one compilation works
+    for all numbers of rows and columns and all widths; a single row is compiled separately.
     """
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
@@ -310,12 +310,12 @@ class FixedBuffers:
             self.vary(buffer, 0, 2)
 
     def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, MaskSpec]:
-        """Return the arguments after the query for a forward of `num_query` columns."""
+        """Return the arguments that follow the query in a forward of `num_query` columns."""
         ends = self.vary(self.kv_cache.layout.row_lens.on_device(), 0)
         return ends, *self.constants(num_query)
 
     def constants(self, num_query: int) -> tuple[Rows, States, MaskSpec]:
-        """Return the arguments that do not change while attention reads the same columns."""
+        """Return the arguments that stay the same while attention reads the same columns."""
         layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
         serves_all = self._varies and self.kv_cache.device.type != "cuda"
@@ -328,7 +328,7 @@ class FixedBuffers:
         return rows, self.states, self.kv_cache.mask_spec
 
     def put(self, name: Hashable, parts: Sequence[Tensor]) -> Numbers:
-        """Write integers [n, B] int64 one below the other to a fixed address, in one launch."""
+        """Stack integers [n, B] int64 at a fixed address, in one launch."""
         graphs, key = self.kv_cache.graphs, (name, sum(map(len, parts)), parts[0].shape[1])
         numbers: Numbers | None = graphs.get(key)
         if numbers is None:
@@ -338,7 +338,7 @@ class FixedBuffers:
         return numbers
 
     def padded(self, draft: DraftOut, num_tokens: int) -> DraftTensors:
-        """Return the tensors of a draft, padded to `num_tokens` tokens that do not count."""
+        """Return the tensors of a draft, padded to `num_tokens` with tokens that do not count."""
         num_missing, tensors = num_tokens - draft.token_ids.shape[1], DraftTensors(*draft[:4])
         if not num_missing:
             return tensors
@@ -356,7 +356,7 @@ class FixedBuffers:
         )
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
-        """Mark some dimensions of a tensor as dynamic, if sizes may vary, and return it."""
+        """Mark some dimensions of a tensor as dynamic if sizes may vary; return the tensor."""
         if self._varies:
             maybe_mark_dynamic(tensor, dims)
         return tensor
@@ -365,7 +365,7 @@ class FixedBuffers:
 class CompiledLanguageModel(LanguageModel):
     """A `LanguageModel` with compiled forwards.
 
-    Short queries run compiled, padded to compiled lengths. Prompts run eagerly.
+    Short queries are padded to a compiled length and run compiled. Prompts run eagerly.
     """
 
     pads_queries = True
@@ -379,17 +379,17 @@ class CompiledLanguageModel(LanguageModel):
         extra_inputs: ExtraInputs | None = None,
         capture: StateCapture | None = None,
     ):
-        # All forwards share one mode, or everything would compile twice.
+        # All forwards share one mode; otherwise, everything would compile twice.
         super().__init__(
             model, max_position, keeps_states=True, extra_inputs=extra_inputs, capture=capture
         )
         self.runner = runner
         self.query_lens = tuple(query_lens)
         self._buffers: FixedBuffers | None = None
-        self._state: RoundState | None = None  # if rounds are verified in graphs
+        self._state: RoundState | None = None  # set if rounds are verified in graphs
 
     def buffers(self, kv_cache: KVCache) -> FixedBuffers | None:
-        """Return the buffers of `kv_cache` for compiled forwards; None if they must run eagerly."""
+        """Return the buffers of `kv_cache` for compiled forwards; None to run eagerly."""
         if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.layout.capacity is None:
             return None
         if not self.runner.is_working or not kv_cache.num_columns:
@@ -420,7 +420,7 @@ class CompiledLanguageModel(LanguageModel):
             name, score_and_verify, state, rows.seeds, tensors, *constants, layers, rule
         )
         if out is None:
-            state.restore()  # it holds the keys of the round
+            state.restore()  # it contains the keys of the round
             return None
         kv_cache.advance(num_query)
         captured = None if out.captured is None else out.captured[:, :num_query]
@@ -465,7 +465,7 @@ class CompiledLanguageModel(LanguageModel):
         return scored._replace(logits=scored.logits[:, first:num_query], captured=captured)
 
     def _round_state(self, kv_cache: PreallocatedKVCache) -> RoundState:
-        """Return the state of the rows, at one address for all graphs over the buffers."""
+        """Return the state of the rows, at the same address for all graphs over the buffers."""
         if self._state is None:
             if _STATE not in kv_cache.graphs:
                 kv_cache.graphs[_STATE] = torch.zeros(
@@ -475,5 +475,5 @@ class CompiledLanguageModel(LanguageModel):
         return self._state
 
     def _padded_len(self, num_query: int) -> int | None:
-        """Return the length of the shortest compiled query for `num_query` tokens; None if none is."""
+        """Return the shortest compiled length that fits `num_query` tokens; None if none does."""
         return next((length for length in self.query_lens if length >= num_query), None)

@@ -1,4 +1,4 @@
-"""Select forwards to run compiled or from graphs, with reasons against the others."""
+"""Select forwards to run compiled or from graphs, with the reasons for excluding others."""
 
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from hf_speculate.options.compiled.compilation import Compilation, Runner, setti
 from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, CompiledDrafter
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, CompiledLanguageModel
 
-# Fixed buffers have a multiple of this length, so calls of similar length share the length of their
-# buffers.
+# The length of fixed buffers is a multiple of this, so calls of similar length have buffers of the
+# same length.
 CAPACITY_UNIT = 128
-# Imported only if a call may run from graphs.
+# Only imported if a call may run from graphs.
 _PLAN_GRAPHS, _GRAPHING, _FASTEST_GRAPHING = (
     "hf_speculate.options.compiled.graph_plan:plan_graphs",
     "hf_speculate.options.compiled.graphs:Graphing",
@@ -36,10 +36,10 @@ _PLAN_GRAPHS, _GRAPHING, _FASTEST_GRAPHING = (
 
 
 class GraphPlan(NamedTuple):
-    """Models of a call for device graphs."""
+    """The models of a call that run from device graphs."""
 
-    reasons: dict[str, str]  # part -> reason against graphs, empty if it runs from graphs
-    # whether graphs are compared with eager forwards first, and used only if faster
+    reasons: dict[str, str]  # part -> why it does not run from graphs; empty if it does
+    # whether graphs are first compared with eager forwards, and only used if faster
     is_tried: bool = False
     coded: tuple[str, ...] = ()  # parts that earlier calls have compiled for graphs
 
@@ -49,16 +49,17 @@ NO_GRAPHS = GraphPlan({})
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledRunners(Runners):
-    """Compiled and graphed forwards of a call, with their fixed buffers."""
+    """The compiled and graphed forwards of a call, with their fixed buffers."""
 
     is_static: bool = False  # whether buffers never grow
-    # Draft lengths K, ascending. Without dynamic sizes, other lengths are rounded up to these.
+    # Draft lengths K, ascending. Without dynamic sizes, other lengths are rounded up to one of
+    # these.
     lens: tuple[int, ...] = ()
-    min_columns: int = 0  # minimum number of columns of buffers
+    min_columns: int = 0  # minimum number of columns in the buffers
     is_tried: bool = False  # see `GraphPlan`
-    # called with the part and the reason if it falls back to eager forwards
+    # called with the part and the reason if the part falls back to eager forwards
     on_failure: Callable[[str, str], None]
-    # called with the part, and the reason if it does not run from graphs of compiled code
+    # called with the part, and with the reason if it does not run from graphs of compiled code
     on_code: Callable[[str, str], None]
 
     @property
@@ -66,7 +67,7 @@ class CompiledRunners(Runners):
         return max(self.lens, default=0) + 1 if self.is_static else None
 
     def buffers(self, model_plan: ModelPlan) -> Buffers:
-        # Eager forwards make inference tensors, and later calls could not write to these.
+        # Eager forwards would create inference tensors, to which later calls could not write.
         pool = BufferPool.of(model_plan.model) if model_plan.part in self.parts else None
         return Buffers(self._capacity(model_plan.request.max_columns or 0, model_plan.device), pool)
 
@@ -107,7 +108,7 @@ class CompiledRunners(Runners):
         compiled = self.language_model("draft", model, setup.inputs, max_position)
         if compiled is None:
             return None
-        # With a constant K, the last round is rounded up.
+        # If K is constant, the last round is rounded up.
         step_lens = self.lens if len(self.lens) == 1 else (1, *self.lens)
         return CompiledDrafter(
             Inferencer(compiled, chunk_size),
@@ -118,7 +119,7 @@ class CompiledRunners(Runners):
         )
 
     def _capacity(self, max_columns: int, device: torch.device) -> int | None:
-        """Return the columns of fixed buffers for rows of `max_columns` and one more round.
+        """Return the number of columns in fixed buffers for `max_columns` and one more round.
 
         None if buffers grow.
         """
@@ -141,7 +142,7 @@ def make_runners(
     on_failure: Callable[[str, str], None],
     on_code: Callable[[str, str], None],
 ) -> CompiledRunners:
-    """Select forwards that can run compiled or from graphs; see `find_runners`."""
+    """Select the forwards that can run compiled or from graphs; see `find_runners`."""
     wanted = [model_plan for model_plan in models if model_plan.part in request.settings]
     uncompiled = {
         model_plan.part: _eager_reason(model_plan, request.settings[model_plan.part])
@@ -176,15 +177,15 @@ def make_runners(
 
 
 def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
-    """Return the lengths Q of the target's queries; others are rounded up to these.
+    """Return the lengths Q of the target's queries; other lengths are rounded up to one of these.
 
-    CUDA graphs are recorded for each length.
+    A CUDA graph is recorded for each length.
     """
     if not lens:
         return (1,)
-    if varies:  # one compilation serves every Q from 2 on; a single token would recompile
+    if varies:  # one compilation works for every Q from 2 on; a single token would recompile
         return tuple(range(2, max(lens) + 2))
-    # If K varies, plain steps run at length 2. With a constant K, the last round is rounded up.
+    # If K varies, plain steps run at length 2. If K is constant, the last round is rounded up.
     return (*(() if len(lens) == 1 else (2,)), *(length + 1 for length in lens))
 
 

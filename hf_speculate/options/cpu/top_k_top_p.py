@@ -43,7 +43,7 @@ def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
     find = _FIND.get(type(processor))
     if find is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
         return None
-    if is_in_torch_dispatch_mode():  # whatever records torch's operators misses those of numpy
+    if is_in_torch_dispatch_mode():  # code that records torch's operators would miss numpy's
         return None
     scores = scores.detach()
     cutoffs = find(processor, scores.numpy())

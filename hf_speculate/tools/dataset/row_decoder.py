@@ -301,7 +301,7 @@ class RowDecoder:
 
     @cached_property
     def _own_criteria(self) -> list[StoppingCriteria]:
-        """Return the criteria that `generate()` makes from EOS tokens and stop strings."""
+        """The criteria that `generate()` makes from EOS tokens and stop strings."""
         eos, stop_strings = self._eos_token_ids, self._setting("stop_strings")
         criteria: list[StoppingCriteria] = [EosTokenCriteria(eos)] if eos else []
         if stop_strings is not None:

@@ -328,7 +328,7 @@ class Engine:
 
     @property
     def _with_grammar(self) -> dict[str, Any]:
-        """Return arguments of `generate()` to draft text that a grammar forces, unless disabled."""
+        """Arguments of `generate()` to draft text that a grammar forces, unless disabled."""
         has_grammars = importlib.util.find_spec("xgrammar") is not None
         is_off = getattr(self.target.generation_config, "grammar_draft", None) is False
         return (
