@@ -1,4 +1,4 @@
-"""Run graphs of a model as loaded, and graphs of its compiled code if these pay off.
+"""Run graphs of a model as loaded, or of its compiled code where compiling pays and is faster.
 
 The forward in captured functions is compiled once per model, and the launches of the compiled code
 are captured like any others. Compiling takes about a minute, so it waits until the model has
@@ -283,7 +283,7 @@ def has_code(model: PreTrainedModel) -> bool:
 
 
 def _with_sizes(code: Callable[..., Scored]) -> Callable[..., Scored]:
-    """Let compiled code of `forward_rows` work for any number of rows and columns."""
+    """Let compiled code of `forward_rows` work for all rows and columns, and short queries."""
 
     def run(model: PreTrainedModel, query: Tensor, ends: Tensor, *args: Any) -> Scored:
         if query.shape[1] > MAX_QUERY:

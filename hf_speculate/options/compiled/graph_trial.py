@@ -67,7 +67,7 @@ class GraphTrial:
 
     @property
     def slower(self) -> str:
-        """Description of the times of replays and the rival's steps; empty if replays are faster."""
+        """Times of replays and the rival's steps, as text; empty if replays are faster."""
         if not self.is_timed:
             return ""
         replay_s, rival_s = median(self._replay_s), median(self._rival_s)
