@@ -107,7 +107,9 @@ class SpeculativeDecoder:
         if choice is None:
             return False
         keys = batch.begin_round()
-        draft = self.drafts.propose(batch, choice, keys, room, self.target.kv_cache)  # [B, K]
+        draft = self.drafts.propose(  # [B, K]
+            batch, choice, keys, room, self.target.kv_cache, self.target.run_aside
+        )
         enter(Stage.SCORE)
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)

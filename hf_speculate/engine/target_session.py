@@ -190,6 +190,19 @@ class TargetSession(PerRow):
         query = self.query(batch, draft)
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
 
+    def run_aside(self, token_ids: Tensor) -> Tensor:
+        """Run tokens [B, Q] int64 behind the cached ones, eagerly: return logits [B, Q, V].
+
+        The cache drops their states, also after an error.
+        """
+        restore = self.kv_cache.mark()
+        try:
+            return self.model.run_unpadded(
+                token_ids, self.kv_cache, logits_to_keep=token_ids.shape[1]
+            ).logits
+        finally:
+            restore()
+
     def reads_other_tokens(self, draft: DraftOut) -> bool:
         """Return whether `score` reads tokens outside the final text; they may cause NaN."""
         return (
