@@ -28,9 +28,9 @@ TAKES_CACHE = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_ge
 
 OLD_CACHE_NAMES = ("past_key_values", "cache_params")
 CACHE_NAMES = ("cache", *OLD_CACHE_NAMES) if TAKES_CACHE else OLD_CACHE_NAMES
-"""Argument names for the cache in models and `generate`, the usual one first.
+"""Names of the cache argument in models and `generate`, the usual one first.
 
-It is `cache` since transformers 5.24.
+The usual name is `cache` since transformers 5.24.
 """
 CACHE_NAME = CACHE_NAMES[0]
 

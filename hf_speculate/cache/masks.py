@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _SPAN_MASKS = WeakIdKeyDictionary()
-"""Additive masks of our caches: entries 0 and -inf, with adjacent zeros in every row."""
+"""Additive masks from our caches, with entries 0 and -inf and adjacent zeros in every row."""
 
 
 def marked_as_spans(mask: Tensor) -> Tensor:

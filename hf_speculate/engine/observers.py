@@ -29,7 +29,7 @@ class Observer:
     """
 
     stage: Stage
-    """Stage named in errors of the observer."""
+    """Stage to name in errors raised by the observer."""
 
     def on_round(self, record: RoundRecord) -> None:
         """Read the record of a round; the first token after the prompt is round 0."""

@@ -67,7 +67,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
     draft_sources: ClassVar[Mapping[str, str]] = SOURCES
     """Argument of `generate()` -> factory of its draft source.
 
-    Subclasses may add more, see CONTRIBUTING.md.
+    Subclasses may add further arguments; see CONTRIBUTING.md.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -63,7 +63,7 @@ _HOLDERS: dict[int, set[object]] = {}
 
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
-"""Masks, each with a number of groups and the converted mask, or with `_SPANS` and its spans."""
+"""Masks, each with a number of groups and the converted mask, or with `_SPANS` and the spans."""
 
 
 class _Forward(NamedTuple):

@@ -12,7 +12,7 @@ _lost_rows: dict[int, "weakref.ref[Any]"] = {}  # by id, because processors may 
 
 
 def note_lost_rows(processor: Any) -> None:
-    """Record that a processor's state has lost rows, if the processor supports weak references."""
+    """Record that a processor's state has lost rows if the processor supports weak references."""
     number = id(processor)
     with contextlib.suppress(TypeError):
         _lost_rows[number] = weakref.ref(processor, lambda _: _lost_rows.pop(number, None))

@@ -44,14 +44,14 @@ class PerRow:
     """
 
     BY_ROW: ClassVar[tuple[str, ...]] = ()
-    """Lists with one entry for each row."""
+    """Lists with one entry per row."""
     TENSORS: ClassVar[tuple[str, ...]] = ()
-    """Tensors [B, ...], or lists, tuples and dictionaries of such."""
+    """Tensors [B, ...], or lists, tuples and dictionaries of such tensors."""
     PARTS: ClassVar[tuple[str, ...]] = ()
-    """Members with `rows` and `join` methods; an object with two names counts once."""
+    """Members with `rows` and `join` methods. An object with two names is updated once."""
 
     REPLACED: ClassVar[tuple[str, ...]] = ()
-    """Members replaced by the result of their `rows`."""
+    """Members that are replaced with the result of their `rows` method."""
 
     def rows(self, indices: Sequence[int]) -> None:
         """Select the rows `indices`, in this order."""

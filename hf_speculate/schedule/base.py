@@ -44,7 +44,7 @@ class RowAhead(NamedTuple):
     row_id: int
     num_left: int  # number of tokens that the row may still emit, >= 1
     proposed: Sequence[float] = ()
-    """[N] probability of accepting each token of a free proposal and all before it."""
+    """[N] probability of accepting each token of a free proposal and all tokens before it."""
 
 
 class Choice(NamedTuple):
@@ -53,8 +53,8 @@ class Choice(NamedTuple):
     num_draft_tokens: int  # K, maximum number of tokens to verify per row; 0 for a plain step
     num_model_tokens: int = 0  # how many of these a model or head drafts; 0 not to call it
     is_trial: bool = False
-    """Whether the round only measures the source. Rows of equal lengths then stay equal, because
-    plain steps are slower for rows of different lengths (by 2.5 % for 8 rows of a small model)."""
+    """Whether the round only measures the source. Rows of equal length then stay equal, because
+    plain steps are slower for rows of different lengths (by 2.5 % for 8 rows in a small model)."""
 
 
 PLAIN_STEP = Choice(0)

@@ -42,7 +42,7 @@ class ScheduleMemory:
         self.wait = FIRST_WAIT  # number of plain steps between trials
         self.num_plain = FIRST_WAIT  # number of plain steps since the last trial
         self.missed_s: dict[tuple[int, int], float] = {}
-        """Savings missed in seconds, because a size is not compiled yet; by B and K."""
+        """Seconds of savings missed because a size is not compiled yet, by B and K."""
 
 
 class MemoryStore:
