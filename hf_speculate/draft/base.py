@@ -32,7 +32,7 @@ class DrafterSetup:
     """Arguments that a call passes to a drafter factory.
 
     Args:
-        target: the target model, to share its embeddings and head; it must not be changed.
+        target: the target model, whose embeddings and head may be shared but not changed.
         batch_size: B.
         num_pads: [B] number of padding columns before each prompt. Rows that leave before the first
             call take their entries along.
@@ -46,8 +46,8 @@ class DrafterSetup:
         stream: the noise stream for RANDOM drafts.
         keeps_logits: whether the verifier reads `DraftOut.token_logits`. If not, the drafter should
             return None for them.
-        confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0
-            for no threshold.
+        confidence_threshold: in [0, 1]; a row's draft ends after a token with a lower probability.
+            0 for no threshold.
         backend: backend of the sampling kernels, "auto", "torch" or "triton".
         compilation: the request for compiled drafting; None if the call does not ask for it.
         prompt_axes: [1 or 3, B, T] int64, the target's positions for the prompts in time, height

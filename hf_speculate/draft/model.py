@@ -80,7 +80,7 @@ class ModelDrafter(PerRow, Drafter):
         return token_ids.to(self.language_model.device)
 
     def _out_device(self, query: Tensor) -> torch.device:
-        """Return the device of the drafts."""
+        """Return the device for the drafts."""
         return query.device
 
 
@@ -97,7 +97,7 @@ class TranslatedDrafter(ModelDrafter):
         processors: RowProcessors,
         settings: DraftSettings,
         context: Context | None,
-        device: torch.device,  # device of the drafts
+        device: torch.device,  # device for the drafts
     ):
         super().__init__(inferencer, processors, settings, context, language_model.vocabulary)
         self.reads_host_tokens, self._device = language_model.encodes, device

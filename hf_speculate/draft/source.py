@@ -186,7 +186,7 @@ def find_source(
     settings.
 
     Raises:
-        ConfigError: a `DraftState` comes without a draft model.
+        ConfigError: a `DraftState` is given without a draft model.
         UnsupportedGenerationError: the call names several sources.
     """
     first = next((name for name in sources if is_set(values.get(name))), "")

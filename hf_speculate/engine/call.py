@@ -119,7 +119,7 @@ class Call:
     generation_config: GenerationConfig  # as prepared by transformers
     prompts: Prompts
     cache: Cache  # the target's, empty or prefilled
-    # the static cache passed by the user; `cache` is a dynamic copy of it
+    # the static cache passed by the user, with `cache` as its dynamic copy; None without one
     static_cache: Cache | None
     is_cache_passed: bool  # whether the user passed a cache
     is_cache_kept: bool  # whether the cache or its static original outlives the call

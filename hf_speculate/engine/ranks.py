@@ -83,7 +83,7 @@ ONE_PROCESS = Ranks()
 def find_ranks(
     synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device
 ) -> Ranks:
-    """Return the ranks of a call.
+    """Find the ranks for a call.
 
     Args:
         synced_gpus: Whether ranks are synced. None to detect ZeRO-3 and FSDP.

@@ -64,7 +64,7 @@ class SecondScoring:
             batch, scored.logits, scored_draft, keys, checks_logits=True
         )
         num_host_syncs = first.num_host_syncs + verified.num_host_syncs
-        if verified.has_bad_logits:  # plain decoding has them too
+        if verified.has_bad_logits:  # plain decoding would have bad logits as well
             verified = self.verification.verify(batch, scored.logits, scored_draft, keys)
             num_host_syncs += verified.num_host_syncs
         verified = verified._replace(

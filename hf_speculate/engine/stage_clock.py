@@ -119,7 +119,7 @@ class StageClock:
             return  # the error is about the arguments
         # A nested call may have added a note already.
         if not any(str(note).startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
-            with suppress(AttributeError, TypeError):  # some errors cannot be written to
+            with suppress(AttributeError, TypeError):  # some errors do not accept notes
                 error.add_note(f"{_PREFIX}{self}")
                 if any(words in str(error) for words in _DEVICE_ERRORS):
                     error.add_note(_AFTER_DEVICE_ERROR)

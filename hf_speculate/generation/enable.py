@@ -61,8 +61,8 @@ def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> Model
         The same object.
 
     Raises:
-        ConfigError: a default is unknown or has a wrong value, or the draft does not load.
-        UnsupportedGenerationError: the defaults exclude each other.
+        ConfigError: a default is unknown or invalid, or the draft cannot be loaded.
+        UnsupportedGenerationError: the defaults cannot be combined.
         UnsupportedModelError: `model` is not a transformers model that can generate, the draft does
             not fit it, or this version of transformers lacks a name that the library uses.
     """

@@ -85,9 +85,9 @@ def read_call(
         request: the call before transformers prepared it.
         model: the target.
         input_ids: [B, T], the prompts, left-padded.
-        logits_processor: the call's list.
-        stopping_criteria: the call's list.
-        generation_config: as prepared by transformers.
+        logits_processor: the call's logits processors.
+        stopping_criteria: the call's stopping criteria.
+        generation_config: the generation config as prepared by transformers.
         inputs_tensor: the main input, for example of an encoder.
             None if transformers passes none.
         model_kwargs: arguments for the target's forwards; a static cache among them is replaced.

@@ -26,7 +26,7 @@ class Context(NamedTuple):
 
 
 def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
-    """Return the context of a model.
+    """Return the context length of a model.
 
     A rotary embedding raises no error past the trained length, but almost no token drafted there
     would be accepted. Some types change the positions of all rows as soon as one row exceeds the

@@ -17,7 +17,7 @@ def keep_prefix(
     distribution.
 
     Args:
-        target_logits: [B, K+1, V], any float dtype, processed.
+        target_logits: [B, K+1, V], processed logits of any floating-point dtype.
         draft: the drafted tokens.
         accepted: [B, K] bool, the decision at each position.
         next_token_ids: [B, K+1] int64. Entry i is appended after i accepted tokens.
