@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 # Public names by the module that defines them. They are imported on first use, so `import
-# hf_speculate` loads none.
+# hf_speculate` loads none of these modules.
 _NAMES = {
     "config": ("SpeculationConfig",),
     "draft.base": ("DraftRequest", "Drafter", "DrafterSetup"),

@@ -1,4 +1,4 @@
-"""Wrap private names of transformers, and names that differ between its versions."""
+"""Wrappers for private names of transformers and for names that differ between its versions."""
 
 import copy
 import inspect
@@ -23,26 +23,26 @@ from transformers import (
 from hf_speculate.errors import UnsupportedModelError
 
 _OLDEST, _NEWEST = "5.17.0", "5.24.0"
-# Since transformers 5.24, models and `generate` take their cache as `cache`.
+# Since transformers 5.24, models and `generate` take the cache as `cache`.
 TAKES_CACHE = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 OLD_CACHE_NAMES = ("past_key_values", "cache_params")
 CACHE_NAMES = ("cache", *OLD_CACHE_NAMES) if TAKES_CACHE else OLD_CACHE_NAMES
-"""Argument names for the cache in models and `generate`, the usual one first.
+"""Names of the cache argument in models and `generate`, the usual one first.
 
-It is `cache` since transformers 5.24.
+The usual name is `cache` since transformers 5.24.
 """
 CACHE_NAME = CACHE_NAMES[0]
 
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
-# set by `generate` on its copy of a generation config
+# attributes that `generate` sets on its copy of a generation config
 _OF_PREPARED_CONFIGS = ("_pad_token_tensor",)
 
 
 def check_private_names(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if a private name read by this module is missing."""
+    """Raise `UnsupportedModelError` if a private name that this module reads is missing."""
     _check(
         (model, _OF_MODELS),
         (model.config, _OF_CONFIGS),
@@ -66,17 +66,17 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
 
 
 def is_tested_since(version: str) -> bool:
-    """Return whether transformers has this minor version or newer, up to the newest tested one."""
+    """Return whether transformers is at least this minor version and not newer than tested."""
     return _minor(version) <= _minor(transformers.__version__) and not is_newer_than_tested()
 
 
 def is_newer_than_tested() -> bool:
-    """Return whether transformers has a newer minor version than the newest tested one."""
+    """Return whether the minor version of transformers is newer than the newest tested one."""
     return _minor(transformers.__version__) > _minor(_NEWEST)
 
 
 def version_note(model_class: type) -> str:
-    """Return a warning about a transformers newer than the tested ones, for a class; else empty."""
+    """Return a warning for a class if transformers is newer than tested; otherwise empty."""
     if not is_newer_than_tested():
         return ""
     return (
@@ -104,7 +104,7 @@ def plain_decoding(
     prepared: tuple[LogitsProcessorList, StoppingCriteriaList, GenerationConfig],
     **model_kwargs: Any,
 ) -> Any:
-    """Decode prompts [B, T] int64 in the loop of `GenerationMixin`, with its output."""
+    """Decode prompts [B, T] int64 in the loop of `GenerationMixin`, and return its output."""
     decode: Any = model._sample
     return decode(input_ids, *prepared, **model_kwargs)
 
@@ -113,7 +113,7 @@ class PlainSteps(NamedTuple):
     """Output of plain greedy decoding."""
 
     token_ids: Tensor  # [B, N + 1] int64, new tokens
-    logits: Tensor  # [B, N + 1, V] float32, of each token
+    logits: Tensor  # [B, N + 1, V] float32, logits of each token
 
 
 def plain_steps(
@@ -125,7 +125,7 @@ def plain_steps(
 ) -> PlainSteps:
     """Decode prompts [B, T] int64 greedily for `num_steps` steps after the prefill.
 
-    It uses the loop of `GenerationMixin` and advances the cache.
+    The function uses the loop of `GenerationMixin` and advances the cache.
     """
     config = copy.copy(generation_config)
     for name in ("do_sample", "output_scores", "output_hidden_states", "output_attentions"):
@@ -149,7 +149,7 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:
-    """Return the attention implementation of layers with this config."""
+    """Return the attention implementation for layers with this config."""
     name: str | None = config._attn_implementation
     return name
 
@@ -163,9 +163,9 @@ def set_attention_name(config: PreTrainedConfig, name: str) -> None:
 
 
 def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> CompileConfig | None:
-    """Return the compile config of plain `generate` with a static cache.
+    """Return the compile config that plain `generate` uses with a static cache.
 
-    None if it does not compile the model.
+    The result is None if plain `generate` does not compile the model.
     """
     probe = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1)
     is_valid: Any = model._valid_auto_compile_criteria
@@ -177,7 +177,7 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:
-    """Return the padding token of finished rows, as prepared by `generate`, or None."""
+    """Return the padding token that `generate` prepared for finished rows; None without one."""
     _check((config, _OF_PREPARED_CONFIGS))
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)

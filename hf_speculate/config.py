@@ -1,4 +1,4 @@
-"""Settings of speculative decoding: fields, checks and derived values."""
+"""Settings for speculative decoding: fields, checks and derived values."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -25,15 +25,15 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import RoundReport
 
 MAX_ASSISTANT_TOKENS = 128
-DEFAULT_ASSISTANT_TOKENS = 5  # default of all schedules but "adaptive"
-DEFAULT_MAX_ASSISTANT_TOKENS = 10  # default of "adaptive"
-# Default for one row of an offloaded target. Its weights are loaded for every forward, and more
+DEFAULT_ASSISTANT_TOKENS = 5  # default for all schedules except "adaptive"
+DEFAULT_MAX_ASSISTANT_TOKENS = 10  # default for "adaptive"
+# Default for an offloaded target with one row. Its weights are loaded for every forward, so more
 # tokens take no longer.
 OFFLOADED_MAX_ASSISTANT_TOKENS = 32
 
-# Odd and irregular: seeds of later runs differ from the seeds of other rows.
+# This number is odd and irregular, so the seeds of later runs differ from the seeds of other rows.
 _RUN_FACTOR = 0x3C6EF372FE94F82B
-# Sampling verifiers; at temperature 0 they are greedy.
+# Sampling verifiers that are greedy at temperature 0.
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")
 _LARGEST = sys.float_info.max
 
@@ -118,7 +118,7 @@ _CHECKS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Settings of speculative decoding for one `generate()` call.
+    """Settings for speculative decoding in one call to `generate()`.
 
     `None` means that a field is not set.
 
@@ -127,58 +127,58 @@ class SpeculationConfig:
         posterior_threshold: epsilon of typical acceptance, in (0, 1).
         posterior_alpha: delta of typical acceptance, > 0.
         typical_correction: "argmax" or "sample", how typical acceptance chooses the token after the
-            accepted ones; custom lossy verifiers may use it too.
-        relax_only_inside: ids (open, close) of tokens around spans, such as those of a thinking
-            model; a lossy verifier applies inside of them only, a lossless one elsewhere. `None`
-            applies the verifier everywhere.
+            accepted tokens. Custom lossy verifiers may also use this field.
+        relax_only_inside: token ids (open, close) that enclose spans, such as the thoughts of a
+            thinking model. A lossy verifier applies only inside the spans, and a lossless verifier
+            applies elsewhere. `None` applies the verifier everywhere.
         draft_sampling: "sample" or "argmax", how the draft chooses tokens with `do_sample=True`.
-        num_assistant_tokens: tokens to draft per round, 0..128; with "adaptive" the maximum. `None`
-            is 10 with "adaptive" (32 for a draft model and one row of an offloaded target), else 5.
-            With 0 nothing is drafted, not even by prompt lookup. A list of one number per output
-            row, 0..128, limits the drafts of each row in every round, prompt lookup included; a row
-            with 0 decodes plainly.
-        num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is
-            "constant" if `num_assistant_tokens` is set, else "adaptive".
-        assistant_confidence_threshold: a row stops drafting after a token of lower draft
-            probability, in [0, 1].
-        prompt_lookup_num_tokens: largest number of tokens to copy per round from earlier text,
+        num_assistant_tokens: number of tokens to draft per round, 0..128; the maximum number with
+            "adaptive". `None` means 10 with "adaptive" (32 for a draft model and one row of an
+            offloaded target) and 5 otherwise. With 0, nothing is drafted, not even by prompt
+            lookup. A list of one number per output row, 0..128, limits the drafts of each row in
+            every round, including prompt lookup; a row with 0 decodes plainly.
+        num_assistant_tokens_schedule: how the draft length changes between rounds. `None` means
+            "constant" if `num_assistant_tokens` is set, and "adaptive" otherwise.
+        assistant_confidence_threshold: in [0, 1]; a row stops drafting after a token with a lower
+            draft probability.
+        prompt_lookup_num_tokens: maximum number of tokens to copy per round from earlier text,
             1..128. With an assistant, each row uses the source with the higher throughput estimate.
             `None` disables prompt lookup.
-        grammar_draft: whether to draft first the text forced by a logits processor with
-            `forced_text()`; needs `tokenizer`. `None` does so if a processor offers it and the call
-            has a draft source; `True` needs no other source.
-        max_matching_ngram_size: largest number of last tokens to search for in earlier text, >= 1;
+        grammar_draft: whether to first draft the text forced by a logits processor with
+            `forced_text()`; requires `tokenizer`. `None` drafts it if a processor offers it and the
+            call has a draft source. `True` requires no other source.
+        max_matching_ngram_size: maximum number of last tokens to search for in earlier text, >= 1.
             `None` and larger numbers mean 64.
-        suffix_store: a `SuffixStore` with texts of earlier calls, searched by prompt lookup too;
-            the outputs of this call are added to it.
-        draft_state: a `DraftState` with the draft model's KV cache of earlier calls; this call
+        suffix_store: a `SuffixStore` with texts from earlier calls, which prompt lookup also
+            searches. The outputs of this call are added to it.
+        draft_state: a `DraftState` with the draft model's KV cache from earlier calls. This call
             replaces its content.
         seed: an int, or one int per output row.
-        generator: draws the seed if none is given.
-        speculation_stats: filled in during the call; or a function, called with the statistics of
-            each call at its end.
-        speculation_callback: called with a `RoundReport` after every round.
-        candidate_generator: a `CandidateGenerator` of transformers, used instead of a draft model,
-            or a function to make one from keywords; it chooses the draft length, up to
+        generator: generator that draws the seed if no seed is given.
+        speculation_stats: object that is filled in during the call, or a function that is called
+            with the statistics of each call at its end.
+        speculation_callback: function that is called with a `RoundReport` after every round.
+        candidate_generator: a `CandidateGenerator` from transformers to use instead of a draft
+            model, or a function that makes one from keywords. It chooses the draft length, up to
             `num_assistant_tokens`.
-        drafter: makes a `Drafter` from the call's `DrafterSetup`, once per call.
+        drafter: function that makes a `Drafter` from the call's `DrafterSetup`, once per call.
         entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
         verifier_backend: advanced; "auto", "torch" or "triton", the kernels for verification and
-            sampling; "auto" is Triton on a GPU where it agrees with torch.
-        speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache;
+            sampling. "auto" uses Triton on a GPU if it agrees with torch.
+        speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache.
             "auto" preallocates if the model supports it and no cache was passed.
         speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications
-            on a CUDA device run from CUDA graphs of the eager forwards; "auto" uses them if a trial
-            on the model finds them right and faster, in long calls also graphs of code compiled by
-            Inductor, but not for models with forward hooks or KV buffers of more than an eighth of
-            the device's memory.
-        speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, or with
-            forwards or modules of unknown packages; "check" compares verifications with plain
-            decoding once, and decodes plainly where they differ; "trusted" drafts without a
-            comparison; "plain" decodes plainly.
+            on a CUDA device run from CUDA graphs of the eager forwards. "auto" uses graphs if a
+            trial on the model finds them correct and faster, and in long calls even graphs of code
+            compiled by Inductor. It uses none for models with forward hooks, or for KV buffers of
+            more than an eighth of the device's memory.
+        speculation_hooks: "check", "trusted" or "plain", for a target that has forward hooks, or
+            forwards or modules from unknown packages. "check" compares verifications with plain
+            decoding once, and decodes plainly if they differ. "trusted" drafts without a
+            comparison. "plain" decodes plainly.
 
     Raises:
-        ConfigError: a value is out of its range or not among the choices.
+        ConfigError: a value is out of range or is not one of the choices.
     """
 
     verifier: str | None = None
@@ -239,7 +239,7 @@ class SpeculationConfig:
         """Name of the schedule; "generator" if a candidate generator chooses the draft length."""
         if self.candidate_generator is not None:
             return "generator"
-        # This is transformers' name; every call starts anew.
+        # In transformers, this name resets the draft length for every call, as is always done here.
         if self.num_assistant_tokens_schedule == "heuristic_transient":
             return "heuristic"
         return self.num_assistant_tokens_schedule or (
@@ -248,12 +248,12 @@ class SpeculationConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Largest K of a round."""
+        """Maximum draft length K of a round."""
         return max(self.max_model_tokens, self.prompt_lookup_num_tokens or 0)
 
     @property
     def max_model_tokens(self) -> int:
-        """Largest number of tokens drafted by a model per round."""
+        """Maximum number of tokens that a model drafts per round."""
         if self.schedule == "heuristic":
             return MAX_ASSISTANT_TOKENS
         default = {"adaptive": DEFAULT_MAX_ASSISTANT_TOKENS, "constant": DEFAULT_ASSISTANT_TOKENS}
@@ -266,9 +266,9 @@ class SpeculationConfig:
 
     @property
     def _max_assistant_tokens(self) -> int | None:
-        """`num_assistant_tokens`, the largest of a list.
+        """`num_assistant_tokens`, or the largest number if it is a list.
 
-        It is at least 1, because `draft_limits` hold rows with 0.
+        The maximum of a list is at least 1, because `draft_limits` handles rows with 0.
         """
         limit = self.num_assistant_tokens
         if limit is None:
@@ -276,9 +276,9 @@ class SpeculationConfig:
         return max(1, *limit) if isinstance(limit, Sequence) else max(1, limit)
 
     def for_run(self, index: int) -> "SpeculationConfig":
-        """Return the settings of one run of a call that decodes in several runs.
+        """Return the settings for one run of a call that decodes in several runs.
 
-        Run 0 has the call's seeds; every other run has different ones.
+        Run 0 uses the call's seeds; every other run uses different seeds.
         """
         if self.seed is None or index == 0:
             return self
@@ -287,7 +287,7 @@ class SpeculationConfig:
         return replace(self, seed=later if isinstance(self.seed, Sequence) else later[0])
 
     def row_seeds(self, batch_size: int, do_sample: bool) -> Tensor:
-        """Return seeds [B] int64 of the output rows.
+        """Return the seeds [B] int64 for the output rows.
 
         torch's generator is used only if noise is needed.
         """
@@ -308,7 +308,7 @@ class SpeculationConfig:
         return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def draft_limits(self, batch_size: int) -> list[int]:
-        """Return the largest draft lengths [B] of the output rows."""
+        """Return the maximum draft lengths [B] for the output rows."""
         limits = self.num_assistant_tokens
         if not isinstance(limits, Sequence):
             return [0 if limits == 0 else MAX_ASSISTANT_TOKENS] * batch_size
@@ -340,5 +340,5 @@ def _check_one_per_row(name: str, values: Sequence[int], batch_size: int, hint: 
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
 _OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_callback"}
 _OBJECTS |= {"speculation_stats", "suffix_store"}
-# Fields with plain values, for files and command lines.
+# Fields with plain values, which files and command lines can set.
 PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))

@@ -1,4 +1,4 @@
-"""Errors and warnings of the library, and the import of optional libraries."""
+"""Errors and warnings of the library, and imports of optional libraries."""
 
 import difflib
 import importlib
@@ -12,22 +12,22 @@ from hf_speculate.kernels.errors import KernelUnavailableError as KernelUnavaila
 from hf_speculate.kernels.errors import ShapeError as ShapeError
 from hf_speculate.kernels.errors import SpeculateError as SpeculateError
 
-_NUM_NAMED = 3  # names in an error
-_NEAR = 0.8  # share of equal characters of a mistyped name, in [0, 1]
-# Packages between the user's code and a warning.
+_NUM_NAMED = 3  # maximum number of names in an error
+_NEAR = 0.8  # minimum similarity of a mistyped name, in [0, 1]
+# Packages that may lie on the stack between user code and a warning.
 _ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft", "contextlib")
 
 
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):
-    """Error for an unsupported model.
+    """Error for an unsupported model, for example a model whose cache cannot be rolled back.
 
-    Its cache cannot be rolled back, for example. It is also a `ValueError`, because transformers
-    raises one for an unfit assistant.
+    The error is also a `ValueError`, because transformers raises a `ValueError` for an unsuitable
+    assistant.
     """
 
 
 class UnsupportedGenerationError(SpeculateError, ValueError):
-    """Error for arguments unsupported by speculative decoding."""
+    """Error for arguments that speculative decoding does not support."""
 
 
 class MissingExtraError(SpeculateError, ImportError):
@@ -35,21 +35,21 @@ class MissingExtraError(SpeculateError, ImportError):
 
 
 class BadLogitsError(SpeculateError, RuntimeError):
-    """Error for logits without a distribution.
+    """Error for logits that define no distribution.
 
-    They hold a NaN or a +inf, or only -inf.
+    They contain NaN or +inf, or consist only of -inf.
     """
 
 
 class OtherRankError(SpeculateError, RuntimeError):
-    """Error after a failure on another rank.
+    """Error for a failure on another rank.
 
     It ends a distributed call in all processes.
     """
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of user code, outside the library and its callers in transformers."""
+    """Issue a warning that points to user code, outside the library and transformers."""
     frame, level = sys._getframe(), 1
     while (
         frame.f_back is not None
@@ -65,22 +65,22 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(names: Collection[str]) -> str:
-    """List the first three names, and count the others."""
+    """List the first three names and count the rest."""
     first = ", ".join(sorted(names)[:_NUM_NAMED])
     return first if len(names) <= _NUM_NAMED else f"{first} and {len(names) - _NUM_NAMED} more"
 
 
 def nearest_name(name: str, names: Collection[str]) -> str | None:
-    """Return the likely name for a mistyped one; None if none is near."""
+    """Return the closest name to a mistyped one; None if no name is similar."""
     return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=_NEAR)), None)
 
 
 def import_extra(name: str, extra: str) -> Any:
-    """Import a module of a library installed by an extra of this package.
+    """Import a module from a library that an extra of this package installs.
 
     Args:
         name: Name of the module.
-        extra: Extra with the library and its requirements.
+        extra: Extra that installs the library and its requirements.
 
     Raises:
         MissingExtraError: The library is not installed.

@@ -1,4 +1,4 @@
-"""Check values of settings; an error names the field, allowed values, value and next step."""
+"""Check the values of settings. An error names the field, allowed values, value and next step."""
 
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -10,15 +10,15 @@ from hf_speculate.errors import ConfigError
 class Check(NamedTuple):
     """A condition on the value of a field.
 
-    Calling it with name and value raises `ConfigError` unless the condition holds.
+    Calling the check with a name and a value raises `ConfigError` unless the condition holds.
     """
 
     allowed: str  # text after "must" in the error
     is_allowed: Callable[[Any], bool]
     hint: str = "leave it out for the default"
-    shows_type: bool = False  # whether the error shows the value's type instead of the value
+    shows_type: bool = False  # whether the error contains the value's type instead of the value
 
-    # source is " at prompts.jsonl:3", for example
+    # `source` is, for example, " at prompts.jsonl:3"
     def __call__(self, name: str, value: Any, source: str = "") -> None:
         if not self.is_allowed(value):
             got = type(value).__name__ if self.shows_type else repr(value)
@@ -26,7 +26,7 @@ class Check(NamedTuple):
 
 
 def is_int(value: object) -> bool:
-    """Return whether the value is an integer, numpy's included, but not a bool."""
+    """Return whether the value is an integer, including numpy integers, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -36,7 +36,7 @@ def is_list(value: object, is_entry: Callable[[Any], bool]) -> bool:
 
 
 def one_of(*choices: str, aliases: tuple[str, ...] = ()) -> Check:
-    """Require one of these strings; errors do not name the aliases."""
+    """Require one of the given strings; errors do not name the aliases."""
     return Check(
         f"be one of {', '.join(choices)}", lambda value: value in choices or value in aliases
     )
@@ -45,7 +45,7 @@ def one_of(*choices: str, aliases: tuple[str, ...] = ()) -> Check:
 def real(
     allowed: str, holds: Callable[[Any], bool], hint: str = "leave it out for the default"
 ) -> Check:
-    """Require a real number allowed by `holds`."""
+    """Require a real number for which `holds` is true."""
     return Check(
         f"be {allowed}",
         lambda value: isinstance(value, Real) and not isinstance(value, bool) and holds(value),
@@ -54,7 +54,7 @@ def real(
 
 
 def integer(allowed: str, min_value: int, max_value: float, hint: str) -> Check:
-    """Require an integer from `min_value` to `max_value`, both included."""
+    """Require an integer from `min_value` to `max_value`, inclusive."""
     return Check(
         f"be {allowed}", lambda value: is_int(value) and min_value <= value <= max_value, hint
     )

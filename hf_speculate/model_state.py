@@ -1,4 +1,4 @@
-"""Model state: keep values between calls with one model, in one weakly held object."""
+"""Model state: keep values between calls with one model in a weakly held object."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ModelState:
-    """Values by key.
+    """Values stored by key.
 
     The key is the class of the value. Each class has a typed accessor, for example
     `MemoryStore.of(model)`.
@@ -22,9 +22,9 @@ class ModelState:
         self._values: dict[Hashable | type, Any] = {}
 
     def get(self, key: Hashable | type, factory: Callable[[], T]) -> T:
-        """Return the value of a key; make it on first use.
+        """Return the value for a key, which is made on first use.
 
-        The value must not refer to the model, or neither is ever freed.
+        The value must not refer to the model; otherwise, neither is ever freed.
         """
         with self._lock:
             if key not in self._values:
@@ -38,6 +38,6 @@ _states: "WeakKeyDictionary[nn.Module | type[nn.Module], ModelState]" = WeakKeyD
 
 
 def model_state(owner: nn.Module | type[nn.Module]) -> ModelState:
-    """Return the state of a model or of a model class; it is freed with its owner."""
+    """Return the state of a model or a model class; the state is freed with its owner."""
     with _lock:
         return _states.setdefault(owner, ModelState())

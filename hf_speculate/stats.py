@@ -1,4 +1,4 @@
-"""Count and time a speculative call."""
+"""Statistics of a speculative call: counts, rates and seconds."""
 
 import importlib
 import operator
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import rich.table
 
 STAGES = StageSeconds._fields
-MAX_DRAFT_LENS = 16_384  # recorded draft lengths of rounds, in order: 128 KiB
-MAX_PLAIN_STEPS = 256  # recorded plain steps per number of rows
-# plain steps per number of rows; with fewer, those of earlier calls count too
+MAX_DRAFT_LENS = 16_384  # maximum number of recorded draft lengths, which take 128 KiB
+MAX_PLAIN_STEPS = 256  # maximum number of recorded plain steps per number of rows
+# plain steps per number of rows; with fewer, plain steps of earlier calls are used as well
 ENOUGH_PLAIN_STEPS = 16
 _PLAIN_STEPS = ("plain_step_s_by_rows", "earlier_plain_step_s_by_rows")
 _BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", *_PLAIN_STEPS)  # dicts with int keys
@@ -38,82 +38,84 @@ _DERIVED = (  # properties in `as_dict`
 
 @dataclass
 class SpeculationStats:
-    """Counts and seconds of one `generate()` call.
+    """Counts and seconds of one call to `generate()`.
 
-    They cover all runs if a model decodes in several. Each call resets them. Times are measured on
-    the host; on an accelerator, the cost of work appears in the stage that waits for it.
+    They cover all runs if a model decodes in several runs. Each call resets them. Times are
+    measured on the host. On an accelerator, the cost of work appears in the stage that waits for
+    it.
     """
 
     #: whether the call had a draft source; False if it decoded plainly
     has_draft_source: bool = True
     verifier: str = ""  #: name of the verifier
-    plan: str = ""  #: plan of the call (drafter, KV caches, schedule, compiled parts), in one line
-    cache: str = ""  #: KV cache of the target, "dynamic", "preallocated" or "hybrid"
-    #: models compiled in all rounds, or from graphs of compiled code at the end, "target" and
-    #: "draft"
+    plan: str = ""  #: one-line plan of the call (drafter, KV caches, schedule, compiled parts)
+    cache: str = ""  #: kind of the target's KV cache, "dynamic", "preallocated" or "hybrid"
+    #: models that were compiled in all rounds, or ran from graphs of compiled code at the end,
+    #: "target" or "draft"
     compiled: list[str] = field(default_factory=list)
-    #: models that ran from device graphs in all rounds
+    #: models that ran from device graphs in all rounds, "target" or "draft"
     graphed: list[str] = field(default_factory=list)
-    num_rounds: int = 0  #: rounds, each counted once per live row
-    num_batch_rounds: int = 0  #: rounds of the batch
-    #: of these, rounds scored again because a drafted token may have made logits NaN or infinite
+    num_rounds: int = 0  #: number of rounds, each counted once per live row
+    num_batch_rounds: int = 0  #: number of rounds of the batch
+    #: number of batch rounds scored again, because a drafted token may have made logits NaN or
+    #: infinite
     num_rescored: int = 0
-    num_drafted: int = 0  #: drafted tokens that counted, summed over rows
-    #: drafted tokens up to and including the first rejected token of each round
+    num_drafted: int = 0  #: number of valid drafted tokens, summed over rows
+    #: number of drafted tokens up to and including the first rejected token of each round
     num_verified: int = 0
-    num_accepted: int = 0  #: drafted tokens, accepted and emitted
-    num_emitted: int = 0  #: tokens emitted by rounds, without the first token after the prompt
-    #: tokens added to the longest row by rounds; plain decoding takes as many steps
+    num_accepted: int = 0  #: number of drafted tokens that were accepted and emitted
+    num_emitted: int = 0  #: number of tokens emitted by rounds, without each row's first token
+    #: number of tokens that rounds added to the longest row; plain decoding takes as many steps
     num_longest: int = 0
-    num_host_syncs: int = 0  #: waits of our own code for the device
-    #: calls of processors, criteria or streamers with a possible wait for the device
+    num_host_syncs: int = 0  #: number of times that the library waited for the device
+    #: number of calls to processors, criteria or streamers that may have waited for the device
     num_user_host_syncs: int = 0
-    status: int = 0  #: `Status` flags of all rounds, combined
+    status: int = 0  #: combined `Status` flags of all rounds
     lock_step: bool = False  #: whether all rows advanced by the same number of tokens
     fallbacks: list[str] = field(default_factory=list)  #: deviations from the request, with reasons
-    #: one count per position in the draft
+    #: number of drafted tokens at each position of the draft
     drafted_per_position: list[int] = field(default_factory=list)
-    #: one count per position in the draft
+    #: number of verified tokens at each position of the draft
     verified_per_position: list[int] = field(default_factory=list)
-    #: one count per position in the draft
+    #: number of accepted tokens at each position of the draft
     accepted_per_position: list[int] = field(default_factory=list)
-    #: one count per output row; empty if rows are refilled
+    #: number of rounds of each output row; empty if rows are refilled
     rounds_per_row: list[int] = field(default_factory=list)
-    #: one count per output row; empty if rows are refilled
+    #: number of drafted tokens in each output row; empty if rows are refilled
     drafted_per_row: list[int] = field(default_factory=list)
-    #: one count per output row; empty if rows are refilled
+    #: number of accepted tokens in each output row; empty if rows are refilled
     accepted_per_row: list[int] = field(default_factory=list)
-    #: of the batch; 0 counts the plain steps
+    #: number of batch rounds by draft length; length 0 counts the plain steps
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)
-    #: of each round of the batch, in order; the first 16,384
+    #: draft lengths of the first 16,384 batch rounds, in order
     draft_lens: list[int] = field(default_factory=list)
-    #: seconds of rounds without drafts, by number of rows; the first 256 of each. A single one
-    #: counts as no longer than the fastest round with drafts, because it may have been the first
-    #: forward of its size
+    #: seconds of the first 256 rounds without drafts, by number of rows. If there is only one such
+    #: round, it counts as no longer than the fastest round with drafts, because it may have been
+    #: the first forward of its size
     plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
-    #: the same for earlier calls of this type with this target; the newest 16 of each
+    #: the same for the newest 16 plain steps in earlier calls of this type with this target
     earlier_plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
-    #: steps of plain decoding for the emitted tokens, by number of live rows
+    #: number of plain decoding steps for the emitted tokens, by number of live rows
     replaced_steps: dict[int, int] = field(default_factory=dict)
     #: seconds from the start of `generate()`; 0 if rows are refilled
     time_to_first_token_s: float = 0.0
     rounds_s: float = 0.0  #: seconds of all rounds
-    inputs_s: float = 0.0  #: seconds of transformers' preparation, as for plain decoding
-    preparation_s: float = 0.0  #: seconds of our own preparation before the prefill
-    #: seconds of comparing the draft model's vocabulary with the target's
+    inputs_s: float = 0.0  #: seconds of transformers' preparation, as in plain decoding
+    preparation_s: float = 0.0  #: seconds of the library's preparation before the prefill
+    #: seconds for comparing the draft model's vocabulary with the target's
     vocabulary_s: float = 0.0
     prefill_s: float = 0.0  #: seconds of the target's prefill
     draft_s: float = 0.0  #: seconds of drafting
     score_s: float = 0.0  #: seconds of the target's forwards in rounds
     verify_s: float = 0.0  #: seconds of verification
-    bookkeeping_s: float = 0.0  #: seconds of all else
+    bookkeeping_s: float = 0.0  #: seconds of everything else
 
     def reset(self) -> None:
         """Reset all fields in place."""
         vars(self).update(vars(SpeculationStats()))
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        """Add the counts and seconds of two calls; differing names become empty."""
+        """Add the counts and seconds of two calls; names that differ become empty."""
         return SpeculationStats(
             **{name: add(getattr(self, name), getattr(other, name)) for name, add in _ADD.items()}
         )
@@ -124,16 +126,16 @@ class SpeculationStats:
             self.fallbacks.append(reason)
 
     def add_eager_part(self, part: str, reason: str) -> None:
-        """Record eager forwards of a model, "target" or "draft", from now on."""
+        """Record that a model, "target" or "draft", runs eagerly from now on."""
         for parts in (self.compiled, self.graphed):
             if part in parts:
                 parts.remove(part)
         self.add_fallback(f"{part}: {reason}")
 
     def add_code_part(self, part: str, reason: str) -> None:
-        """Record a model that runs from graphs of compiled code from now on.
+        """Record that a model runs from graphs of compiled code from now on.
 
-        With a reason, it runs from graphs of the model as loaded.
+        If a reason is given, the model instead runs from graphs of its original code.
         """
         if reason:
             if part in self.compiled:
@@ -143,19 +145,19 @@ class SpeculationStats:
         for parts in (self.compiled, self.graphed):
             if part not in parts:
                 parts.append(part)
-                parts.sort(reverse=True)  # the target first
+                parts.sort(reverse=True)  # the target comes first
 
     def add_row(
         self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None
     ) -> None:
-        """Count one row's round.
+        """Count one round of one row.
 
         Args:
-            num_drafted: drafted tokens.
-            num_accepted: accepted tokens.
-            num_emitted: emitted tokens.
-            num_verified: verified tokens.
-                None for those up to and including the first rejected one.
+            num_drafted: number of drafted tokens.
+            num_accepted: number of accepted tokens.
+            num_emitted: number of emitted tokens.
+            num_verified: number of verified tokens.
+                None to count all tokens up to and including the first rejected one.
         """
         if num_verified is None:
             num_verified = min(num_accepted + 1, num_drafted)
@@ -177,14 +179,14 @@ class SpeculationStats:
             self.accepted_per_position[position] += position < num_accepted
 
     def add_to_row(self, row_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Count a round in the counts of one output row."""
+        """Add a round to the counts of one output row."""
         per_row = self.rounds_per_row, self.drafted_per_row, self.accepted_per_row
         for counts, count in zip(per_row, (1, num_drafted, num_accepted), strict=True):
             counts += [0] * (row_id + 1 - len(counts))
             counts[row_id] += count
 
     def add_draft_len(self, num_drafted: int) -> None:
-        """Count one round of the batch with a draft of `num_drafted` tokens."""
+        """Count a batch round with a draft of `num_drafted` tokens."""
         self.rounds_by_draft_len[num_drafted] = self.rounds_by_draft_len.get(num_drafted, 0) + 1
         if len(self.draft_lens) < MAX_DRAFT_LENS:
             self.draft_lens.append(num_drafted)
@@ -202,30 +204,33 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Emitted tokens per row and round, the bonus token included; 0 before the first round."""
+        """Emitted tokens per row and round, including the bonus token; 0 before the first round."""
         return self.num_emitted / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens, in [0, 1]; 0 if nothing was drafted."""
+        """Accepted tokens divided by drafted tokens, in [0, 1]; 0 if nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Accepted over drafted tokens at each position of the draft."""
+        """Accepted tokens divided by drafted tokens at each position of the draft."""
         return _ratios(self.accepted_per_position, self.drafted_per_position)
 
     @property
     def verified_acceptance_rate(self) -> float:
-        """Accepted over verified tokens, in [0, 1]; 0 if there are none.
+        """Accepted tokens divided by verified tokens, in [0, 1]; 0 if nothing was verified.
 
-        Tokens after the first rejected one do not count.
+        Tokens after the first rejected token do not count.
         """
         return self.num_accepted / self.num_verified if self.num_verified else 0.0
 
     @property
     def verified_acceptance_rate_per_position(self) -> list[float]:
-        """Accepted over verified tokens at each position, given accepted earlier positions."""
+        """Accepted tokens divided by verified tokens at each position of the draft.
+
+        A token counts only if all tokens before it in the draft were accepted.
+        """
         num_positions = len([count for count in self.verified_per_position if count])
         return _ratios(
             self.accepted_per_position[:num_positions], self.verified_per_position[:num_positions]
@@ -235,12 +240,13 @@ class SpeculationStats:
     def speedup(self) -> float | None:
         """Estimated speed-up of the whole call over plain decoding.
 
-        None without measured plain steps.
+        The result is None if no plain steps were measured.
 
-        The estimate for plain decoding leaves out our own preparation, and replaces the rounds by
-        the steps of `replaced_steps`. A step takes the median of the plain steps with the same
-        number of rows, or interpolates between two numbers. If the call took fewer than 16 plain
-        steps, those of earlier calls of its type count too.
+        The estimate for plain decoding leaves out the library's own preparation and replaces the
+        rounds with the steps in `replaced_steps`. The time of a step is the median of the plain
+        steps with the same number of rows, or is interpolated between two numbers of rows. If the
+        call took fewer than 16 plain steps, plain steps of earlier calls of its type are used as
+        well.
         """
         steps = self.measured_steps()
         if not steps or self.total_s <= 0:
@@ -258,17 +264,17 @@ class SpeculationStats:
 
     @property
     def num_target_forwards(self) -> int:
-        """Forwards of the target after the prompt."""
+        """Number of target forwards after the prompt."""
         return self.num_batch_rounds + self.num_rescored
 
     @property
     def num_plain_forwards(self) -> int:
-        """Forwards of plain decoding after the prompt for the same emitted tokens."""
+        """Number of forwards after the prompt in plain decoding, for the same emitted tokens."""
         return sum(self.replaced_steps.values())
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
-        """Seconds of all stages, from inputs to bookkeeping, by name."""
+        """Seconds of each stage by name, from inputs to bookkeeping."""
         return {stage: getattr(self, f"{stage}_s") for stage in STAGES}
 
     @property
@@ -294,7 +300,9 @@ class SpeculationStats:
         return asdict(self) | with_text_keys | {name: getattr(self, name) for name in _DERIVED}
 
     def to_pandas(self) -> Any:
-        """Convert to a data frame of one row: `as_dict()`, one column per position, joined strings.
+        """Convert `as_dict()` to a data frame with one row.
+
+        Each position gets a column, and lists of strings are joined.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -310,18 +318,18 @@ class SpeculationStats:
         return import_extra("pandas", "plot").DataFrame([row])
 
     def summary(self) -> str:
-        """Return one line: speed-up, target forwards, acceptance length and rate, seconds."""
+        """Return speed-up, target forwards, acceptance length and rate, and seconds in one line."""
         line: str = _rendering().summary(self)
         return line
 
     @property
     def headline(self) -> str:
-        """Estimated speed-up over plain decoding, or the reason for none."""
+        """Estimated speed-up over plain decoding, or the reason why there is no estimate."""
         line: str = _rendering().headline(self)
         return line
 
     def as_table(self) -> "rich.table.Table":
-        """Return a table for rich; `rich.print(stats)` shows it."""
+        """Return a rich table, which `rich.print(stats)` prints."""
         table: rich.table.Table = _rendering().as_table(self)
         return table
 
@@ -330,11 +338,11 @@ class SpeculationStats:
     def _repr_mimebundle_(
         self, include: Sequence[str], exclude: Sequence[str], **options: Any
     ) -> dict[str, str]:
-        """Show the table in a notebook."""
+        """Render the table in a notebook."""
         return self.as_table()._repr_mimebundle_(include, exclude, **options)
 
     def plot(self) -> Any:
-        """Plot acceptance rate per position, draft length by round, and seconds by stage.
+        """Plot the acceptance rate per position, the draft length by round, and seconds by stage.
 
         Returns:
             A `matplotlib.figure.Figure`.
@@ -355,7 +363,7 @@ class SpeculationStats:
         return text
 
     def measured_steps(self) -> dict[int, list[float]]:
-        """Return seconds of plain steps by number of rows, completed by those of earlier calls."""
+        """Return the seconds of plain steps by number of rows, with earlier calls if too few."""
         current, earlier = self.plain_step_s_by_rows, self.earlier_plain_step_s_by_rows
         steps = {}
         for num_rows in current.keys() | earlier.keys():
@@ -371,7 +379,7 @@ _COUNTS = tuple(
     for entry in fields(SpeculationStats)
     if entry.name.endswith(("_per_position", "_per_row"))
 )
-# Addition of two values, by name of the field.
+# Field name -> function that adds two of its values.
 _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **{entry.name: operator.add for entry in fields(SpeculationStats)},
     **dict.fromkeys(
@@ -395,7 +403,7 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
         num_rows: [*first.get(num_rows, ()), *second.get(num_rows, ())][:MAX_PLAIN_STEPS]
         for num_rows in first | second
     },
-    # The second call may know the steps of the first.
+    # The second call may include the steps of the first.
     "earlier_plain_step_s_by_rows": lambda first, second: second | first,
 }
 
@@ -408,5 +416,5 @@ def _ratios(numerators: list[int], denominators: list[int]) -> list[float]:
 
 
 def _rendering() -> Any:
-    """Import the module that renders statistics; it imports rich."""
+    """Import the module that renders statistics, which imports rich."""
     return importlib.import_module("hf_speculate.tools.rendering")

@@ -10,14 +10,14 @@ from torch import Tensor
 def upload(
     numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Copy numbers to a tensor on a device without waiting for the copy."""
+    """Copy numbers into a tensor on a device without waiting for the copy."""
     return send(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device; a copy from the host does not wait.
+    """Move a tensor to a device without waiting for a copy from the host.
 
-    A tensor already on the device is returned itself.
+    A tensor that is already on the device is returned as it is.
     """
     if tensor.device.type == "cpu" and device.type == "cuda":
         # Without pinning, the host waits for all work queued before the copy.
@@ -26,14 +26,14 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def download(rows: Tensor, *counts: Tensor) -> list[Any]:
-    """Copy integers to the host in one transfer.
+    """Copy integers to the host in a single transfer.
 
     Args:
         rows: [B, N] int64 ids.
-        counts: [B] int32 each, on the same device.
+        counts: [B] int32 each, on the same device as `rows`.
 
     Returns:
-        `rows` and each of `counts` as lists.
+        `rows` and each tensor in `counts` as lists.
     """
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]
@@ -41,15 +41,15 @@ def download(rows: Tensor, *counts: Tensor) -> list[Any]:
 
 
 def pack(rows: Tensor, *counts: Tensor) -> Tensor:
-    """Join the integers of a `download` to one tensor [B, 2 N + C] int32, on their device."""
+    """Join the integers for a `download` into one tensor [B, 2 N + C] int32 on their device."""
     num_rows, num_ids = rows.shape
-    # the ids as int32, which one operator joins with the counts
+    # viewed as int32, the ids can be joined with the counts by one operator
     ids = rows.to(torch.int64).reshape(-1).view(torch.int32).view(num_rows, 2 * num_ids)
     return torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)
 
 
 def unpack(packed: Tensor, num_ids: int) -> list[Any]:
-    """Copy the integers of `pack` to the host; `num_ids` is N."""
+    """Copy the integers from `pack` to the host; `num_ids` is N."""
     num_rows, width = packed.shape[0], 2 * num_ids
     if packed.device.type == "cuda":  # copy to pinned memory, then wait for the event after it
         packed, stream = (

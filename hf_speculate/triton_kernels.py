@@ -1,4 +1,4 @@
-"""Former name of `hf_speculate.kernels`, with a warning until 0.3.0."""
+"""Former name of `hf_speculate.kernels`, which issues a warning until 0.3.0."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Named tuples exchanged by the stages of a round."""
+"""Named tuples that the stages of a round exchange."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -12,11 +12,11 @@ from hf_speculate.kernels.types import Stream as Stream
 from hf_speculate.kernels.types import Verdict as Verdict
 
 BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)
-"""Flags of logits without a distribution; a draft's logits may set them too."""
+"""Flags of logits that define no distribution. A draft's logits may also set them."""
 
 
 class SampleStrategy(Enum):
-    """The strategy for choosing a token from logits."""
+    """Strategy for choosing a token from logits."""
 
     GREEDY = "greedy"
     RANDOM = "random"
@@ -25,46 +25,49 @@ class SampleStrategy(Enum):
 class CachedDraft(NamedTuple):
     """The contents of a draft cache.
 
-    Set for a draft proposed without the model in some or all rows.
+    They are recorded for a draft in which some or all rows have free proposals.
     """
 
-    # cached tokens past each row's sequence; negative: sequence tokens missing in the cache
+    # number of cached tokens past each row's sequence; if negative, number of sequence tokens that
+    # the cache lacks
     num_ahead: int
-    is_own: Sequence[bool]  # [B] rows with a cached draft; the other rows have free proposals
+    is_own: Sequence[bool]  # [B] rows whose draft is cached; all other rows have free proposals
 
 
 class DraftOut(NamedTuple):
-    """The draft of one round."""
+    """The draft for one round."""
 
     token_ids: Tensor  # [B, K] int64
-    lens: Tensor  # [B] int32, valid tokens of each row
-    # [B, K, V], the exact sampling distribution, warpers included; None for a point mass
+    lens: Tensor  # [B] int32, number of valid tokens in each row
+    # [B, K, V], logits of the exact sampling distribution, after warpers; None for point masses
     token_logits: Tensor | None
-    logsumexp: Tensor | None  # [B, K] float32 of token_logits; None if token_logits is None
+    logsumexp: Tensor | None  # [B, K] float32, over token_logits; None if token_logits is None
     # None if the draft cache holds all but the last drafted token of every row
     cached: CachedDraft | None = None
 
 
 class DraftNames(NamedTuple):
-    """Names of a draft source's tokens, by proposer."""
+    """Names for the tokens of a draft source."""
 
-    model: str  # tokens of a model or head
-    free: str  # tokens proposed at no cost, as by prompt lookup
+    model: str  # name for tokens from a model or head
+    free: str  # name for tokens proposed at no cost, for example by prompt lookup
 
 
 class Kept(NamedTuple):
-    """Feedback: the tokens emitted since the last call.
+    """Feedback to the drafter: the tokens emitted since the last call.
 
-    A drafter with `hidden_layers` gets every token with its source state: state i of a row is the
-    target's state at the token before `token_ids[i]`. The newest token has no state yet, because
-    the target has not read it. Such a drafter gets a `Kept` in its first call too: all prompt
-    tokens read by the target except the first, without padding, then the emitted tokens. If the
-    prompt is embeddings with fewer ids, or none, only tokens with ids are included.
+    A drafter with `hidden_layers` gets every token with the state that it was chosen from: state i
+    of a row is the target's state at the token before `token_ids[i]`. The newest token has no state
+    yet, because the target has not read it. Such a drafter gets a `Kept` even in its first call. It
+    contains all prompt tokens that the target has read except the first, without padding, followed
+    by the emitted tokens. If the prompt consists of embeddings with fewer ids or none, only tokens
+    with ids are included.
     """
 
-    token_ids: Tensor  # [B, N] int64, padded with -1; N is at most K+1, and more after plain steps
+    token_ids: Tensor  # [B, N] int64, padded with -1; N <= K+1, but larger after plain steps
     num_emitted: Tensor  # [B] int32, on the host; 0 for a finished row still in the batch
-    # [B, N, D], undefined past `num_emitted`; [B, 1, D] without `reads_prompt`; None without layers
+    # [B, N, D], undefined past `num_emitted`; [B, 1, D] without `reads_prompt`; None without
+    # `hidden_layers`
     hidden_states: Tensor | None = None
 
 
@@ -78,31 +81,32 @@ class KVState(NamedTuple):
 class DeviceVerdict(NamedTuple):
     """The verdict of a round on the device.
 
-    A graph overwrites its verdict in the next round.
+    In the next round, a graph overwrites its verdict.
     """
 
     verdict: Verdict
     scores: Tensor  # [B, K+1, V] processed logits
-    # [B, N] int64 to be read by the host: the ids, then perhaps 1 for each position of NaN logits
+    # [B, N] int64 for the host to read: the ids, possibly followed by a 1 for each position whose
+    # logits are NaN
     ids: Tensor
     logits: Tensor  # [B, K+1, V] before the processors
-    # [B, ...] int32, see `transfers.pack`: `ids`, `num_accepted`, `status` and the lengths of the
-    # drafts; None if they are not joined yet
+    # [B, ...] int32, see `transfers.pack`: `ids`, `num_accepted`, `status` and the draft lengths;
+    # None if they have not been joined yet
     packed: Tensor | None = None
 
 
 class RoundRows(NamedTuple):
-    """The state of B rows at the beginning of a round, on the host."""
+    """The state of B rows on the host at the beginning of a round."""
 
     newest_ids: list[list[int]]  # [B, 2] newest tokens of each row
-    rounds: list[int]  # [B] keys of the noise, as in `NoiseKeys`
-    positions: list[int]  # [B]
-    is_live: list[bool]  # [B]
+    rounds: list[int]  # [B] round number of each row, see `NoiseKeys`
+    positions: list[int]  # [B] position of each row, see `NoiseKeys`
+    is_live: list[bool]  # [B] rows that are not finished
     seeds: Tensor  # [B] int64 row seeds, on the device
 
 
 class DeviceRows(NamedTuple):
-    """The state of B rows before a round, on the device. The round overwrites it."""
+    """The state of B rows on the device before a round, which overwrites it."""
 
     newest_ids: Tensor  # [B, 2] int64, newest tokens of each row
     keys: NoiseKeys
@@ -116,45 +120,45 @@ class Scored(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None = None
     # by layer, each [B, H, Q, T]; None unless requested
     attentions: tuple[Tensor, ...] | None = None
-    # [B, Q, A * D], layer states for the drafter; None unless captured
+    # [B, Q, A * D], states of the layers that the drafter reads; None unless captured
     captured: Tensor | None = None
-    judged: DeviceVerdict | None = None  # None if the round is not verified yet
+    judged: DeviceVerdict | None = None  # verdict; None if the round is not verified yet
 
 
 class Verified(NamedTuple):
-    """The verdict of a round, on the host."""
+    """The verdict of a round on the host."""
 
     token_ids: Tensor  # [B, N] int64 on the target's device, padded with -1
     new_ids: list[list[int]]  # [B] accepted tokens and the next token
-    num_drafted: list[int]  # [B] valid drafted tokens
-    num_accepted: list[int]  # [B]
-    status: int  # `Status` flags of all rows, combined
+    num_drafted: list[int]  # [B] number of valid drafted tokens
+    num_accepted: list[int]  # [B] number of accepted tokens
+    status: int  # combined `Status` flags of all rows
     scores: Tensor  # [B, N, V] processed logits
-    # [B] result of the stopping criteria, if they ran between positions
+    # [B] result of the stopping criteria; None unless they ran between positions
     is_stopped: list[bool] | None = None
-    num_host_syncs: int = 1  # waits of the library for the device
-    num_user_host_syncs: int = 0  # calls of user code, each a possible wait for the device
-    # [B] int32 on the target's device; None if it is not there
+    num_host_syncs: int = 1  # number of times that the library waits for the device
+    num_user_host_syncs: int = 0  # number of calls to user code that may wait for the device
+    # [B] int32 on the target's device; None if only the host has the numbers
     device_num_accepted: Tensor | None = None
-    # whether target logits are not finite, perhaps due to a drafted token
+    # whether any target logits are not finite, possibly because of a drafted token
     has_bad_logits: bool = False
-    # whether a graph has verified the round; it overwrites the tensors in the next one
+    # whether a graph has verified the round; the graph overwrites the tensors in the next round
     is_captured: bool = False
     is_rescored: bool = False  # whether the target scored the round again because of bad logits
 
     def of_equal_lengths(self) -> "Verified":
-        """Truncate the new tokens of all rows to the length of the shortest."""
+        """Truncate the new tokens of all rows to the length of the shortest row."""
         shortest = min(map(len, self.new_ids))
         return self._replace(new_ids=[ids[:shortest] for ids in self.new_ids])
 
 
 class Trimmed(NamedTuple):
-    """A verdict, cut to token-by-token decoding's output."""
+    """A verdict that is trimmed to the output of token-by-token decoding."""
 
-    num_emitted: list[int]  # [B]
-    is_stopped: list[bool]  # [B] rows ended by a stopping criterion at the last emitted token
-    is_finished: list[bool]  # [B] rows without further tokens after this round
-    num_new: list[int]  # [B] tokens of each row emitted since its prompt
+    num_emitted: list[int]  # [B] number of emitted tokens
+    is_stopped: list[bool]  # [B] rows that a stopping criterion ends at the last emitted token
+    is_finished: list[bool]  # [B] rows that get no further tokens after this round
+    num_new: list[int]  # [B] number of tokens emitted since the prompt of each row
 
 
 class StageSeconds(NamedTuple):
@@ -171,31 +175,31 @@ class StageSeconds(NamedTuple):
 
 
 class RoundRecord(NamedTuple):
-    """The record of one round, read by observers."""
+    """The record of one round, which observers read."""
 
-    num_round: int  # counted from 1; 0 for the first token after the prompt
-    row_ids: list[int]  # [B] the output row of each row
-    was_live: list[bool]  # [B] rows not finished before the round
-    is_served: list[bool]  # [B] rows supported by the drafter
+    num_round: int  # number of the round, starting at 1; 0 for the first token after the prompt
+    row_ids: list[int]  # [B] index of each row's output row
+    was_live: list[bool]  # [B] rows that were not finished before the round
+    is_served: list[bool]  # [B] rows that the drafter serves
     num_model_tokens: int  # tokens requested from a model or head; 0 if it was not called
-    num_fed: int  # tokens of each row read by the drafter
-    num_left: list[int]  # [B] remaining tokens of each row
+    num_fed: int  # number of tokens per row that the drafter read
+    num_left: list[int]  # [B] number of remaining tokens in each row
     draft: DraftOut
     scored: Scored
     verified: Verified
     trimmed: Trimmed
-    seconds: StageSeconds  # since the last record
-    total_s: float  # since the run began
-    call_s: float = 0.0  # since the call of `generate()` began
+    seconds: StageSeconds  # seconds since the last record
+    total_s: float  # seconds since the run began
+    call_s: float = 0.0  # seconds since the call to `generate()` began
     names: DraftNames = DraftNames("", "")
 
     @property
     def live_rows(self) -> list[int]:
-        """Rows not finished before the round."""
+        """Rows that were not finished before the round."""
         return [row for row, was_live in enumerate(self.was_live) if was_live]
 
     def drafted_by(self, row: int) -> str:
-        """Return the name of a row's drafted tokens; empty if there are none."""
+        """Return the name for a row's drafted tokens; empty if there are none."""
         if not self.verified.num_drafted[row]:
             return ""
         cached = self.draft.cached
@@ -206,21 +210,21 @@ class RoundRecord(NamedTuple):
 class RoundReport(NamedTuple):
     """The public record of one round.
 
-    It is passed to `generate(..., speculation_callback=...)`. All values are on the host. Rounds
-    and seconds start again with each run if a call decodes in several runs, like Whisper over long
-    audio.
+    The function passed as `generate(..., speculation_callback=...)` receives it. All values are on
+    the host. If a call decodes in several runs, as Whisper does for long audio, rounds and seconds
+    restart with each run.
     """
 
-    num_round: int  # number of the batch's round, counted from 1
-    row_ids: tuple[int, ...]  # [N] live output rows
-    num_drafted: tuple[int, ...]  # [N] valid drafted tokens of each row; 0 in a plain step
-    num_accepted: tuple[int, ...]  # [N] drafted tokens accepted by the verifier
-    # [N] tokens added to the output; a probe may leave out accepted ones
+    num_round: int  # number of the batch's round, starting at 1
+    row_ids: tuple[int, ...]  # [N] indices of the live output rows
+    num_drafted: tuple[int, ...]  # [N] number of valid drafted tokens; 0 in a plain step
+    num_accepted: tuple[int, ...]  # [N] number of drafted tokens that the verifier accepted
+    # [N] number of tokens added to the output; a stop may leave out accepted tokens
     num_emitted: tuple[int, ...]
     draft_s: float = 0.0
     score_s: float = 0.0
-    other_s: float = 0.0  # verifying, trimming, rolling back and recording
-    total_s: float = 0.0  # since the run began, prefill included
+    other_s: float = 0.0  # verification, trimming, rollback and recording
+    total_s: float = 0.0  # seconds since the run began, including the prefill
     drafted_by: tuple[str, ...] = ()  # [N] draft source as in `stats.plan`; "" without drafts
 
     @property
@@ -240,5 +244,5 @@ class DecodeOutput(NamedTuple):
     """Tokens decoded one by one."""
 
     token_ids: Tensor  # [B, N] int64
-    token_logits: Tensor | None  # [B, N, V]; None if not needed
-    lens: Tensor  # [B] int32, valid tokens of each row
+    token_logits: Tensor | None  # [B, N, V]; None if they are not needed
+    lens: Tensor  # [B] int32, number of valid tokens in each row

@@ -1,1 +1,1 @@
-"""KV caches with rollback by row."""
+"""KV caches with per-row rollback."""

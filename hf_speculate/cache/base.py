@@ -1,4 +1,4 @@
-"""The KV cache protocol: append states, roll back by row, select rows."""
+"""KV cache protocol: append states, roll rows back and select rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,57 +14,58 @@ from hf_speculate.types import KVState
 
 
 class LayerView(NamedTuple):
-    """Read-only KV states of one layer.
+    """Read-only KV states of one layer, for another model to attend to.
 
-    Another model attends to them. The tensors are those of the cache.
+    The tensors belong to the cache.
     """
 
     keys: Tensor  # [B, H, T, D]
     values: Tensor  # [B, H, T, D]
-    # [B or 1, 1, T] bool: columns without a token of the row, or before its window; None if none
+    # [B or 1, 1, T] bool: columns that hold no token of the row or lie before its window; None if
+    # there are none
     hidden: Tensor | None
 
 
 class ShortLayer(NamedTuple):
-    """Layer with fewer columns than its forwards wrote."""
+    """A layer that holds fewer columns than its forwards wrote."""
 
     layer: int
     num_columns: int
 
 
 class KVCache(Protocol):
-    """KV states with rollback by row."""
+    """KV states with per-row rollback."""
 
     kind: str
-    """Name of the kind in `speculation_cache`."""
+    """Name of the cache kind in `speculation_cache`."""
     cache: Cache
-    """Cache of transformers for the model's forward."""
+    """The transformers cache for the model's forward."""
 
     @property
     def num_columns(self) -> int:
-        """Columns of the longest row, padding included."""
+        """Number of columns in the longest row, including padding."""
 
     @property
     def num_real_tokens(self) -> list[int]:
-        """[B] real tokens in each row."""
+        """[B] number of real tokens in each row."""
 
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
         """Start a forward of `num_query` tokens and return its attention mask."""
 
     def position_ids(self, num_query: int) -> Tensor:
-        """Count the real tokens before each next token; return [B or 1, num_query] int64."""
+        """Count the real tokens before each query token; return [B or 1, num_query] int64."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce the tokens per row until the next rollback: masks are then made at once."""
+        """Announce the number of tokens per row until the next rollback, to make masks at once."""
 
     def advance(self, num_query: int) -> None:
         """Count the tokens of a successful forward."""
         return
 
     def short_layer(self, num_columns: int) -> ShortLayer | None:
-        """Find the first layer with fewer than `num_columns` columns, or than its window.
+        """Find the first layer with fewer columns than `num_columns` or than its window holds.
 
-        The result is None if no layer has fewer.
+        The result is None if there is no such layer.
         """
         return None
 
@@ -83,9 +84,9 @@ class KVCache(Protocol):
         """Return the states of a layer without a copy.
 
         Args:
-            layer: index among the layers with states of the text.
-            window: number of last tokens to return; None for all. A layer with a window may hold
-                one less.
+            layer: index among the layers with text states.
+            window: number of last tokens to return; None for all tokens. A layer with a window may
+                hold one token less.
         """
 
     def last_positions(self) -> Tensor:
@@ -94,25 +95,25 @@ class KVCache(Protocol):
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
         """Copy the states of each row's first `counts` [B] tokens, [B, H, N, D] per layer.
 
-        The result is None if any of them is gone.
+        The result is None if any of these states have been dropped.
         """
 
     def update(self, states: Sequence[KVState]) -> None:
-        """Append states from elsewhere, one [B, H, N, D] pair per layer."""
+        """Append states computed elsewhere, one [B, H, N, D] pair per layer."""
 
     def crop(
         self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None
     ) -> None:
-        """Drop the newest tokens of each row, in place.
+        """Drop the newest tokens of each row in place.
 
         Args:
-            num_tokens_crop: one count for all rows, or [B] counts, each in 0..the row's length.
-            like: lengths of the rows, padding included, up to one common difference. Their tensor
-                saves an upload.
+            num_tokens_crop: one count for all rows, or [B] counts, each from 0 to the row's length.
+            like: lengths that differ from the new row lengths, including padding, by one common
+                number. Their tensor saves an upload.
         """
 
     def mark(self) -> Callable[[], None]:
-        """Return a function to drop the columns of later forwards, even of a failed one.
+        """Return a function that drops the columns of later forwards, even of a failed forward.
 
         Recurrent states are not restored.
         """
@@ -123,42 +124,42 @@ class KVCache(Protocol):
         return False
 
     def clear_rejected(self) -> None:
-        """Zero the states of rejected tokens: attention multiplies them by 0, and NaN stays NaN."""
+        """Zero the states of rejected tokens, because masked attention would keep their NaN."""
         return
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in place."""
+        """Keep the rows `indices` in place."""
 
     def skip_padding(self) -> int:
-        """Skip the padding before all rows of an empty cache; return its number of columns."""
+        """Skip the padding common to all rows of an empty cache; return its number of columns."""
 
     @property
     def join_obstacle(self) -> str:
-        """Reason against joining rows of another cache of the same kind; empty if they can join."""
+        """Why rows of another cache of the same kind cannot join; empty if they can."""
         return ""
 
     def join(self, other: Any) -> None:
-        """Append the rows of another cache of the same kind. It must not be used afterwards."""
+        """Append the rows of another cache of the same kind, which must not be used again."""
 
     def begin_recording(self) -> None:
-        """Prepare for rollbacks, after the prompt and before the first `crop`."""
+        """Prepare for rollbacks; called after the prompt and before the first `crop`."""
         return
 
     def snapshot(self) -> Callable[[], None]:
-        """Save the user's cache; return a function to restore it, even within a forward."""
+        """Save the user's cache; return a function that restores it, even within a forward."""
 
     def hand_back(self) -> None:
-        """Bring the user's cache to the state after plain `generate`."""
+        """Put the user's cache into the state that plain `generate` leaves."""
 
     def release(self) -> None:
-        """Release the buffers. This is the last call, also after an error."""
+        """Release the buffers. This is the last call, even after an error."""
         return
 
 
 def leading(state: KVState, starts: Sequence[int], width: int) -> KVState:
-    """Copy `width` columns of each row of [B, H, T, D], from its start on; return [B, H, width, D].
+    """Copy `width` columns of each row in [B, H, T, D] from the row's start on.
 
-    The last column is repeated if there are too few.
+    The last column is repeated if there are too few. The result is [B, H, width, D].
     """
     device, last = state.keys.device, state.keys.shape[2] - 1
     columns = upload(starts, device)[:, None] + torch.arange(width, device=device)  # [B, width]

@@ -1,4 +1,4 @@
-"""Dynamic KV cache: transformers' own cache, with rollback by row."""
+"""Dynamic KV cache: transformers' own cache with per-row rollback."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,24 +29,24 @@ from hf_speculate.types import KVState
 
 
 class DynamicKVCache(KVCache):
-    """`KVCache` over a `DynamicCache`, with right-aligned rows.
+    """`KVCache` over a `DynamicCache` with right-aligned rows.
 
-    A 2D attention mask is enough. In a rollback, a row with more dropped tokens than its neighbours
-    first moves right by the difference and gains padding. Then the last columns, dropped by every
-    row, are cut. Padding gained by all rows is cut too: plain `generate` would have none.
+    A 2D attention mask is enough. In a rollback, a row that drops more tokens than other rows first
+    moves right by the difference and gains padding. The last columns, which every row drops, are
+    then cut off. Padding gained by all rows is also cut off, because plain `generate` has none.
     """
 
     kind = "dynamic"
     layer_types: tuple[type, ...] = ATTENTION_LAYERS
-    """Classes of layers with rollback."""
+    """Classes of layers that support rollback."""
 
     def __init__(
         self,
-        cache: Cache,  # cache of transformers, with or without states
+        cache: Cache,  # transformers cache, with or without states
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt
         device: torch.device | str = "cpu",  # device of masks and position ids
-        fixed_layers: frozenset[int] = frozenset(),  # layers of pictures, never rolled back
+        fixed_layers: frozenset[int] = frozenset(),  # layers with image states, never rolled back
     ):
         self._fixed_layers = fixed_layers
         self._text_cache: Any = text_cache(cache)
@@ -56,7 +56,7 @@ class DynamicKVCache(KVCache):
         self.device = torch.device(device)
         self._prompt_end = 0 if attention_mask is None else attention_mask.shape[1]  # in columns
         self._steps_back = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
-        self._mask: Tensor | None = None  # [B, T] int64, if a row has holes; grows with the states
+        self._mask: Tensor | None = None  # [B, T] int64, grows with the states; None without holes
         pads = [0] * batch_size
         if attention_mask is not None:
             pads = attention_mask.argmax(dim=1).tolist()
@@ -64,8 +64,8 @@ class DynamicKVCache(KVCache):
             num_columns = num_real.cpu() + torch.tensor(pads, device="cpu")
             if bool(num_columns.min() < attention_mask.shape[1]):
                 self._mask = attention_mask
-            # Plain decoding continues from the last column's position, which is 0 if the column is
-            # masked.
+            # Plain decoding continues from the position of the last column, which is 0 if the
+            # column is masked.
             # [B, 1]
             self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]
         self._padding = LeftPadding(pads, self.device)
@@ -73,7 +73,7 @@ class DynamicKVCache(KVCache):
 
     @property
     def _text_layers(self) -> list[Any]:
-        """Layers with states of the text. A config may name more layers than a decoder has."""
+        """Layers with text states. A config may name more layers than the decoder has."""
         layers = [
             layer
             for index, layer in enumerate(self._text_cache.layers)
@@ -83,7 +83,7 @@ class DynamicKVCache(KVCache):
 
     @property
     def _encoder_layers(self) -> list[Any]:
-        """Cache layers with the encoder's states; empty without an encoder."""
+        """Cache layers with encoder states; empty without an encoder."""
         return (
             self.cache.cross_attention_cache.layers
             if isinstance(self.cache, EncoderDecoderCache)
@@ -104,7 +104,7 @@ class DynamicKVCache(KVCache):
     def get_kv_states(self) -> list[KVState]:
         """Return one `KVState` [B, H, T, D] per layer.
 
-        A window layer has its window. An empty cache has no layer.
+        A window layer returns the states in its window. An empty cache has no layers.
         """
         return (
             [KVState(layer.keys, layer.values) for layer in self._text_layers]
@@ -152,7 +152,7 @@ class DynamicKVCache(KVCache):
         self._record(False)
 
     def _record(self, is_recording: bool) -> None:
-        """Let window layers keep more states for rollbacks, or their window only."""
+        """Let window layers keep more states for rollbacks, or only their window."""
         for layer in self._text_cache.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = is_recording
@@ -178,7 +178,7 @@ class DynamicKVCache(KVCache):
         self._drop_common_padding()
 
     def mask(self, num_query: int) -> Tensor | None:
-        """Return the [B, T + num_query] int64 mask for a forward of `num_query` tokens.
+        """Return the mask [B, T + num_query] int64 for a forward over `num_query` tokens.
 
         The result is None without padding.
         """
@@ -212,7 +212,7 @@ class DynamicKVCache(KVCache):
         if not self._is_recording:
             self.begin_recording()
         shift = self._padding.drop(drops, self.num_columns, like)
-        if shift is not None:  # before the crop: moved window layers need the states cut by it
+        if shift is not None:  # before the crop, which cuts off states that moved layers need
             if self._mask is not None:
                 self._mask = self._moved(self._mask, shift.sources(self.num_columns))
             shift_rows(self._text_layers, shift)
@@ -232,7 +232,7 @@ class DynamicKVCache(KVCache):
             for layer in (*self._text_layers, *self._encoder_layers)
             if layer.is_initialized
         }
-        # Layers on several devices share no index on a device.
+        # Layers on several devices cannot share an index on one device.
         index = RowIndices.of(indices).on(
             devices.pop() if len(devices) == 1 else torch.device("cpu")
         )
@@ -251,9 +251,9 @@ class DynamicKVCache(KVCache):
         return num_columns
 
     def snapshot(self) -> Callable[[], None]:
-        """Save the states, see `KVCache.snapshot`.
+        """Save the states; see `KVCache.snapshot`.
 
-        Full layers of a single row are cropped back, so their length is enough.
+        With a single row, full-attention layers are cropped back, so saving their length is enough.
         """
         restore_text = layers_snapshot(self._text_cache.layers, only_grows=self.batch_size == 1)
         restore_encoder = layers_snapshot(self._encoder_layers, only_grows=False)
@@ -270,7 +270,7 @@ class DynamicKVCache(KVCache):
         return restore
 
     def _moved(self, mask: Tensor, source: Tensor) -> Tensor:
-        """Gather columns `source` [B, T] int64 of a mask; negative sources become padding."""
+        """Gather the columns `source` [B, T] int64 of a mask; negative sources become padding."""
         return torch.where(
             source < 0, 0, mask[:, : self.num_columns].gather(1, source.clamp_min(0))
         )
@@ -279,7 +279,7 @@ class DynamicKVCache(KVCache):
         self.cache.batch_select_indices(index)
 
     def _drop_last(self, num_tokens: int) -> None:
-        for layer in self._text_layers:  # a mixed layer's `crop` crops recurrent states too
+        for layer in self._text_layers:  # a mixed layer's `crop` would also crop recurrent states
             layer_class = (
                 DynamicSlidingWindowLayer
                 if isinstance(layer, DynamicSlidingWindowLayer)
@@ -288,7 +288,7 @@ class DynamicKVCache(KVCache):
             layer_class.crop(layer, -num_tokens)
 
     def _drop_common_padding(self) -> None:
-        """Cut the padding on the left gained by all rows since the prompt."""
+        """Cut off the left padding that all rows have gained since the prompt."""
         surplus = self._padding.surplus() if self.num_columns else 0
         if surplus <= 0:
             return
@@ -307,7 +307,7 @@ class DynamicKVCache(KVCache):
 def _joined(states: Tensor, joining: Tensor, num_columns: int) -> Tensor:
     """Join states [B, H, N, D] and [B', H, N', D], zero-padded on the left to T columns.
 
-    The result is [B + B', H, T, D].
+    The result has the shape [B + B', H, T, D].
     """
     return torch.cat(
         [pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in (states, joining)]

@@ -1,4 +1,4 @@
-"""Layers of a transformers cache: those with states of the text, windows and snapshots."""
+"""Layers of a transformers cache: layers with text states, their windows and snapshots."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,13 +18,13 @@ from transformers.cache_utils import (
 
 from hf_speculate.errors import UnsupportedModelError
 
-# Placeholder for a layer without states: it reads those of an earlier layer. Older versions end the
-# cache before these.
+# Placeholder for a layer without states of its own, which reads the states of an earlier layer. In
+# older versions, the cache ends before such layers.
 _WITHOUT_STATES: Any = getattr(cache_utils, "DummyLayer", ())
 ATTENTION_LAYERS: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
-# Types of layers with attention only. A config without types has such layers only.
+# Types of pure attention layers. A config without layer types has only such layers.
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# The last two also attend: they hold keys and values beside recurrent states.
+# The last two types also attend: they hold keys and values in addition to recurrent states.
 RECURRENT_LAYERS: tuple[type, ...] = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -33,27 +33,27 @@ RECURRENT_LAYERS: tuple[type, ...] = (
 
 
 def text_cache(cache: Cache) -> Cache:
-    """Return the cache of the text's states. Those of an encoder are never rolled back."""
+    """Return the cache with the text states. Encoder states are never rolled back."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def holding(layers: Iterable[Any]) -> list[Any]:
-    """Return the layers of a cache with states, now or after a later forward."""
+    """Return the cache layers that hold states now or will hold states after a later forward."""
     return [layer for layer in layers if not isinstance(layer, _WITHOUT_STATES)]
 
 
 def fixed_layers(config: PreTrainedConfig) -> frozenset[int]:
-    """Return the layers of a text config with states of the prompt's pictures.
+    """Return the layers of a text config with states of the images in the prompt.
 
-    New tokens add none.
+    New tokens add no states to these layers.
     """
     layers = getattr(config, "cross_attention_layers", None) or ()
-    # a cut model keeps the list
+    # a model with fewer layers than its checkpoint keeps the whole list
     return frozenset(layer for layer in layers if layer < config.num_hidden_layers)
 
 
 def check_layers(cache: Cache, types: Sequence[type]) -> None:
-    """Raise if a layer of a cache has none of these types, the ones with rollback by row."""
+    """Raise if a cache layer has none of `types`, the types that support per-row rollback."""
     for layer in holding(cache.layers):
         if type(layer) not in types:
             raise UnsupportedModelError(
@@ -64,34 +64,34 @@ def check_layers(cache: Cache, types: Sequence[type]) -> None:
 
 
 def attention_layers(layers: Iterable[Any]) -> list[Any]:
-    """Return the layers of a cache with keys and values, with or without recurrent states."""
+    """Return the cache layers with keys and values, with or without recurrent states."""
     return [layer for layer in holding(layers) if isinstance(layer, CacheLayerMixin)]
 
 
 def is_recurrent(cache: Cache) -> bool:
-    """Return whether a layer of a cache has convolution or recurrent states."""
-    # A cache has one or two types. A check of each layer would be visible in the time of a deep
-    # model's call.
+    """Return whether any cache layer has convolution or recurrent states."""
+    # A cache has one or two layer types. Checking every layer of a deep model would measurably
+    # slow down a call.
     layer_types = set(map(type, text_cache(cache).layers))
     return any(issubclass(layer_type, LinearAttentionCacheLayerMixin) for layer_type in layer_types)
 
 
 def only_attends(config: PreTrainedConfig) -> bool:
-    """Return whether a decoder's config has attention layers only, without making a cache."""
+    """Return whether a decoder's config has only attention layers, without making a cache."""
     return set(getattr(config, "layer_types", None) or ()) <= _ATTENTION_TYPES
 
 
 def num_cached(cache: Cache) -> int:
-    """Count the columns of a cache; 0 for recurrent layers only, which do not count tokens."""
+    """Count the columns of a cache; 0 if all layers are recurrent, as they do not count tokens."""
     if is_recurrent(cache) and not attention_layers(cache.layers):
         return 0
     return int(cache.get_seq_length())
 
 
 def window_of(layer: Any) -> int | None:
-    """Return the window of a layer in tokens, the query included.
+    """Return the window of a layer in tokens, including the query.
 
-    The result is None if it attends to all tokens.
+    The result is None if the layer attends to all tokens.
     """
     window: int | None = getattr(layer, "sliding_window", None)
     return window
@@ -100,7 +100,7 @@ def window_of(layer: Any) -> int | None:
 def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
     """Return the window of each layer of a model.
 
-    A layer without states, reading those of another layer, has the window of its type.
+    A layer that reads the states of another layer has the window of its own layer type.
     """
     layers = text_cache(cache).layers
     if is_recurrent(cache):
@@ -116,11 +116,11 @@ def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
 
 
 def layers_snapshot(layers: list[Any], only_grows: bool) -> Callable[[], None]:
-    """Return a function to restore the present states of layers, in place.
+    """Return a function that restores the current states of layers in place.
 
     Args:
-        layers: layers of a cache. Later additions are removed.
-        only_grows: whether states are only appended. Layers without a window are then cropped back.
+        layers: Layers of a cache. Layers added later are removed.
+        only_grows: Whether states are only appended. If so, layers without a window are cropped.
     """
     saved_layers = []
     for layer in attention_layers(layers):

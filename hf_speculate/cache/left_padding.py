@@ -1,4 +1,4 @@
-"""Left padding: masks and position ids of right-aligned rows, and moves of rows to the right."""
+"""Left padding: masks and position ids for right-aligned rows, and shifts of rows to the right."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,26 +9,26 @@ from torch import Tensor
 from hf_speculate.rows.row_lens import ArangeCache, RowLens
 from hf_speculate.transfers import upload
 
-_GROUP_BYTES = 32 << 20  # limit of a launch that moves states; it needs as much memory
+_GROUP_BYTES = 32 << 20  # most state bytes moved per launch, which needs the same memory again
 
 
 class RowShift(NamedTuple):
-    """Shift of each row to the right."""
+    """Shift of each row to the right, in columns."""
 
-    per_row: Tensor  # [B, 1] int64 on the device: `common` minus the shift, in columns
+    per_row: Tensor  # [B, 1] int64 on the device, `common` minus the shift of the row
     common: int
     aranges: ArangeCache
 
     def sources(self, num_columns: int) -> Tensor:
         """Return the source column of each of T columns, [B, T] int64.
 
-        The source is negative in gained padding.
+        The source column is negative in added padding.
         """
         return self.aranges.span(-self.common, num_columns) + self.per_row
 
 
 def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
-    """Move keys and values of attention layers to new tensors: others may hold the old ones."""
+    """Shift the keys and values of attention layers, in new tensors as the old may be shared."""
     index: dict[Any, Tensor] = {}
     for group in _groups(layers):
         states: list[Tensor] = [getattr(layer, name) for layer, name in group]
@@ -44,9 +44,10 @@ def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
 
 
 def _groups(layers: Sequence[Any]) -> list[list[tuple[Any, str]]]:
-    """Group the states to move in one launch, as pairs of a layer and "keys" or "values".
+    """Group the states that one launch moves, as pairs of a layer and "keys" or "values".
 
-    A group has one shape, dtype and device and at most `_GROUP_BYTES`. On a CPU each is alone.
+    All states in a group have the same shape, dtype and device, and at most `_GROUP_BYTES` in
+    total. On a CPU, each state forms its own group.
     """
     groups: list[list[tuple[Any, str]]] = []
     open_groups: dict[Any, list[tuple[Any, str]]] = {}
@@ -80,9 +81,9 @@ def _flat_index(source: Tensor, num_heads: int) -> Tensor:
 
 
 def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
-    """Rebuild states [B, H, T, D] from an index.
+    """Gather states [B, H, T, D] with an index.
 
-    A CPU copies whole rows by a flat index. This takes half the time of a gather.
+    On a CPU, a flat index copies whole rows, which takes half the time of a gather.
     """
     if index.dim() == 1:
         return [
@@ -100,19 +101,19 @@ def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
 class LeftPadding:
     """Padding of each row, in columns.
 
-    It includes padding gained by moves to the right. Masks and position ids follow from it.
+    The padding includes columns added by shifts to the right. It determines masks and position ids.
     """
 
     def __init__(self, pads: Sequence[int], device: torch.device | str):
         self.pads = list(pads)
         self.prompt_pads = list(pads)  # padding of the prompts
-        # columns without gained padding
+        # number of columns without added padding
         self._lens = RowLens([0] * len(self.pads), ArangeCache(device))
         self._prompt_pads_on_device: Tensor | None = None  # [B, 1] int64 on the device
         self._num_expected = 0
         self._mask: Tensor | None = None  # [B, T + N] int64
-        # [B or 1, N] int64, negative in padding: for the next columns, and for all earlier ones if
-        # there is a mask
+        # [B or 1, N] int64, negative in padding; the positions of the next columns, and of all
+        # earlier columns if there is a mask
         self._positions: Tensor | None = None
         self._first_column = 0  # column of the first position
 
@@ -149,7 +150,7 @@ class LeftPadding:
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
 
     def positions_before(self, num_columns: int, width: int) -> Tensor | None:
-        """Return positions of the last W columns, [B or 1, W] int64, < 0 in padding.
+        """Return the positions of the last W columns, [B or 1, W] int64, negative in padding.
 
         The result is None without padding.
         """
@@ -160,9 +161,9 @@ class LeftPadding:
         )
 
     def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:
-        """Drop `drops` [B] tokens and add the gained padding.
+        """Drop the last `drops` [B] tokens of the rows and pad the rows on the left instead.
 
-        Return the moves to the right, or None.
+        Return the shift of the rows to the right; None if no row moves.
         """
         before = self._lens_at(num_columns).copy()
         self._lens.set(
@@ -177,7 +178,7 @@ class LeftPadding:
         return RowShift(per_row[:, None], -common - smallest, self._lens.aranges)
 
     def surplus(self) -> int:
-        """Forget the columns of padding gained by all rows; return their number."""
+        """Forget the padding columns that all rows have gained, and return their number."""
         gained_pads = [
             pad - prompt_pad for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)
         ]
@@ -186,7 +187,7 @@ class LeftPadding:
         return surplus
 
     def skip(self) -> int:
-        """Forget the columns of padding before all rows of an empty cache; return their number."""
+        """Forget the padding columns common to all rows of an empty cache; return their number."""
         common = min(self.pads, default=0)
         self.pads = [pad - common for pad in self.pads]
         self.prompt_pads = [min(pair) for pair in zip(self.prompt_pads, self.pads, strict=True)]
@@ -197,7 +198,7 @@ class LeftPadding:
     def rows(self, indices: Sequence[int], num_columns: int) -> int:
         """Keep the rows `indices`.
 
-        Return the number of columns of prompt padding common to all of them.
+        Return the number of prompt padding columns common to all of them.
         """
         self._lens_at(num_columns)
         self.pads = [self.pads[row] for row in indices]
@@ -212,7 +213,7 @@ class LeftPadding:
     def join(self, other: "LeftPadding", num_columns: int, num_joining_columns: int) -> None:
         """Append the rows of `other`; the rows with fewer columns gain padding.
 
-        The padding of the prompts then counts as gained, so its common part is cut.
+        The padding of the prompts then counts as gained padding, so its common part is cut off.
         """
         longest = max(num_columns, num_joining_columns)
         self.pads = [pad + longest - num_columns for pad in self.pads]
@@ -222,7 +223,7 @@ class LeftPadding:
         self.expect(0)
 
     def _lens_at(self, num_columns: int) -> RowLens:
-        """Update the lengths for states of `num_columns` columns, and return them."""
+        """Update the row lengths for states of `num_columns` columns, and return the lengths."""
         lens = [
             num_columns - pad + prompt_pad
             for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)
@@ -235,7 +236,7 @@ class LeftPadding:
         return self._lens
 
     def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
-        """Make the positions [B or 1, num] int64 from `first_column` on."""
+        """Compute the positions of `num` columns from `first_column` on, [B or 1, num] int64."""
         if any(self.prompt_pads) and self._prompt_pads_on_device is None:
             self._prompt_pads_on_device = upload(self.prompt_pads, self._lens.aranges.device)[
                 :, None

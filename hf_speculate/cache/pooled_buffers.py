@@ -1,4 +1,4 @@
-"""Pooled buffers: preallocated KV buffers shared by calls, and the protocol of their pool."""
+"""Pooled buffers: preallocated KV buffers shared between calls, and the protocol of their pool."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
@@ -10,10 +10,10 @@ from hf_speculate.types import KVState
 
 
 class PooledBuffers(NamedTuple):
-    """Buffers of all layers, with their graphs."""
+    """Buffers of all layers, with the graphs captured over them."""
 
     layers: list[KVState]  # each [B, H, capacity, D]
-    graphs: dict[Hashable, Any]  # captured over these buffers only
+    graphs: dict[Hashable, Any]  # valid only for these buffers
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -25,21 +25,21 @@ class PooledBuffers(NamedTuple):
 
 
 class BufferShape(NamedTuple):
-    """Shape shared by interchangeable buffers of a model."""
+    """Shape that interchangeable buffers of a model share."""
 
     batch_size: int  # B
-    capacity: int | None  # columns of each buffer
+    capacity: int | None  # number of columns in each buffer
     dtype: torch.dtype
     device: torch.device
 
 
 class Pool(Protocol):
-    """Buffers of one model between calls."""
+    """Pool that keeps the buffers of one model between calls."""
 
     def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
-        """Take zeroed buffers of all layers.
+        """Take zeroed buffers for all layers.
 
-        The result is None if there are none, and the caller makes new ones.
+        The result is None if the pool has none. The caller then makes new buffers.
         """
 
     def give_back(self, shape: BufferShape, buffers: PooledBuffers) -> None:

@@ -1,4 +1,4 @@
-"""Preallocated KV cache: every row has its end column, and a rollback copies nothing."""
+"""Preallocated KV cache: every row has its own end column, and a rollback copies nothing."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -18,24 +18,24 @@ from hf_speculate.rows.per_row import RowIndices
 from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.types import KVState
 
-# Longer queries are prompts with rows of equal length: transformers builds their masks, or none.
+# Longer queries are prompts with rows of equal length. transformers builds their masks, or none.
 MAX_MASKED_QUERY = 160
 
 
 class MaskSpec(NamedTuple):
-    """Attention masks of a model."""
+    """The attention masks that a model takes."""
 
-    windows: tuple[int | None, ...]  # by layer; None if it attends to all tokens
+    windows: tuple[int | None, ...]  # window of each layer; None if it attends to all tokens
     mask_windows: dict[
         str, int | None
-    ]  # by the mask's name in the model; with one entry, the model takes a single mask
-    mask_dtype: torch.dtype  # dtype of additive masks, as that of the queries
+    ]  # window by name of the mask in the model, which takes a single mask if there is one entry
+    mask_dtype: torch.dtype  # dtype of additive masks, which is the dtype of the queries
     is_mask_per_row: bool = False  # whether each row needs a mask, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """Make the model's attention mask by `make` from its window.
+        """Make the model's attention mask with the function `make` of a window.
 
-        `make` returns additive masks in which each query sees a span of columns. A model with
+        `make` returns additive masks in which each query attends to a span of columns. A model with
         several masks gets a dict by name.
         """
         masks = {name: marked_as_spans(make(window)) for name, window in self.mask_windows.items()}
@@ -43,11 +43,11 @@ class MaskSpec(NamedTuple):
 
 
 class PreallocatedKVCache(KVCache):
-    """`KVCache` over preallocated buffers, with left-aligned rows.
+    """`KVCache` over preallocated buffers with left-aligned rows.
 
-    A row's next token is written at the row's end. Rolling a row back lowers its length. Additive
-    masks [B, 1, Q, T] hide the columns after its end, and later tokens overwrite them. Attention
-    reads views of the columns in use.
+    The next token of a row is written at the row's end. Rolling a row back reduces its length.
+    Additive masks [B, 1, Q, T] hide the columns after its end, which later tokens overwrite.
+    Attention reads views of the columns in use.
     """
 
     kind = "preallocated"
@@ -58,10 +58,10 @@ class PreallocatedKVCache(KVCache):
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over `kept_cache` and the prompt
         device: torch.device | str = "cpu",  # device of masks and position ids
-        max_columns: int | None = None,  # bound of a row's length with padding; None if unknown
-        kept_cache: Cache | None = None,  # user's cache with first states; updated by `hand_back`
-        capacity: int | None = None,  # columns of fixed buffers; None if buffers grow
-        pool: Pool | None = None,  # source of such buffers; `release` returns them
+        max_columns: int | None = None,  # maximum row length including padding; None if unknown
+        kept_cache: Cache | None = None,  # user's cache with initial states, for `hand_back`
+        capacity: int | None = None,  # number of columns of fixed buffers; None if buffers grow
+        pool: Pool | None = None,  # pool to take fixed buffers from; `release` returns them
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.layout = RowLayout(pads, max_columns, capacity, device)
@@ -74,7 +74,7 @@ class PreallocatedKVCache(KVCache):
         self._holds_rejected = False
         self._pool = pool
         self._shape = BufferShape(batch_size, capacity, mask_spec.mask_dtype, self.device)
-        self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
+        self.graphs: dict[Hashable, Any] = {}  # graphs captured over the buffers
         pooled = None if pool is None else pool.take(self._shape, len(mask_spec.windows))
         if pooled is not None:
             self.graphs = pooled.graphs
@@ -99,9 +99,9 @@ class PreallocatedKVCache(KVCache):
         ]
 
     def get_kv_states(self) -> list[KVState]:
-        """Copy one `KVState` [B, H, T, D] per layer, right-aligned.
+        """Copy one right-aligned `KVState` [B, H, T, D] per layer.
 
-        Of window layers, their window.
+        For window layers, only the window is copied.
         """
         return [self._states(layer) for layer in self._layers] if self.num_columns else []
 
@@ -121,9 +121,9 @@ class PreallocatedKVCache(KVCache):
         return self.layout.row_lens.positions(1, -1, self.layout.pads_on_device())
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
-        """Copy first states, see `KVCache.first_tokens`.
+        """Copy the first states; see `KVCache.first_tokens`.
 
-        The result is None once a window layer has dropped some.
+        The result is None once a window layer has dropped some of them.
         """
         if not self.num_columns or any(layer.base for layer in self._layers):
             return None
@@ -140,12 +140,12 @@ class PreallocatedKVCache(KVCache):
         """Start a forward of `num_query` tokens and return its attention mask.
 
         Returns:
-            [B, T + Q] int64 for prompts. Otherwise [B or 1, 1, Q, T] additive, or one such mask per
-            type of layer; None if every query sees itself and all earlier columns.
+            [B, T + Q] int64 for prompts. Otherwise, an additive mask [B or 1, 1, Q, T], or one such
+            mask per layer type. None if every query attends to itself and all earlier columns.
         """
         layout, lookahead = self.layout, self._lookahead
         lookahead.begin(num_query)
-        # A query of padding needs transformers' mask, so that it leaves the same states in the
+        # A query that contains padding needs transformers' mask to leave the same states in the
         # cache.
         reads_padding = not layout.num_columns or layout.num_columns < max(layout.pads)
         if layout.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
@@ -191,7 +191,7 @@ class PreallocatedKVCache(KVCache):
             self._holds_rejected = True
 
     def mark(self) -> Callable[[], None]:
-        """Mark the ends of the rows, see `KVCache.mark`; forwards advance all rows equally."""
+        """Mark the ends of the rows, which forwards advance equally; see `KVCache.mark`."""
         num_columns = self.num_columns
 
         def restore() -> None:
@@ -224,9 +224,9 @@ class PreallocatedKVCache(KVCache):
         return surplus
 
     def join(self, other: "PreallocatedKVCache") -> None:
-        """Append the rows of `other`.
+        """Append the rows of `other`, which must not be used again.
 
-        Its buffers may have grown, and it must not be used afterwards.
+        The buffers of `other` may have grown.
         """
         for layer, other_layer in zip(self._layers, other._layers, strict=True):
             layer.join(other_layer)
@@ -235,20 +235,20 @@ class PreallocatedKVCache(KVCache):
         self._holds_rejected |= other.holds_rejected
 
     def snapshot(self) -> Callable[[], None]:
-        """Save the states of `kept_cache`. They do not change until `hand_back`."""
+        """Save the states of `kept_cache`, which do not change until `hand_back`."""
         layers = [] if self._kept_cache is None else self._kept_cache.layers
         return layers_snapshot(layers, only_grows=self.batch_size == 1)
 
     def hand_back(self) -> None:
-        """Bring `kept_cache` to its state after plain `generate`.
+        """Put `kept_cache` into the state that plain `generate` leaves.
 
-        Unpooled buffers are freed layer by layer.
+        Buffers that belong to no pool are freed layer by layer.
         """
         if self._kept_cache is None or not self.num_columns:
             return
         for layer, user_layer in zip(self._layers, holding(self._kept_cache.layers), strict=True):
             state = self._states(layer)
-            if not user_layer.is_initialized:  # initialised by shape; the next line sets the states
+            if not user_layer.is_initialized:  # this sets only the shape, the next line the states
                 user_layer.lazy_initialization(state.keys, state.values)
             user_layer.keys, user_layer.values = state
             if self._pool is None:
@@ -281,9 +281,9 @@ class PreallocatedKVCache(KVCache):
         self._lookahead.restart()
 
     def _states(self, layer: RaggedLayer) -> KVState:
-        """Copy a layer's states [B, H, T, D], right-aligned.
+        """Copy the right-aligned states [B, H, T, D] of a layer.
 
-        Of a window, those needed by the next token.
+        For a window layer, only the states that the next token needs are copied.
         """
         width = self.num_columns
         first = 0 if layer.window is None else max(width - layer.window + 1, 0)

@@ -1,4 +1,4 @@
-"""Ragged cache layer: keys and values in a growing buffer. Each row is written at its end."""
+"""Ragged cache layer: keys and values in a growing buffer, with each row written at its own end."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,24 +12,24 @@ from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
-# A buffer grows by 64 tokens, or by a twentieth of its tokens if this is more. A long cache takes
-# at most 5 % more memory than its tokens. It is copied once per growth, while each token in between
-# reads all of it.
+# A buffer grows by 64 tokens or by a twentieth of its tokens, whichever is more. A long cache thus
+# takes at most 5 % more memory than its tokens need. The buffer is copied once per growth, whereas
+# each token in between reads all of it.
 MIN_STEP = 64
 ROOM_SHARE = 20
-# Columns of a window layer behind its window, for rollbacks past the start of a row.
+# Columns that a window layer keeps behind its window, for rollbacks past the start of a row.
 WINDOW_SLACK = 192
-# Step between the capacities of large buffers on a GPU, in columns: 512 MiB per row in a Llama of 8
-# billion parameters.
+# Step between the capacities of large buffers on a GPU, in columns. One step takes 512 MiB per row
+# in a Llama with 8 billion parameters.
 EVEN_UNIT = 4096
 
 
 class RaggedLayer(CacheLayerMixin):
     """Cache layer over a growing buffer.
 
-    `keys` and `values` are [B, H, capacity, D]. Their first entry is column `base`, 0 for a layer
-    without a window. The window counts tokens, the query included. Unwritten entries are 0, never
-    NaN.
+    `keys` and `values` are [B, H, capacity, D]. Their first entry is column `base`, which is 0 for
+    a layer without a window. The window counts tokens, including the query. Unwritten entries are
+    0, never NaN.
     """
 
     is_croppable = True
@@ -40,8 +40,8 @@ class RaggedLayer(CacheLayerMixin):
         self.window = window
         self.is_sliding = window is not None
         self.base = 0
-        # Buffers with the free slots of rows that have left, behind the others; None if no row has
-        # left.
+        # Buffers that include the free slots of rows that have left, after the rows in use; None if
+        # no row has left.
         self._with_free: KVState | None = None
 
     @property
@@ -51,12 +51,12 @@ class RaggedLayer(CacheLayerMixin):
         return KVState(self.keys, self.values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make buffers for states [B, H, Q, D]: of the fixed capacity, or without columns."""
+        """Make buffers for states [B, H, Q, D] with the fixed capacity, or without columns."""
         capacity = self.layout.capacity or 0
         self.take(KVState(_zeros(key_states, capacity), _zeros(value_states, capacity)))
 
     def take(self, buffers: KVState) -> None:
-        """Use these buffers, filled with zeros."""
+        """Use the given buffers, which are filled with zeros."""
         self.keys, self.values = buffers
         self.dtype, self.device = buffers.keys.dtype, buffers.keys.device
         self.is_initialized = True
@@ -64,9 +64,9 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write states [B, H, Q, D] of the next tokens.
+        """Write the states [B, H, Q, D] of the next tokens.
 
-        Return views [B, H, T, D] for their attention.
+        Return the views [B, H, T, D] that these tokens attend to.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -75,7 +75,7 @@ class RaggedLayer(CacheLayerMixin):
         if window is not None and not lookahead.num_columns and num_query > window + WINDOW_SLACK:
             first = num_query - window - WINDOW_SLACK
             self.load(key_states[:, :, first:], value_states[:, :, first:], first)
-            return key_states, value_states  # attention reads the whole prompt; its end is kept
+            return key_states, value_states  # attention reads the whole prompt, the cache its end
         first, end = lookahead.first_seen(self.window), lookahead.end
         if end - self.base > self.buffers.keys.shape[2]:  # columns behind the window can be dropped
             keep_from = self.base if self.window is None else max(self.base, first - WINDOW_SLACK)
@@ -99,9 +99,9 @@ class RaggedLayer(CacheLayerMixin):
             buffer[:, :, columns] = states
 
     def select(self, indices: Sequence[int], index: Tensor, num_dropped: int) -> None:
-        """Keep rows, without their first `num_dropped` columns.
+        """Keep the rows `indices` without their first `num_dropped` columns.
 
-        In place until fewer than half are left.
+        The rows are moved in place until fewer than half of them are left.
         """
         if not self.is_initialized:
             return
@@ -120,16 +120,16 @@ class RaggedLayer(CacheLayerMixin):
             for slot, row in enumerate(indices):
                 if slot < row:
                     for buffer in buffers:
-                        buffer[slot] = buffer[row]  # all columns, because any may be NaN
+                        buffer[slot] = buffer[row]  # all columns, because any column may be NaN
         self._use(buffers, len(indices))
 
     def join(self, other: "RaggedLayer") -> None:
-        """Append the rows of `other`, in free slots if there are any.
+        """Append the rows of `other`, using free slots if there are any.
 
-        The layout is joined afterwards.
+        The layouts are joined afterwards.
         """
         if not self.is_initialized or not other.is_initialized:
-            return  # the layer reads the states of another one
+            return  # the layer reads the states of another layer
         num_rows, num_joining = self.buffers[0].shape[0], other.buffers[0].shape[0]
         num_columns, num_joining_columns = (
             self.layout.num_columns - self.base,
@@ -161,7 +161,7 @@ class RaggedLayer(CacheLayerMixin):
         self._use(buffers, num_rows + num_joining)
 
     def clear_behind(self, lens: Sequence[int]) -> None:
-        """Zero the columns from each row's end on, `lens` [B]."""
+        """Zero the columns past each row's end, given the row lengths `lens` [B]."""
         if not self.is_initialized:
             return
         first, capacity = max(min(lens) - self.base, 0), self.buffers.keys.shape[2]
@@ -173,17 +173,17 @@ class RaggedLayer(CacheLayerMixin):
                 buffer[:, :, first:].masked_fill_(is_behind, 0)
 
     def _use(self, buffers: KVState, num_rows: int) -> None:
-        """Use the first `num_rows` rows of buffers; the others are free."""
+        """Use the first `num_rows` rows of the buffers; the remaining rows are free."""
         self.keys, self.values = (buffer[:num_rows] for buffer in buffers)
         self._with_free = buffers
 
     def release(self) -> None:
-        """Release the buffers. Another object holds the states."""
+        """Release the buffers because another object now holds the states."""
         self.keys = self.values = self._with_free = None
         self.is_initialized = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of columns for attention and the first one, for equally long rows."""
+        """Return how many columns attention reads and the first of them, for equally long rows."""
         first = self.lookahead.first_seen(self.window)
         return self.layout.num_columns + query_length - first, first
 
@@ -219,7 +219,7 @@ class RaggedLayer(CacheLayerMixin):
         keys, values = self.buffers
         self._with_free = None
         self.keys = _moved(keys, kept_columns, capacity)
-        del keys  # frees them before the values are copied
+        del keys  # frees the old keys before the values are copied
         self.values = _moved(values, kept_columns, capacity)
         self.base = keep_from
 
@@ -227,7 +227,7 @@ class RaggedLayer(CacheLayerMixin):
 def even_capacity(num_columns: int) -> int:
     """Round up to a power of two, or to a multiple of 4,096 above 4,096.
 
-    Few different strides let later calls use the same kernels and graphs.
+    With few different strides, later calls can use the same kernels and graphs.
     """
     if num_columns > EVEN_UNIT:
         return -(-num_columns // EVEN_UNIT) * EVEN_UNIT
@@ -242,7 +242,7 @@ def _zeros(states: Tensor, num_columns: int, num_rows: int | None = None) -> Ten
 
 
 def _moved(buffer: Tensor, columns: slice, capacity: int) -> Tensor:
-    """Make a buffer of `capacity` columns. It begins with the given columns of `buffer`."""
+    """Copy the given columns of `buffer` to the start of a new buffer with `capacity` columns."""
     larger = _zeros(buffer, capacity)
     larger[:, :, : columns.stop - columns.start] = buffer[:, :, columns]
     return larger

@@ -1,4 +1,4 @@
-"""Row layout of preallocated buffers: the first and last column of each row."""
+"""Row layout in preallocated buffers: the first and last column of each row."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _PADDING = torch.iinfo(torch.int64).max  # position of padding columns, after al
 class RowLayout(PerRow):
     """Padding and length of each row, in columns.
 
-    The buffers of all layers share them.
+    The buffers of all layers share one layout.
     """
 
     BY_ROW = ("pads",)
@@ -23,9 +23,9 @@ class RowLayout(PerRow):
 
     def __init__(
         self,
-        pads: Sequence[int],  # [B] columns of padding before each row's first token
+        pads: Sequence[int],  # [B] number of padding columns before each row's first token
         max_columns: int | None = None,
-        capacity: int | None = None,  # columns of fixed buffers; None if buffers grow
+        capacity: int | None = None,  # number of columns of fixed buffers; None if buffers grow
         device: torch.device | str = "cpu",
     ):
         self.pads = list(pads)
@@ -33,11 +33,11 @@ class RowLayout(PerRow):
         self.max_columns = max_columns
         self.capacity = capacity
         self._pads: Tensor | None = None  # see `pads_on_device`
-        self._positions: Tensor | None = None  # [B, C] int64, positions of columns
+        self._positions: Tensor | None = None  # [B, C] int64, position of each column
 
     @property
     def lens(self) -> list[int]:
-        """[B] columns of each row, padding included."""
+        """[B] number of columns in each row, including padding."""
         return self.row_lens.on_host
 
     @property
@@ -50,17 +50,17 @@ class RowLayout(PerRow):
 
     @property
     def num_columns(self) -> int:
-        """Columns of the longest row."""
+        """Number of columns of the longest row."""
         return max(self.lens, default=0)
 
     def drop_padding(self) -> int:
-        """Drop the first columns with padding in all rows; return their number."""
+        """Drop the leading columns that are padding in all rows, and return their number."""
         surplus = self.skip_padding() if self.num_columns else 0
         self.row_lens.add(-surplus)
         return surplus
 
     def skip_padding(self) -> int:
-        """Forget the padding before all rows; return its number of columns."""
+        """Forget the padding common to all rows, and return its number of columns."""
         surplus = min(self.pads, default=0)
         self.pads = [pad - surplus for pad in self.pads]
         if self.max_columns is not None:
@@ -79,7 +79,7 @@ class RowLayout(PerRow):
         self._pads = self._positions = None
 
     def pads_on_device(self) -> Tensor | None:
-        """Upload the padding, [B, 1] int64; None without padding."""
+        """Return the padding on the device, [B, 1] int64; None without padding."""
         if self._pads is None and any(self.pads):
             self._pads = upload(self.pads, self.device)[:, None]
         return self._pads
@@ -94,9 +94,9 @@ class RowLayout(PerRow):
         )
 
     def positions(self, first: int, width: int) -> Tensor:
-        """Return the positions in a range of columns, [B or 1, W] int64.
+        """Return the positions of a range of columns, [B or 1, W] int64.
 
-        Padding comes after all tokens.
+        The position of padding is larger than the position of any token.
         """
         aranges, end, pads = self.row_lens.aranges, first + width, self.pads_on_device()
         if pads is None:

@@ -1,4 +1,4 @@
-"""Static caches of users: their recognition, and the module for copies of them."""
+"""Static caches of users: detect them and import the module that copies them."""
 
 import importlib
 from typing import Any
@@ -17,7 +17,7 @@ _COPIES = "hf_speculate.options.static_cache.copies"  # imported for calls with 
 
 
 def is_static(cache: object) -> bool:
-    """Return whether a cache is a static cache with copies, or a pair of such caches."""
+    """Return whether a cache is a static cache that can be copied, or a pair of such caches."""
     return isinstance(cache, Cache) and all(
         type(part) is StaticCache
         and not part.offloading
@@ -34,7 +34,7 @@ def static_copies() -> Any:
 
 
 def described(cache: Cache) -> str:
-    """Describe a cache by its class and the reason why it has no copies."""
+    """Describe a cache by its class and the reason why it cannot be copied."""
     part = parts_of(cache)[0]
     if getattr(part, "offloading", False):
         return f"an offloaded {type(cache).__name__}"
@@ -44,7 +44,7 @@ def described(cache: Cache) -> str:
 
 
 def parts_of(cache: Cache) -> list[Any]:
-    """Return the cache of the text, and the one of the encoder's states if there is one."""
+    """Return the cache of the text, followed by the cache of the encoder's states if any."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]

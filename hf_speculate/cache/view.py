@@ -1,4 +1,4 @@
-"""Cache view: read-only access of a drafter to the target's KV states."""
+"""Cache view: read-only access to the target's KV states for a drafter."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,17 @@ from hf_speculate.rows.per_row import RowIndices
 class CacheView:
     """Read-only view of some KV cache rows.
 
-    It shows the states after the last rollback. Padding is hidden, and so are the rejected states
-    behind the end of a row.
+    It contains the states after the last rollback. Padding is hidden, and so are the rejected
+    states past the end of a row.
     """
 
-    # None for all rows
+    # `row_indices` is None for all rows
     def __init__(self, kv_cache: KVCache, row_indices: Sequence[int] | None = None):
         self._kv_cache = kv_cache
         self._row_indices = None if row_indices is None else RowIndices(row_indices)
 
     def layer(self, index: int, window: int | None = None) -> LayerView:
-        """Return the states of a layer, see `KVCache.view`."""
+        """Return the states of a layer; see `KVCache.view`."""
         keys, values, hidden = self._kv_cache.view(index, window)
         if self._row_indices is None:
             return LayerView(keys, values, hidden)
@@ -33,7 +33,7 @@ class CacheView:
         return self._of_rows(self._kv_cache.last_positions())
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
-        """Select the rows of a tensor [B, ...]; a tensor [1, ...] stands for all rows."""
+        """Select rows of a tensor [B, ...]; a tensor [1, ...] applies to all rows."""
         return (
             tensor
             if self._row_indices is None or tensor.shape[0] == 1

@@ -1,1 +1,1 @@
-"""Drafters: sources of a round's draft tokens."""
+"""Drafters: sources of the draft tokens for a round."""

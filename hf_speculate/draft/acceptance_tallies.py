@@ -1,7 +1,7 @@
-"""Acceptance tallies: counts of drafted and accepted tokens of one target's drafts.
+"""Acceptance tallies: counts of drafted and accepted tokens for one target's drafts.
 
-They sum all calls, because the schedule of a single call stops drafting early if next to nothing is
-accepted.
+The counts are summed over all calls, because the schedule of a single call stops drafting early if
+almost nothing is accepted.
 """
 
 import threading
@@ -14,21 +14,21 @@ from hf_speculate.model_state import model_state
 
 
 class DraftCounts(NamedTuple):
-    """Tokens of a draft."""
+    """Token counts of a draft."""
 
     num_drafted: int
     num_accepted: int
 
 
 class AcceptanceBound(NamedTuple):
-    """Lowest acceptance rate of a matching draft."""
+    """Lower bound on the acceptance rate of a draft that matches the target."""
 
     least_rate: float  # accepted over drafted tokens, in [0, 1]
-    num_drafted: int  # drafted tokens before the rate is compared
+    num_drafted: int  # minimum number of drafted tokens before the rate is compared
 
 
 class AcceptanceTallies:
-    """Counts of one target's drafts, held weakly."""
+    """Token counts of one target's drafts, which are held weakly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,14 +36,15 @@ class AcceptanceTallies:
 
     @classmethod
     def of(cls, model: nn.Module) -> "AcceptanceTallies":
-        """Return the counts of a target."""
+        """Return the counts for a target."""
         return model_state(model).get(cls, cls)
 
     def add(self, draft: object, counts: DraftCounts, bound: AcceptanceBound) -> bool:
         """Add the counts of a call.
 
         Returns:
-            Whether the acceptance rate of all calls is below the bound, but only the first time.
+            True the first time that the acceptance rate over all calls is below the bound, False
+            otherwise.
         """
         with self._lock:
             before, was_low = self._by_draft.get(draft, (DraftCounts(0, 0), False))

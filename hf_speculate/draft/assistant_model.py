@@ -1,6 +1,6 @@
-"""The source of draft models.
+"""Draft source for draft models.
 
-It makes a drafter from a smaller model, and maps its vocabulary to the target's.
+It makes a drafter from a smaller model and maps the model's vocabulary to the target's.
 """
 
 import copy
@@ -39,24 +39,25 @@ if TYPE_CHECKING:
 
 # Imported when two tokenizers are compared.
 _VOCABULARIES = "hf_speculate.draft.vocab_intersection"
-# With another tokenizer, one token in hundreds is accepted by coincidence, and one in ten of a poor
-# draft with the same tokenizer. The bound is wrong for 1 poor draft in 100.
+# From a draft with another tokenizer, one token in hundreds is accepted by coincidence. From a poor
+# draft with the same tokenizer, one token in ten is accepted. The bound is wrong for 1 poor draft
+# in 100.
 VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
 
 
 class AssistantModel(DraftSource):
-    """Source of a call with a draft model."""
+    """Draft source for calls with a draft model."""
 
     argument = "assistant_model"
     hint = hint_of("assistant_model")
     model: PreTrainedModel
-    # whether the draft is taken to have the target's vocabulary; the tokenizers were not compared
+    # whether the draft is assumed to have the target's vocabulary, as no tokenizers were compared
     is_vocabulary_assumed = False
-    reads_text = True  # whether the draft can read the prompt; without it, any draft is poor
+    reads_text = True  # whether the draft can read the prompt; otherwise, any draft is poor
 
     def __init__(self, model: PreTrainedModel, name: str = ""):
         self.model = model
-        self.name = name  # the folder or repository, if the call gave one
+        self.name = name  # folder or repository of the model; empty if the call gave none
 
     @property
     def generation_config(self) -> GenerationConfig | None:  # type: ignore[override]
@@ -100,10 +101,10 @@ class AssistantModel(DraftSource):
             if context is None
             else min(setup.max_position, context.num_tokens - 1)
         )
-        # Rows of other ranks, or later ones, may be longer.
+        # Rows on other ranks and rows that join later may be longer.
         has_others = is_synced or setup.processors.can_join
         if context is not None and context.num_tokens >= setup.max_length and not has_others:
-            context = None  # out of reach
+            context = None  # the call cannot reach the limit
         reads_whole = is_synced or setup.inputs.awaits_prompt or not reads_prompts_in_chunks(model)
         chunk_size = None if reads_whole else draft_chunk_size(setup.target, model, setup.num_query)
         settings = DraftSettings(
@@ -137,9 +138,9 @@ class AssistantModel(DraftSource):
         )
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
-        """Warn once if next to none of its tokens were accepted.
+        """Warn once if almost none of the drafted tokens were accepted.
 
-        Different vocabularies of equal size are the likely cause.
+        The likely cause is a different vocabulary of the same size.
         """
         if not (self.is_vocabulary_assumed and self.reads_text):
             return
@@ -158,9 +159,9 @@ class AssistantModel(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """Return the source of `assistant_model`.
+    """Make the draft source for `assistant_model`.
 
-    It is a model, its name or wrapper, or an object naming another source.
+    The argument is a model, its name or wrapper, or an object that names another source.
     """
     assistant, name = unwrapped(values["assistant_model"], "assistant_model"), ""
     if isinstance(assistant, str | Path):
@@ -176,7 +177,7 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
 
 
 def variant_of(assistant: Any) -> str | None:
-    """Return the entry of `VARIANTS` for an object or a model's type; None for other models."""
+    """Return the key in `VARIANTS` for an object or its model type; None for other models."""
     model_type = getattr(getattr(assistant, "config", None), "model_type", None)
     variant: str | None = getattr(
         assistant, "draft_source", model_type if model_type in VARIANTS else None
@@ -192,16 +193,15 @@ def map_vocabularies(
 ) -> VocabMapping | None:
     """Return the vocabulary mapping from the draft to the target; None if they share a vocabulary.
 
-    Equal sizes count as equal vocabularies unless both tokenizers are given and differ. If sizes
-    differ and a tokenizer is not given, it is looked up in local files under its model's
+    Vocabularies of equal size count as equal unless both tokenizers are given and differ. If the
+    sizes differ and a tokenizer is not given, it is looked up in local files under its model's
     `name_or_path`.
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     has_tokenizers = tokenizer is not None and assistant_tokenizer is not None
     num_read, num_scored = table_sizes(draft)
     if num_target == num_draft and not has_tokenizers:
-        # Ids without an embedding in the draft, or scored past its vocabulary, must not reach
-        # either model.
+        # Neither model may read ids that have no embedding in the draft or lie past its vocabulary.
         fits = num_read >= num_draft and num_scored <= num_draft
         return None if fits else padding_mapping(num_target, min(num_read, num_draft))
     target_tokenizer = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
@@ -238,9 +238,9 @@ def map_vocabularies(
 
 
 def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the number of ids with an embedding, and the number of scored ids.
+    """Return the number of ids with an embedding and the number of scored ids.
 
-    They are those of the config if a table does not show its size.
+    The config provides the numbers if a table does not expose its size.
     """
     size = vocab_size_of(model)
     embeddings, head = input_table(model), model.get_output_embeddings()
@@ -255,15 +255,15 @@ def _eos_ids(model: PreTrainedModel) -> set[int]:
 
 
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside a model in local files; None if none loads."""
+    """Return the tokenizer stored with a model in local files; None if none can be loaded."""
     try:
         return _load_tokenizer(name) if name else None
-    # These are the errors of transformers.
+    # transformers raises these errors.
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None
 
 
-# Loading takes up to seconds. A missing tokenizer is looked for again.
+# Loading takes up to several seconds. A missing tokenizer is looked up again.
 @functools.lru_cache(maxsize=8)
 def _load_tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""The source of a user's own drafter; it is checked in every round."""
+"""Draft source for a user's own drafter, whose drafts are checked in every round."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,13 +42,13 @@ _FLAGS += ["drafts_past_context", "proposes", "is_free"]
 
 
 class CustomDrafter(PerRow, Drafter):
-    """A `Drafter` around a user's drafter.
+    """A `Drafter` that wraps a user's drafter.
 
-    Its optional attributes get default values, and its proposals are checked.
+    Its optional attributes get default values, and its drafts are checked.
 
     Raises:
-        ConfigError: the factory made no drafter, or an attribute is out of range.
-        ShapeError: from `draft`, if a proposal does not have the shapes, dtypes or device of a
+        ConfigError: the factory returned no drafter, or an attribute is out of range.
+        ShapeError: raised by `draft` if a draft does not have the shapes, dtypes or device of a
             `DraftOut`.
     """
 
@@ -81,8 +81,8 @@ class CustomDrafter(PerRow, Drafter):
         self.context_len = context_len
         self._device = setup.device
         self._vocab_size = setup.vocab_size
-        self._num_rows = setup.batch_size  # at the last look-up
-        # whether the next call is the first one, with the whole sequence as its query
+        self._num_rows = setup.batch_size  # number of rows at the last look-up
+        # whether the next call is the first one, whose query is the whole sequence
         self._hides_kept = False
 
     def begin(self, token_ids: Tensor) -> None:
@@ -111,14 +111,14 @@ class CustomDrafter(PerRow, Drafter):
         return self._valid(draft)._replace(token_logits=None, logsumexp=None)
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """Draft with the user's drafter; replace ids outside the vocabulary by -1.
+        """Draft with the user's drafter, and replace ids outside the vocabulary with -1.
 
         No verifier accepts -1.
         """
         request.check()
         if self._hides_kept:
             request, self._hides_kept = request._replace(kept=None), False
-        # the drafter may keep the tokens, which a graph of the target overwrites
+        # the drafter may keep the tokens, but a graph of the target overwrites them
         request = request._replace(query_token_ids=request.query_token_ids.clone())
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)
@@ -132,10 +132,7 @@ class CustomDrafter(PerRow, Drafter):
         )
 
     def _valid(self, draft: DraftOut) -> DraftOut:
-        """Replace ids outside the vocabulary by -1.
-
-        The call has no draft cache.
-        """
+        """Replace ids outside the vocabulary with -1, and mark the draft as not cached."""
         ids = draft.token_ids
         ids = ids.masked_fill((ids < 0) | (ids >= self._vocab_size), -1)
         lens = draft.lens.to(torch.int32).clamp(0, ids.shape[1])
@@ -196,7 +193,7 @@ class CustomDrafter(PerRow, Drafter):
 
 
 class CustomSource(FactorySource):
-    """Source of a call with a user's own drafter."""
+    """Draft source for calls with a user's own drafter."""
 
     argument = "drafter"
     hint = hint_of(argument)
@@ -221,7 +218,7 @@ class CustomSource(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """Return the source of `drafter`; a factory may name another one, as a draft head does."""
+    """Make the draft source for `drafter`; a factory may name another source, as a head does."""
     factory = values["drafter"]
     variant = getattr(factory, "draft_source", None)
     source: DraftSource = (

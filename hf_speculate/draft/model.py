@@ -1,4 +1,4 @@
-"""The model drafter: drafts with a smaller model, eagerly or with compiled steps."""
+"""Model drafter: draft with a smaller model, eagerly or with compiled steps."""
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from hf_speculate.types import DraftOut
 
 
 class ModelDrafter(PerRow, Drafter):
-    """A `Drafter` over a draft model.
+    """A `Drafter` that runs a draft model.
 
-    The row-wise processors bring its distribution near the target's.
+    The row-wise processors bring the draft distribution closer to the target's.
     """
 
     PARTS = ("language_model", "chooser")
@@ -30,8 +30,8 @@ class ModelDrafter(PerRow, Drafter):
         inferencer: Inferencer,
         processors: RowProcessors | None = None,
         settings: DraftSettings | None = None,
-        context: Context | None = None,  # context of the draft model, if rows may be longer
-        vocabulary: DraftVocabulary | None = None,  # vocabulary of the logits' columns
+        context: Context | None = None,  # the draft model's context if rows may exceed it
+        vocabulary: DraftVocabulary | None = None,  # vocabulary of the logit columns
     ):
         self.inferencer, self.language_model = inferencer, inferencer.language_model
         self.settings = settings or DraftSettings()
@@ -54,7 +54,7 @@ class ModelDrafter(PerRow, Drafter):
         return draft.finish(self._out_device(query))
 
     def _start(self, request: DraftRequest) -> tuple[KVCache, RoundDraft]:
-        """Return the draft model's cache, and an empty draft for the round."""
+        """Return the draft model's cache and an empty draft for the round."""
         request.check()
         if request.kv_cache is None:
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
@@ -80,24 +80,24 @@ class ModelDrafter(PerRow, Drafter):
         return token_ids.to(self.language_model.device)
 
     def _out_device(self, query: Tensor) -> torch.device:
-        """Return the device of the drafts."""
+        """Return the device for the drafts."""
         return query.device
 
 
 class TranslatedDrafter(ModelDrafter):
-    """A `ModelDrafter` with another vocabulary.
+    """A `ModelDrafter` whose model has another vocabulary.
 
-    It reads the text on the host if it must encode tokens.
+    The drafter reads the text on the host if it must encode tokens.
     """
 
     def __init__(
         self,
         inferencer: Inferencer,
-        language_model: TranslatedLanguageModel,  # the one of the inferencer
+        language_model: TranslatedLanguageModel,  # the inferencer's language model
         processors: RowProcessors,
         settings: DraftSettings,
         context: Context | None,
-        device: torch.device,  # device of the drafts
+        device: torch.device,  # device for the drafts
     ):
         super().__init__(inferencer, processors, settings, context, language_model.vocabulary)
         self.reads_host_tokens, self._device = language_model.encodes, device

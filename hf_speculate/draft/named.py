@@ -1,4 +1,4 @@
-"""Drafts named by folder or Hub id: draft heads, and ordinary models."""
+"""Drafts named by a folder or Hub id: draft heads and ordinary models."""
 
 import json
 import threading
@@ -15,11 +15,11 @@ from hf_speculate.errors import ConfigError, shown
 from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import device_of
 
-_REASON_LEN = 200  # characters; some messages of transformers list all its models
+_REASON_LEN = 200  # in characters, because some messages from transformers list all its models
 
 
 class NamedDrafts:
-    """Named drafts of one target, by source, dtype and device."""
+    """Named drafts for one target, stored by source, dtype and device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,11 +27,11 @@ class NamedDrafts:
 
     @classmethod
     def of(cls, model: nn.Module) -> "NamedDrafts":
-        """Return the drafts of a target."""
+        """Return the named drafts for a target."""
         return model_state(model).get(cls, cls)
 
     def get(self, source: str | Path, target: PreTrainedModel, is_mtp: bool = False) -> Any:
-        """Return the draft of a folder or a Hub repository; load it on first use.
+        """Return the draft from a folder or a Hub repository, which is loaded on first use.
 
         Args:
             source: the folder or repository.
@@ -39,8 +39,8 @@ class NamedDrafts:
             is_mtp: whether the draft consists of the target's MTP layers.
 
         Raises:
-            ConfigError: the files do not load.
-            UnsupportedModelError: it is an unsupported head, or a head of another target.
+            ConfigError: the files cannot be loaded.
+            UnsupportedModelError: the draft is an unsupported head, or a head for another target.
         """
         key = (str(source), is_mtp, target.dtype, device_of(target))
         with self._lock:
@@ -51,7 +51,7 @@ class NamedDrafts:
 
 
 def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
-    """Load an ordinary draft model, in the target's dtype and on its device.
+    """Load an ordinary draft model with the target's dtype and onto its device.
 
     The command line loads draft models in the same way.
     """
@@ -85,17 +85,17 @@ def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_same_checkpoint(name: str, other: str) -> bool:
-    """Return whether two folders or Hub ids may be one checkpoint, by the last part of both."""
+    """Return whether two folders or Hub ids may name one checkpoint, by their last components."""
     last, other_last = (part.rstrip("/").rpartition("/")[2].lower() for part in (name, other))
     return last == other_last
 
 
 def _adapter_base(source: str) -> str | None:
-    """Return the base model named by an adapter's config, "" for none; None for no adapter."""
+    """Return the base model that an adapter's config names, "" if none; None if not an adapter."""
     try:
         path = find_adapter_config_file(source)
         fields = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError):  # loading it as a model raises a better error
+    except (OSError, ValueError):  # loading the source as a model raises a better error
         return None
     return str(fields.get("base_model_name_or_path") or "") if isinstance(fields, dict) else None
 

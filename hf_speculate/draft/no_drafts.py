@@ -1,4 +1,4 @@
-"""The null draft source, for calls that decode token by token."""
+"""Null draft source for calls that decode token by token."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NoDrafter(PerRow, Drafter):
-    """Drafter without drafts."""
+    """Drafter that never drafts."""
 
     max_draft_tokens = 0
     can_join = True
@@ -24,7 +24,7 @@ class NoDrafter(PerRow, Drafter):
 
 
 class NoDrafts(DraftSource):
-    """Source of a call without drafts."""
+    """Draft source for calls without drafts."""
 
     drafts = False
 

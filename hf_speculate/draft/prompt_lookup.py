@@ -1,4 +1,4 @@
-"""The source of prompt lookup: drafts the tokens after an earlier match of a row's last ones."""
+"""Prompt lookup: draft the tokens after an earlier occurrence of a row's last tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PromptLookup(DraftSource):
-    """Source of a call with prompt lookup."""
+    """Draft source for calls with prompt lookup."""
 
     argument = "prompt_lookup_num_tokens"
     hint = (
@@ -25,12 +25,12 @@ class PromptLookup(DraftSource):
     )
     description = "prompt lookup"
     varies_len = True
-    store: Any = None  # sequences of earlier calls, searched too; None for none
+    store: Any = None  # sequences of earlier calls to search as well; None for none
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
         """Limit the draft length to `prompt_lookup_num_tokens`.
 
-        It is the largest draft length unless drafting is switched off.
+        The result is the maximum draft length unless drafting is disabled.
         """
         num_assistant_tokens, max_tokens = (
             config.num_assistant_tokens,
@@ -62,7 +62,7 @@ class PromptLookup(DraftSource):
         return SuffixDrafter(self.suffix_settings(setup), setup.device, lambda: rates)
 
     def suffix_settings(self, setup: DrafterSetup) -> SuffixSettings:
-        """Return the settings of drafts after a match."""
+        """Return the settings for drafting after a match."""
         config = setup.config
         return SuffixSettings(
             max_draft_tokens=config.prompt_lookup_num_tokens or config.max_draft_tokens,
@@ -75,9 +75,9 @@ class PromptLookup(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """Return the source of `prompt_lookup_num_tokens`.
+    """Make the draft source for `prompt_lookup_num_tokens`.
 
-    With a `suffix_store`, it searches earlier calls too.
+    With a `suffix_store`, the source also searches earlier calls.
     """
     if values.get("suffix_store") is None:
         return PromptLookup()

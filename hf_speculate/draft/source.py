@@ -1,4 +1,4 @@
-"""Draft sources: each has a file of its own and is found through one table."""
+"""Draft sources: each has its own file and is found through one table."""
 
 import copy
 import importlib
@@ -18,9 +18,9 @@ from hf_speculate.types import DraftNames
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
 
-# Argument of `generate()`, or combined arguments -> the function of their source, imported when a
-# call has the argument. Without a name behind the colon it is `make_source`; its arguments are the
-# target and the values of a call.
+# Argument of `generate()`, or combined arguments -> the function that makes their source, which is
+# imported when a call has the argument. Without a name after a colon, the function is
+# `make_source`. Its arguments are the target and the values in a call.
 SOURCES = {
     "assistant_model": "hf_speculate.draft.assistant_model",
     "assistant_early_exit": "hf_speculate.options.sources.early_exit",
@@ -31,7 +31,7 @@ SOURCES = {
     "assistant_model and prompt_lookup_num_tokens": "hf_speculate.options.sources.hybrid",
     "assistant_early_exit and prompt_lookup_num_tokens": "hf_speculate.options.sources.hybrid",
 }
-# Kind of an argument's value -> the function that makes its source, or finds it in files.
+# Kind of an argument's value -> the function that makes its source or finds it in files.
 VARIANTS = {
     "a draft head": "hf_speculate.options.heads.source",
     "a name": "hf_speculate.options.heads.named:find_head",
@@ -39,7 +39,7 @@ VARIANTS = {
     "forced text": "hf_speculate.options.sources.forced_text",
     "a Uno adapter": "hf_speculate.options.uno.source",
     "pictures": "hf_speculate.options.pictures.draft_inputs:read_media",
-    # `model_type` of transformers' models with drafts for one target only.
+    # `model_type` of transformers models that draft for only one target.
     "gemma4_assistant": "hf_speculate.options.gemma4.source",
     "gemma4_unified_assistant": "hf_speculate.options.gemma4.source",
 }
@@ -48,116 +48,115 @@ _WITH_MODEL = ("assistant_model", "assistant_early_exit")
 
 
 class HistoryKey(NamedTuple):
-    """The key of a draft source's history: calls with an equal key share their measurements."""
+    """Key of a draft source's history. Calls with equal keys share their measurements."""
 
-    draft: object | None  # a draft model, held weakly; None if no object stays
-    name: Hashable  # the type of source, and its difference from others of the type
+    draft: object | None  # the draft model, held weakly; None if no object outlives the call
+    name: Hashable  # the type of the source, and what distinguishes it from others of this type
 
 
 class DraftSource:
     """Draft source of a call.
 
-    Methods are called in this order. A returned source replaces this one.
+    The methods are called in the order in which they are defined. A returned source replaces this
+    one.
     """
 
-    argument = ""  # argument of `generate()` that chooses it; errors name it
-    hint = ""  # how to decode without it, the next step in errors
-    description = "none"  # for `stats.plan`, and the name of its drafted tokens
-    model: PreTrainedModel | None = None  # the draft model
-    generation_config: GenerationConfig | None = None  # fills in fields left open by the call
-    # maps the target's ids to the model's; None if they are the same
+    argument = ""  # argument of `generate()` that selects the source, named in errors
+    hint = ""  # how to decode without the source, used as the next step in errors
+    description = "none"  # description for `stats.plan`, and name of the drafted tokens
+    model: PreTrainedModel | None = None  # the draft model; None without one
+    generation_config: GenerationConfig | None = None  # fills in fields that the call leaves open
+    # maps the target's ids to the draft model's ids; None if they are the same
     vocabulary: VocabMapping | None = None
-    eager_reason = ""  # why the model is never compiled; empty if it may be
-    drafts = True  # whether it proposes tokens at all
+    eager_reason = ""  # why the draft model is never compiled; empty if it may be
+    drafts = True  # whether the source drafts tokens at all
     is_token_by_token = False  # whether the target reads one token at a time, as in plain decoding
     drafts_at_once = False  # whether one step drafts all tokens of a round
-    # whether its rounds may have any number of tokens with a constant draft length too
+    # whether a round may have any number of tokens even with a constant draft length
     varies_len = False
-    is_single_row = False  # whether it serves one row only
-    reads_embeds = True  # whether it serves prompts of embeddings
-    reads_keys = False  # whether it reads the keys of the noise even if it does not sample
-    reads_prepared = False  # whether it reads `DrafterSetup.for_generators`
+    is_single_row = False  # whether the source supports only one row
+    reads_embeds = True  # whether the source supports prompts given as embeddings
+    reads_keys = False  # whether the source reads the noise keys even if it does not sample
+    reads_prepared = False  # whether the source reads `DrafterSetup.for_generators`
     takes_turns = True  # whether another source may draft in its place in some rounds
-    # argument that cannot be used with synced_gpus; empty if none
+    # argument that cannot be combined with synced_gpus; empty if there is none
     unsynced = ""
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
-    is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`
+    is_compiled = False  # whether it drafts with its own compiled units; known after `begin`
     # why the states come from the output of an eager forward; empty if they are captured
     reads_outputs = ""
 
     @property
     def names(self) -> DraftNames:
-        """Names of its tokens, drafted with a model and at no cost."""
+        """Names for tokens drafted with a model and for free proposals."""
         return DraftNames(self.description, self.description)
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """Return the settings of a call with it; raise an error if they cannot be combined."""
+        """Return the settings of a call with this source; raise an error if they do not fit it."""
         return config
 
     def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> "DraftSource":
-        """Relate it to the target, once both models are checked."""
+        """Bind the source to the target, after both models have been checked."""
         return self
 
     def without_model(self) -> "DraftSource":
-        """Return the source used if the model cannot draft, or gains nothing."""
+        """Return the source to use if the draft model cannot draft or gains nothing."""
         return self
 
     def begin(self, setup: DrafterSetup) -> "DraftSource":
-        """Begin one run of `generate()`, before its caches and forwards are planned."""
+        """Begin one run of `generate()` before its caches and forwards are planned."""
         return self
 
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
-        """Return whether drafts are sampled; if not, they are point masses."""
+        """Return whether drafts are sampled; otherwise, they are point masses."""
         return do_sample and config.draft_sampling == "sample"
 
     def history_key(self) -> HistoryKey:
-        """Return the key of its calls' shared measurements."""
+        """Return the key under which calls with this source share measurements."""
         return HistoryKey(self.model, ("none", False))
 
     def step_bytes(self, target: PreTrainedModel) -> int | None:
-        """Return the bytes of weights read by a draft step of a source without a model.
+        """Return the weight bytes that a draft step reads, for a source without a model.
 
-        None if they are unknown.
+        The result is None if the number is unknown.
         """
         return 0
 
     def make_drafter(
         self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
     ) -> Drafter:
-        """Make the drafter of a planned run.
+        """Make the drafter for a planned run.
 
         Args:
             setup: the setup passed to `begin`.
-            runners: make compiled forwards of a draft model.
-            meet: called before each forward of a draft model, by synced ranks. None without them.
+            runners: runners that make compiled forwards for a draft model.
+            meet: function that synced ranks call before each forward of a draft model. None without
+                synced ranks.
         """
         raise NotImplementedError
 
     def keep(self, token_ids: Sequence[int]) -> None:
-        """Keep the new tokens of a row; called for every row without an error."""
+        """Store the new tokens of a row; called for every row unless the call fails."""
 
     def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
-        """Keep the new tokens of a row, with a function for its prompt's tokens.
+        """Store the new tokens of a row, given a function that returns its prompt tokens.
 
-        Called for every row without an error.
+        The method is called for every row unless the call fails.
         """
         self.keep(token_ids)
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
-        """Finish a call; called if it had no error."""
+        """Finish a call; called unless the call fails."""
 
 
 class FactorySource(DraftSource):
-    """Source whose drafter is made before the plan.
-
-    The plan of the call follows from the drafter.
-    """
+    """Draft source whose drafter is made before the plan, because the plan depends on it."""
 
     reads_keys = True
     drafter: Drafter
 
     def start(self, setup: DrafterSetup) -> Drafter:
-        """Return the drafter of one run, see `begin`."""
+        """Make the drafter for one run; see `begin`."""
         raise NotImplementedError
 
     def begin(self, setup: DrafterSetup) -> "DraftSource":
@@ -181,12 +180,13 @@ def find_source(
     read_settings: Callable[[GenerationConfig | None], SpeculationConfig],
     sources: Mapping[str, str] = SOURCES,
 ) -> tuple[DraftSource | None, SpeculationConfig]:
-    """Return the source of a call, and the settings.
+    """Return the draft source and the settings of a call.
 
-    The source is None if the call names none. Its generation config completes the settings.
+    The source is None if the call names none. The source's generation config completes the
+    settings.
 
     Raises:
-        ConfigError: a `DraftState` comes without a draft model.
+        ConfigError: a `DraftState` is given without a draft model.
         UnsupportedGenerationError: the call names several sources.
     """
     first = next((name for name in sources if is_set(values.get(name))), "")
@@ -200,14 +200,14 @@ def find_source(
 
 
 def source_values(values: Mapping[str, Any], config: SpeculationConfig) -> dict[str, Any]:
-    """Return the arguments of a call by name, settings included."""
+    """Return the arguments of a call by name, including settings."""
     return {**values, **{name: getattr(config, name) for name in FIELD_NAMES}}
 
 
 def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) -> str:
-    """Return the entry of `sources` for a call's arguments; empty if they name none.
+    """Return the key in `sources` for a call's arguments; empty if they name no source.
 
-    Raises like `find_source`.
+    The function raises the same errors as `find_source`.
     """
     if values.get("draft_state") is not None and all(
         values.get(name) is None for name in _WITH_MODEL
@@ -230,18 +230,18 @@ def make_source(
     values: Mapping[str, Any],
     sources: Mapping[str, str] = SOURCES,
 ) -> Any:
-    """Return the source of an entry; None if the entry leaves the call to transformers."""
+    """Make the source for a key in `sources`; None if transformers decodes the call."""
     return load_entry(sources[key])(target, values)
 
 
 def load_entry(entry: str) -> Any:
-    """Import the function of a table's entry."""
+    """Import the function named by a table entry."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name or "make_source")
 
 
 def hint_of(argument: str) -> str:
-    """Return the hint of an error: how to decode without an argument."""
+    """Return the hint for an error, which says how to decode without an argument."""
     return f"leave {argument} out to decode without speculation"
 
 
@@ -257,5 +257,5 @@ def qualified_name(factory: object) -> str:
 
 
 def is_set(value: Any) -> bool:
-    """Return whether an argument names a draft source; False switches one off."""
+    """Return whether an argument names a draft source; False disables one."""
     return value is not None and value is not False

@@ -1,4 +1,4 @@
-"""The suffix drafter: prompt lookup after the longest match of a row's last tokens."""
+"""Suffix drafter: prompt lookup with the longest match of a row's last tokens."""
 
 import math
 from array import array
@@ -26,13 +26,13 @@ from hf_speculate.types import CachedDraft, DraftOut
 
 @dataclass(frozen=True)
 class SuffixSettings:
-    """Settings of drafts after a suffix match."""
+    """Settings for drafting after a suffix match."""
 
-    max_draft_tokens: int  # tokens a row is drafted at most, >= 1
-    # longer matches count as this long, at most 64; None for 64
+    max_draft_tokens: int  # maximum number of tokens to draft per row, >= 1
+    # longer matches count as matches of this length, at most 64; None for 64
     max_match_len: int | None = None
     eos_token_ids: frozenset[int] = frozenset()  # ids after which a row needs no further token
-    vocab_size: float = math.inf  # V; larger ids from a store are not drafted
+    vocab_size: float = math.inf  # V; ids >= V from a store are not drafted
     store: TextStore | None = None  # sequences of earlier calls; None to search only the row itself
     num_pads: Sequence[int] | None = None  # [B] padding tokens before each prompt; None for none
 
@@ -41,19 +41,19 @@ NO_PROPOSAL = Proposal(0, [])
 
 
 class RowText:
-    """Text of a row, and its acceptance rates.
+    """Tokens and acceptance rates of a row.
 
-    The rates count by the length of the match. They learn from every proposal, also if fewer of its
-    tokens or none were drafted.
+    There is one rate per range of match lengths. The rates are updated with every proposal, even if
+    fewer or none of its tokens were drafted.
 
     Args:
-        shared: rates of all rows.
+        shared: rates shared by all rows.
         store: sequences of earlier calls; None to search only the row itself.
     """
 
     def __init__(self, shared: SharedRates, store: TextStore | None = None) -> None:
         self.index, self.rates, self.store = SuffixIndex(), RowRates(shared), store
-        self.proposal = NO_PROPOSAL  # after the newest token
+        self.proposal = NO_PROPOSAL  # continuation after the newest token
 
     @property
     def token_ids(self) -> "array[int]":
@@ -61,7 +61,7 @@ class RowText:
         return self.index.token_ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append emitted tokens, and learn how many of the last proposal are among them."""
+        """Append emitted tokens, and update the rates by their match with the last proposal."""
         match_len, proposed = self.proposal
         agrees = [drafted == emitted for drafted, emitted in zip(proposed, token_ids, strict=False)]
         if agrees:
@@ -72,15 +72,16 @@ class RowText:
         self.proposal = NO_PROPOSAL
 
     def probabilities(self) -> list[float]:
-        """Return the probability of each proposed token to be accepted with all before it."""
+        """Return each proposed token's probability of being accepted with all tokens before it."""
         match_len, proposed = self.proposal
         return self.rates.probabilities(suffix_buckets(match_len, len(proposed)))
 
 
 class SuffixDrafter(PerRow, Drafter):
-    """Drafter of prompt lookup and suffix matches.
+    """Drafter for prompt lookup and suffix matches.
 
-    It proposes, as point masses, the continuation of the latest of the longest earlier matches.
+    It finds the longest earlier match, the latest one among equals, and proposes its continuation
+    as point masses.
 
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).
@@ -101,10 +102,10 @@ class SuffixDrafter(PerRow, Drafter):
         make_rates: Callable[[], SharedRates] = suffix_rates,
     ):
         self.device = torch.device(device)
-        self.texts: list[RowText] = []  # [B], once the prompts were read
+        self.texts: list[RowText] = []  # [B]; empty until the prompts have been read
         self._settings = settings
         self._num_pads = settings.num_pads
-        self._make_rates = make_rates  # called for each row
+        self._make_rates = make_rates  # called once per row
 
     def begin(self, token_ids: Tensor) -> None:
         pads = self._num_pads or [0] * len(token_ids)
@@ -122,7 +123,7 @@ class SuffixDrafter(PerRow, Drafter):
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         for row, ids in zip(self.texts, new_ids, strict=True):
             row.extend(ids)
-            row.proposal = self._find(row) if ids else NO_PROPOSAL  # a finished row gains none
+            row.proposal = self._find(row) if ids else NO_PROPOSAL  # a finished row gets no tokens
         return [row.probabilities() for row in self.texts]
 
     def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
@@ -134,16 +135,16 @@ class SuffixDrafter(PerRow, Drafter):
         return self.cut_proposal(request.num_draft_tokens)
 
     def is_callers(self, error: Exception) -> bool:
-        return isinstance(error, ConfigError)  # raised for the caller's function of a store's keys
+        return isinstance(error, ConfigError)  # raised if the user's key function of a store fails
 
     def _find(self, row: RowText) -> Proposal:
-        """Return the tokens after the longest match in the row, or in the store if longer."""
+        """Return the tokens after the longest match in the row, or in the store if it is longer."""
         settings, num_tokens = self._settings, self._settings.max_draft_tokens
         last = row.token_ids[-min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN) :]
         match_len, end = row.index.find(last)
         token_ids: list[int] = []
         if match_len:
-            # A row in a loop continues with its period.
+            # A row that repeats itself continues with its period.
             period = row.token_ids[end : end + num_tokens]
             token_ids = list(islice(cycle(period), num_tokens))
         if row.store is not None:
@@ -157,21 +158,21 @@ class SuffixDrafter(PerRow, Drafter):
 
 
 def not_fed(query_token_ids: Tensor) -> CachedDraft:
-    """Return the state of a draft cache after a query [B, Q] was skipped."""
+    """Return the state of a draft cache after skipping a query [B, Q]."""
     num_rows, num_query = query_token_ids.shape
     return CachedDraft(-num_query, [False] * num_rows)
 
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:
-    """Return a draft [B, K] from lists of tokens.
+    """Make a draft [B, K] from lists of tokens.
 
-    Shorter rows are padded with token 0, not counted in `lens`.
+    Shorter rows are padded with token 0, which `lens` does not count.
     """
     lens = list(map(len, proposals))
     rows = [ids + [0] * (max(lens) - len(ids)) for ids in proposals]
     if device.type == "cpu":  # numpy reads short lists in a third of torch.tensor()'s time
         token_ids = torch.from_numpy(np.array(rows, dtype=np.int64))  # [B, K]
         return DraftOut(token_ids, torch.from_numpy(np.array(lens, dtype=np.int32)), None, None)
-    # [B, K+1], in one copy
+    # [B, K+1], uploaded in one copy
     packed = upload([[*ids, length] for ids, length in zip(rows, lens, strict=True)], device)
     return DraftOut(packed[:, :-1], packed[:, -1].to(torch.int32), None, None)

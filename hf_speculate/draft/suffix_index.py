@@ -1,62 +1,62 @@
-"""Suffix index: finds earlier occurrences of the last tokens, in a row or in earlier calls."""
+"""Suffix index: find earlier occurrences of the last tokens in a row or in earlier calls."""
 
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-# Contexts with this many equal last tokens count as equal, and the latest is taken.
+# Matches of this length or more count as equally long, and the latest one is used.
 MAX_MATCH_LEN = 64
-SEPARATOR = -1  # in place of a token: no match and no continuation crosses it
-# Drafts after the longest of these matches are accepted as far as drafts after the longest of all;
-# measured on Python's standard library in the bundled tokenizer.
+SEPARATOR = -1  # stands in for a token; no match or continuation crosses it
+# Drafts after the longest of these matches get as many tokens accepted as drafts after the longest
+# match of any length, measured on Python's standard library with the bundled tokenizer.
 _NGRAM_LENS = (3, 1)
-_MAX_CANDIDATES = 16  # occurrences of an n-gram to compare, the latest ones
-_ENTRY_BYTES = 152  # bytes of a large dict's entry with its n-gram and its number, at most
-_TOKEN_BYTES = 16  # bytes of a token in three arrays with a growth of an eighth
+_MAX_CANDIDATES = 16  # number of occurrences of an n-gram to compare, latest first
+_ENTRY_BYTES = 152  # maximum bytes of an entry in a large dict, including its n-gram and number
+_TOKEN_BYTES = 16  # bytes of a token in three arrays that grow by an eighth
 MAX_TOKEN_BYTES = _TOKEN_BYTES + len(_NGRAM_LENS) * _ENTRY_BYTES
 
 
 class Match(NamedTuple):
     """An earlier occurrence of a sequence's last tokens."""
 
-    length: int  # matching tokens; 0 without a match
-    end: int  # tokens of the index up to the end of the occurrence
+    length: int  # number of matching tokens; 0 without a match
+    end: int  # number of tokens in the index up to the end of the occurrence
 
 
 class Proposal(NamedTuple):
     """A possible continuation of a row."""
 
-    match_len: int  # matched last tokens of the row
-    token_ids: list[int]  # the following tokens
+    match_len: int  # number of last tokens of the row that match
+    token_ids: list[int]  # the tokens that follow the match
 
 
 class TextStore(Protocol):
     """Sequences of earlier calls."""
 
     def of_prompt(self, token_ids: Sequence[int]) -> "TextStore":
-        """Return the sequences for the row of a prompt."""
+        """Return the store with the sequences for a prompt."""
 
     def find(self, last: "array[int]", num: int) -> Proposal:
-        """Return at most `num` tokens after the longest match of the `last` ones."""
+        """Return at most `num` tokens after the longest match of the tokens `last`."""
 
 
 class _Chain(NamedTuple):
-    """Occurrences of all n-grams.
+    """Occurrences of all n-grams of one length.
 
-    Each is the number of tokens up to its end.
+    An occurrence is stored as the number of tokens up to its end.
     """
 
     num: int  # n
     latest: dict[bytes, int]
-    # by token: the previous occurrence of the n-gram ending with it; 0 if there is none
+    # by token: the previous occurrence of the n-gram that ends with this token; 0 if there is none
     before: "array[int]"
 
 
 class SuffixIndex:
     """Hash chains over the n-grams of a growing sequence.
 
-    LZ77 compressors use them too. An appended token and a search take a bounded number of steps,
-    whatever the length of the sequence.
+    LZ77 compressors use the same structure. Appending a token and searching take a bounded number
+    of steps, regardless of the length of the sequence.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class SuffixIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in use, estimated from above."""
+        """Upper estimate of the memory in use, in bytes."""
         return (
             len(self.token_ids) * _TOKEN_BYTES
             + sum(len(chain.latest) for chain in self._chains) * _ENTRY_BYTES
@@ -82,9 +82,9 @@ class SuffixIndex:
                 latest[ngram] = end
 
     def find(self, last: "array[int]") -> Match:
-        """Find the longest earlier occurrence of the `last` tokens of a sequence.
+        """Find the longest earlier occurrence of the tokens `last` at the end of a sequence.
 
-        Another token follows it. Of several, the latest is taken.
+        At least one token follows the occurrence. If several are equally long, the latest is used.
         """
         text, max_len, length, match_end = self.token_ids, len(last), 0, 0
         for num, latest, before in self._chains:
@@ -92,7 +92,7 @@ class SuffixIndex:
             for _ in range(_MAX_CANDIDATES):
                 if not end or length == max_len:
                     break
-                # The next token of a longer match is compared first: most occurrences fail here.
+                # The next token of a longer match is compared first, where most occurrences fail.
                 is_longer = length < end < len(text) and text[end - 1 - length] == last[-1 - length]
                 if is_longer and text[end] != SEPARATOR:
                     matched = _match_len(text, end, last[-max_len:])
@@ -105,13 +105,13 @@ class SuffixIndex:
         return Match(length, match_end)
 
     def continuation(self, end: int, num: int) -> list[int]:
-        """Return the `num` tokens, or fewer, after the first `end` ones, up to a separator."""
+        """Return up to `num` tokens after the first `end` tokens, stopping at a separator."""
         token_ids = self.token_ids[end : end + num].tolist()
         return token_ids[: token_ids.index(SEPARATOR)] if SEPARATOR in token_ids else token_ids
 
 
 def _match_len(text: Sequence[int], end: int, last: Sequence[int]) -> int:
-    """Count the tokens before `end` equal to the last ones."""
+    """Count how many tokens before `end` are equal to the tokens at the end of `last`."""
     length, max_len = 0, min(end, len(last))
     while length < max_len and text[end - 1 - length] == last[-1 - length]:
         length += 1

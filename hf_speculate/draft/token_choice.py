@@ -1,4 +1,4 @@
-"""Token choice: chooses drafted tokens from a draft's logits, after the logits processors."""
+"""Token choice: choose drafted tokens from a draft's logits after the logits processors."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,27 +16,27 @@ from hf_speculate.rows.row_lens import ArangeCache
 from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
-_HISTORY_CAPACITY = 256  # columns reserved for later tokens in the processors' history
+_HISTORY_CAPACITY = 256  # number of columns reserved for later tokens in the history
 
 
 class DraftSettings(NamedTuple):
-    """Settings of the choice of drafted tokens."""
+    """Settings for choosing drafted tokens."""
 
     # [E] int64, ids after which a row needs no further token; None for none
     eos_token_ids: Tensor | None = None
-    # a row's draft ends after a token of lower probability, in [0, 1]
+    # in [0, 1]; a row's draft ends after a token with a lower probability
     confidence_threshold: float = 0.0
     keeps_logits: bool = True  # whether the verifier reads the sampled distribution
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
     backend: str = "auto"  # backend of the sampling kernel
-    # arguments of `warp_logits` before each choice in a captured draft; empty for none
+    # arguments for `warp_logits` before each choice in a captured draft; empty for no warping
     warp: tuple[tuple[str, Any], ...] = ()
 
 
 def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings) -> Chosen:
-    """Choose one token of every row from logits [B, V], in a compiled or captured draft.
+    """Choose one token for every row from logits [B, V] in a compiled or captured draft.
 
-    Without noise keys, the argmax is taken.
+    Without noise keys, the argmax is chosen.
     """
     if keys is None:
         return Chosen(logits.argmax(dim=-1)[:, None])
@@ -55,7 +55,7 @@ def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings)
 
 
 def draft_of(chosen: Sequence[Chosen], settings: DraftSettings) -> DraftOut:
-    """Return the draft of consecutive tokens, without a wait for the device."""
+    """Make the draft from consecutive tokens without waiting for the device."""
     token_ids, logits, logsumexp = joined(chosen)
     counts = ArangeCache(token_ids.device, torch.int32)
     lens = ChosenTokens(settings.eos_token_ids, counts).lens(token_ids)
@@ -63,9 +63,9 @@ def draft_of(chosen: Sequence[Chosen], settings: DraftSettings) -> DraftOut:
 
 
 class TokenChooser(PerRow):
-    """Chooser of the drafted tokens of one call.
+    """Chooses the drafted tokens of one call.
 
-    It returns ids of the target, and keeps the sequences for the processors.
+    It returns the target's ids and keeps the sequences for the logits processors.
     """
 
     PARTS = ("history",)
@@ -79,24 +79,24 @@ class TokenChooser(PerRow):
         vocabulary: DraftVocabulary,
     ):
         self.processors, self.settings, self.vocabulary = processors, settings, vocabulary
-        # None before the first round, and if no processor reads tokens
+        # None before the first round or if no processor reads tokens
         self.history: TokenBuffer | None = None
         self.can_join = processors.can_join
-        # A later row may have such processors.
+        # A row that joins later may have such processors.
         self.reads_kept = self.can_join or processors.reads_token_ids
         self.counts, self._device = ArangeCache(device, torch.int32), device
-        self.processor_error: Exception | None = None  # the last error of a processor
-        self.last_logits: Tensor | None = None  # [B, V] or [B, Vd] of the last drafted token
+        self.processor_error: Exception | None = None  # the last error raised by a processor
+        self.last_logits: Tensor | None = None  # [B, V] or [B, Vd], for the last drafted token
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are chosen from the draft's logits alone."""
+        """Whether tokens are chosen only from the draft's logits."""
         return not len(self.processors) and not self.settings.confidence_threshold
 
     def warp_alone(self) -> tuple[tuple[str, Any], ...]:
-        """Return the arguments of `warp_logits` that stand for all processors; empty if none do.
+        """Return the `warp_logits` arguments that replace all processors; empty if none can.
 
-        Then captured kernels can choose sampled tokens without them.
+        With these arguments, captured kernels can sample tokens without the processors.
         """
         backend, is_mapped = self.settings.backend, self.vocabulary.size is not None
         if is_mapped or self.settings.confidence_threshold or not len(self.processors):
@@ -114,7 +114,7 @@ class TokenChooser(PerRow):
             )
 
     def read(self, query: Tensor, kept: Kept | None) -> None:
-        """Record the sequences for processors: the first query, then `kept` of the last round."""
+        """Record the sequences for processors from the first query, and later from `kept`."""
         if self.history is None:
             self.begin(query)
         elif kept is not None:
@@ -123,7 +123,7 @@ class TokenChooser(PerRow):
     def start(
         self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None
     ) -> "RoundDraft":
-        """Return the draft of one round, of K tokens at most."""
+        """Return an empty draft for one round of at most K tokens."""
         if sample_strategy is SampleStrategy.GREEDY or keys is None:
             return RoundDraft(self, None, num_tokens)
         return RoundDraft(self, NoiseKeys(*(part.to(self._device) for part in keys)), num_tokens)
@@ -137,19 +137,19 @@ class TokenChooser(PerRow):
 
 
 class RoundDraft:
-    """Draft of one round, a `TokenChoice`.
+    """Draft of one round, implementing `TokenChoice`.
 
-    It chooses its tokens with new forks of processors with state.
+    It chooses its tokens with new forks of the processors that have state.
     """
 
     def __init__(self, chooser: TokenChooser, keys: NoiseKeys | None, num_tokens: int):
         self.tokens = ChosenTokens(chooser.settings.eos_token_ids, chooser.counts, num_tokens)
         self.are_enough = self.tokens.are_enough
-        self.keys = keys  # keys of the noise; None to take the argmax
+        self.keys = keys  # noise keys; None to choose the argmax
         self._chooser = chooser
         self._processors = chooser.processors.forked()
         self._draws: Draws | None = None
-        self._warped: WarpedDraws | None = None  # takes the place of the draws and of a last warper
+        self._warped: WarpedDraws | None = None  # replaces the draws and a last warper
         if keys is not None:
             settings, warp = chooser.settings, dict[str, Any]()
             if chooser.vocabulary.size is None and WarpedDraws.can_run(
@@ -163,13 +163,13 @@ class RoundDraft:
             else:
                 self._draws = Draws(keys, settings.stream, num_tokens, backend=settings.backend)
         self._keeps_logits = chooser.settings.keeps_logits
-        self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
-        self._num_recorded = 0  # tokens of the round in the history
+        self._num_tokens = num_tokens  # maximum K; a compiled draft may be longer
+        self._num_recorded = 0  # number of this round's tokens in the history
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Choose the next token [B] int64 from [B, V] or [B, Vd].
+        """Choose the next token [B] int64 from logits [B, V] or [B, Vd].
 
-        Rows end if its probability is below the threshold.
+        A row ends if the probability of its token is below the threshold.
         """
         chooser = self._chooser
         settings, vocabulary, history = chooser.settings, chooser.vocabulary, chooser.history
@@ -190,7 +190,7 @@ class RoundDraft:
             except Exception as error:
                 chooser.processor_error = error
                 raise
-            if vocabulary.size is not None:  # a head with fewer ids may find all of them banned
+            if vocabulary.size is not None:  # all ids of a head with a smaller V may be banned
                 processed = torch.where(
                     (processed == -torch.inf).all(-1, True), scores.to(processed), processed
                 )
@@ -216,7 +216,7 @@ class RoundDraft:
         return token_ids
 
     def choose_all(self, logits: Tensor) -> None:
-        """Choose K tokens of every row from logits [B, K, Vd], computed without these tokens."""
+        """Choose K tokens per row from logits [B, K, Vd] that do not depend on these tokens."""
         if self.keys is None and self._chooser.is_plain:
             self._chooser.last_logits = logits[:, -1]
             vocabulary = self._chooser.vocabulary
@@ -226,11 +226,11 @@ class RoundDraft:
             self.choose(logits[:, step])
 
     def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
-        """Return the draft on a device. The history forgets its tokens.
+        """Return the draft on a device, and drop its tokens from the history.
 
         Args:
-            device: of the result.
-            most: [B] int32, largest number of valid tokens per row; None for no bound.
+            device: device of the result.
+            most: [B] int32, maximum number of valid tokens per row; None for no limit.
         """
         token_ids, logits, logsumexp = self.tokens.joined()
         if self._warped is not None and self._warped.num_drawn and self._keeps_logits:
@@ -239,7 +239,7 @@ class RoundDraft:
         lens, num = self.tokens.lens(token_ids), token_ids.shape[1]
         if most is not None:
             lens = torch.minimum(lens, most)
-            if lens.device.type == "cpu":  # elsewhere reading it would wait for an accelerator
+            if lens.device.type == "cpu":  # on an accelerator, reading it would wait for the device
                 num = max(int(lens.max()), 1)
         if self._chooser.history is not None:
             self._chooser.history.drop(self._num_recorded)

@@ -1,4 +1,4 @@
-"""Vocabulary intersection: tokens shared by two tokenizers, found once for each pair."""
+"""Vocabulary intersection: the tokens that two tokenizers share, found once per pair."""
 
 import threading
 from collections.abc import Mapping
@@ -15,15 +15,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_speculate.draft.vocab_mapping import NOT_ENCODED, VocabMapping, VocabTable
 from hf_speculate.errors import UnsupportedModelError
 
-# Below this share of the smaller vocabulary hardly a word of a text is one shared token, and the
-# pair is most likely a mistake: characters beside words, or another script. The schedule drops
-# pairs above it without a gain.
+# If less than this share of the smaller vocabulary is shared, hardly any word of a text is a single
+# shared token, and the pair is most likely a mistake, such as a character tokenizer with a word
+# tokenizer, or a different script. Above this share, the schedule stops drafting with pairs that
+# gain nothing.
 MIN_OVERLAP = 0.1
 
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's space
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
-_NO_BYTE = 0xFFFF  # stands for no byte
-# Character -> character with the byte's number, for the 256 characters of byte-level vocabularies.
+_NO_BYTE = 0xFFFF  # code of a character that stands for no byte
+# Character of a byte-level vocabulary -> character whose code is the byte, for all 256 bytes.
 _BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
     ord(char): byte for byte, char in bytes_to_unicode().items()
 }
@@ -36,12 +37,12 @@ _Surface = bytes | str
 class _Stamp(NamedTuple):
     """Fingerprint of a tokenizer object.
 
-    It shows in microseconds whether the tokenizer has changed.
+    It takes microseconds to compute and reveals whether the tokenizer has changed.
     """
 
     num_tokens: int
-    roles: tuple[int | None, ...]  # by role, and the ids of all special tokens
-    # tokens spread over the vocabulary: other ones if its model was replaced
+    roles: tuple[int | None, ...]  # the token ids by role, then the ids of all special tokens
+    # tokens spread over the vocabulary, which differ if the tokenizer's model was replaced
     probes: tuple[str, ...]
 
 
@@ -49,13 +50,13 @@ class _Stamp(NamedTuple):
 class _Pair:
     """Vocabulary intersection of two tokenizer objects.
 
-    It holds no references to them.
+    It holds no references to the tokenizers.
     """
 
     stamps: tuple[_Stamp, _Stamp]
     probe_ids: tuple[list[int], list[int]]
     are_equal: bool
-    # by the sizes of the models' tables: the mapping, and the meaning of the target's tokens
+    # by the sizes of both models' tables: the mapping and the surfaces of the target's tokens
     tables: dict[tuple[int, int], tuple[VocabTable, "_Surfaces"]] = field(default_factory=dict)
 
 
@@ -68,8 +69,8 @@ _PAIRS: WeakKeyDictionary[
 def are_equal(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> bool:
     """Return whether two tokenizers have the same ids for the same tokens.
 
-    A pair of objects is compared once. It is compared again after tokens were added, after special
-    tokens were set, or if one of some probed tokens has changed.
+    A pair of objects is compared once. It is compared again if tokens have been added, special
+    tokens have been set, or one of the probed tokens has changed.
     """
     if target is draft:
         return True
@@ -80,12 +81,12 @@ def are_equal(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -
 def intersect_vocabularies(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
 ) -> VocabMapping:
-    """Map the tokens with the same text in both vocabularies, and encode the others.
+    """Map tokens with the same text in both vocabularies, and encode all other tokens.
 
-    Tokens are compared by their bytes; special tokens by their name, and the end of a text, its
-    beginning and padding by their role. A token that the draft lacks is fed to it as the last token
-    of its own encoding of the text. Feeding one for one keeps rows rectangular, and the next token
-    depends most on the newest letters.
+    Tokens are compared by their bytes and special tokens by their name. BOS, EOS and padding tokens
+    are compared by their role. If the draft lacks a token, it reads the last token of its own
+    encoding of that token's text. Replacing one token with one token keeps rows rectangular, and
+    the next token depends most on the newest letters.
 
     Source:
         Token-level intersection: Timor et al. (arXiv:2502.05202), section 3.
@@ -120,7 +121,7 @@ def _stamp(tokenizer: PreTrainedTokenizerBase, probe_ids: list[int]) -> _Stamp:
     return _Stamp(len(tokenizer), roles, tuple(tokenizer.convert_ids_to_tokens(probe_ids)))
 
 
-@torch.inference_mode(False)  # later calls write ids of tokens that the draft lacks
+@torch.inference_mode(False)  # later calls write the ids for tokens that the draft lacks
 def _make_table(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
 ) -> tuple[VocabTable, "_Surfaces"]:
@@ -131,7 +132,9 @@ def _make_table(
     for draft_id, surface in draft_surfaces.items():
         by_surface.setdefault(surface, draft_id)
     shared: dict[int, int] = {}
-    doubles: dict[int, int] = {}  # a letter and the byte that spells it: the second is only fed
+    # Two target tokens with one draft token, such as a letter and its byte: the second one is fed
+    # to the draft but never proposed.
+    doubles: dict[int, int] = {}
     taken: set[int] = set()
     for target_id, surface in target_surfaces.items():
         if surface in by_surface:
@@ -154,7 +157,7 @@ def _make_table(
         if are_ids and target_id not in shared and draft_id not in taken:
             shared[target_id] = draft_id
             taken.add(draft_id)
-    # Fed for an id without a text.
+    # The first of these that exists is fed for an id without text.
     stand_ins = (draft.unk_token_id, draft.pad_token_id, draft.eos_token_id)
     stand_in = next((int(id_) for id_ in stand_ins if id_ is not None and id_ < num_draft), 0)
     draft_ids = torch.full((num_target,), stand_in, device="cpu")
@@ -169,9 +172,9 @@ def _make_table(
 
 
 class _Surfaces:
-    """Meaning of each token of a tokenizer.
+    """Surface of each token of a tokenizer.
 
-    It is the bytes of the token's text, or a special token's name.
+    A surface is the bytes of the token's text, or the name of a special token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -192,16 +195,16 @@ class _Surfaces:
         if self._mark == _BYTE_LEVEL_SPACE:
             try:
                 return token.translate(_BYTES).encode("latin-1")
-            except UnicodeEncodeError:  # the character stands for no byte
+            except UnicodeEncodeError:  # a character stands for no byte
                 return token.encode()
         return token.encode()
 
     def of_all(self, vocab: Mapping[str, int], num_ids: int) -> dict[int, _Surface]:
-        """Return surfaces by id below `num_ids`, increasing; plain tokens before single bytes."""
+        """Return the surfaces of ids below `num_ids` by id, plain tokens before single bytes."""
         plain: dict[int, _Surface] = {}
         single_bytes: dict[int, _Surface] = {}
         has_bytes = self._mark == _WORD_MARK
-        # Fast tokenizers give no order.
+        # Fast tokenizers return their vocabulary in no particular order.
         for token, token_id in sorted(vocab.items(), key=itemgetter(1)):
             if token_id < num_ids:
                 is_byte = has_bytes and self._is_byte(token) and token_id not in self._added
@@ -220,7 +223,7 @@ def _last_tokens(
     num_draft: int,
     target_ids: list[int],
 ) -> dict[int, int]:
-    """Return the last token of the draft's own encoding of each target token.
+    """Return the last token of the draft's encoding of each target token.
 
     Tokens without an encoding are left out.
     """

@@ -1,4 +1,4 @@
-"""Vocabulary mapping: ids of a draft for ids of the target, and a draft model behind it."""
+"""Vocabulary mapping: the draft's ids for the target's ids, and a draft model that uses them."""
 
 import functools
 import threading
@@ -14,23 +14,23 @@ from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.transfers import send
 from hf_speculate.types import Scored
 
-# Embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels.
+# Embedding tables are padded to a multiple of between 64 and 1,024 rows for matrix kernels.
 MAX_PADDING = 1024
 NOT_ENCODED = -1
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Mapping of a draft's logit columns to target ids."""
+    """Mapping from a draft's logit columns to target ids."""
 
-    size: int | None = None  # V, of the target; None if logits have as many columns
-    # [Vd] int64, those of the columns, increasing; None if column j is id j
+    size: int | None = None  # V of the target; None if the logits have V columns
+    # [Vd] int64, target id of each column, increasing; None if column j is id j
     target_ids: Tensor | None = None
-    # number of first columns with ids of the target; None for all
+    # number of leading columns that have target ids; None for all columns
     num_columns: int | None = None
 
     def resized(self, size: int) -> "DraftVocabulary":
-        """Return the mapping for a target of V = `size` ids; ids it lacks are not proposed."""
+        """Return the mapping for a target with V = `size` ids; larger ids are not proposed."""
         ids = self.target_ids
         if ids is None:
             return replace(self, size=size, num_columns=size)
@@ -43,12 +43,12 @@ class DraftVocabulary:
         return columns if self.target_ids is None else self.target_ids[columns]
 
     def cut(self, logits: Tensor) -> Tensor:
-        """Return [..., Vd'] of logits [..., Vd], without columns of ids missing in the target."""
+        """Slice logits [..., Vd] to [..., Vd'], without columns whose ids the target lacks."""
         has_more = self.num_columns is not None and self.num_columns < logits.shape[-1]
         return logits[..., : self.num_columns] if has_more else logits
 
     def scattered(self, logits: Tensor) -> Tensor:
-        """Scatter logits [..., Vd] to [..., V], with -inf at every id the draft cannot propose."""
+        """Scatter logits [..., Vd] to [..., V], with -inf at ids that the draft cannot propose."""
         if self.size is None:
             return logits
         if self.target_ids is None:  # a view or one operator
@@ -64,30 +64,30 @@ class DraftVocabulary:
 class DeviceTable(NamedTuple):
     """Tables of a vocabulary mapping on the draft's device."""
 
-    draft_ids: Tensor  # [V] int64, by target id; exact for the shared ones
-    # [N] int64, the draft's ids of the shared tokens; None if these are its first ones
+    draft_ids: Tensor  # [V] int64, by target id; exact for shared tokens
+    # [N] int64, the draft's ids of the shared tokens; None if these are its first N ids
     columns: Tensor | None
-    vocabulary: DraftVocabulary  # vocabulary of logits [..., N] in these columns
+    vocabulary: DraftVocabulary  # vocabulary of the logits [..., N] in these columns
 
 
 @dataclass(frozen=True, eq=False)
 class VocabTable:
-    """Mapping of two vocabularies, shared between calls."""
+    """Mapping between two vocabularies, shared by calls."""
 
     # [V] int64 on the host, by target id: the id fed to the draft, or `NOT_ENCODED`
     draft_ids: Tensor
-    # [V] bool on the host, by target id, whether the draft may propose it; at least one is
+    # [V] bool on the host, by target id: whether the draft may propose it; True for at least one id
     is_shared: Tensor
-    # whether ids mean the same on both sides, and only the ends of the vocabularies differ
+    # whether ids have the same meaning in both, and only the ends of the vocabularies differ
     is_padded: bool = False
-    stand_in: int = 0  # an id of the draft, for tokens without a text
+    stand_in: int = 0  # the draft's id for tokens without text
     lock: Any = field(default_factory=threading.Lock, repr=False)
     _on_device: dict[torch.device, DeviceTable] = field(
         default_factory=dict, init=False, repr=False
     )
 
     def on(self, device: torch.device) -> DeviceTable:
-        """Return the tables on a device; they are copied once."""
+        """Return the tables on a device; they are copied to each device once."""
         with self.lock:
             if device not in self._on_device:
                 self._on_device[device] = self._copied(device)
@@ -109,11 +109,11 @@ class VocabTable:
 
 @dataclass(frozen=True)
 class VocabMapping:
-    """The vocabulary mapping of one call: ids of the draft for ids of the target."""
+    """Vocabulary mapping for one call, from the target's ids to the draft's ids."""
 
     table: VocabTable
-    # the draft's ids for target ids that it lacks, asked for when they first occur; it may leave
-    # some out; None if it lacks none
+    # returns the draft's ids for target ids that the draft lacks, possibly not for all of them;
+    # called when such ids first occur; None if the draft lacks no id
     encode: Callable[[list[int]], dict[int, int]] | None = None
 
     def encoded(self, target_ids: Tensor) -> Tensor:
@@ -134,35 +134,35 @@ class VocabMapping:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
-    """Return the mapping for one tokenizer and two models with tables of different lengths."""
-    # The target's last ids lie in the padding and are never read.
+    """Return the mapping for one tokenizer and two models whose tables differ in length."""
+    # The target's last ids are padding and are never read.
     ids = torch.arange(num_target, device="cpu")
     return VocabMapping(VocabTable(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True))
 
 
 class TranslatedLanguageModel(LanguageModel):
-    """A draft model over the target's ids.
+    """Draft model that reads and scores the target's ids.
 
-    It scores the shared ones; the model itself is unchanged. Tokens of the text are read on the
-    host, and ids that the draft lacks are encoded there when they first occur. Drafted tokens are
-    shared ones, and stay on the device.
+    It scores only the shared ids; the model itself is unchanged. The tokens of the text are read on
+    the host, where ids that the draft lacks are encoded when they first occur. Drafted tokens are
+    always shared tokens, and they stay on the device.
     """
 
     def __init__(self, mapping: VocabMapping, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._mapping, self._table = mapping, mapping.table.on(self.device)
-        # whether tokens of the text must be read on the host
+        # whether the tokens of the text must be read on the host
         self.encodes = mapping.encode is not None
 
     @property
     def vocabulary(self) -> DraftVocabulary:
-        """The ids of the columns of logits."""
+        """The target ids of the logit columns."""
         return self._table.vocabulary
 
     def run(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
-        """Score a query [B, Q] in the target's ids.
+        """Score a query [B, Q] given in the target's ids.
 
-        The logits are [B, Q', N], of the tokens in `vocabulary`.
+        The logits are [B, Q', N] over the tokens in `vocabulary`.
         """
         if query_token_ids.device.type == "cpu":
             draft_ids = send(self._mapping.encoded(query_token_ids), self.device)

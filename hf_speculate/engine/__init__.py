@@ -1,1 +1,1 @@
-"""The decoding loop, the batch, and the plan of a call."""
+"""The decoding loop, the batch and the call plan."""

@@ -1,4 +1,4 @@
-"""Batch: the decoded rows, with their tokens, seeds and finished flags."""
+"""Batch: the rows being decoded, with their tokens, seeds and finished flags."""
 
 import copy
 from collections.abc import Collection, Sequence
@@ -14,12 +14,12 @@ from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.transfers import upload
 from hf_speculate.types import DeviceRows, DraftOut, NoiseKeys, RoundRows, Trimmed, Verified
 
-_NUM_ROUNDS = 256  # round numbers per upload to the device
-_FIRST_CAPACITY = 1024  # initial room of a row's buffer in new tokens; it grows on demand
+_NUM_ROUNDS = 256  # number of round numbers per upload to the device
+_FIRST_CAPACITY = 1024  # initial room for new tokens in a row's buffer, which grows on demand
 
 
 class Batch(PerRow):
-    """B rows of prompt and new tokens."""
+    """B rows of prompts and new tokens."""
 
     BY_ROW = (
         "num_hidden",
@@ -37,13 +37,14 @@ class Batch(PerRow):
         self,
         input_ids: Tensor,  # [B, T] int64, the left-padded prompts, on the target's device
         seeds: Tensor,  # [B] int64 row seeds
-        max_length: int,  # maximum columns of the output
-        # [B] real tokens of each prompt, those of a passed cache included
+        max_length: int,  # maximum number of output columns
+        # [B] number of real tokens in each prompt, including the tokens in a passed cache
         num_prompt_tokens: Sequence[int],
-        # whether the noise keys are read; if not, `keys` returns placeholders
+        # whether the noise keys are read; otherwise, `keys` returns placeholders
         reads_keys: bool = True,
-        first_row: int = 0,  # number of the first output row
-        draft_limits: Sequence[int] | None = None,  # [B] maximum draft tokens per round
+        first_row: int = 0,  # index of the first output row
+        # [B] maximum number of draft tokens per round; None for no limit
+        draft_limits: Sequence[int] | None = None,
     ):
         num_rows, self.prompt_len = input_ids.shape
         self.tokens = TokenBuffer(input_ids, min(max_length, self.prompt_len + _FIRST_CAPACITY))
@@ -51,27 +52,27 @@ class Batch(PerRow):
             self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
         )
         self.seeds = seeds
-        # minus the columns
+        # number of tokens minus the number of columns
         self.num_hidden = [num_tokens - self.prompt_len for num_tokens in num_prompt_tokens]
         self.max_lengths = [max_length] * num_rows
         self.row_ids = list(range(first_row, first_row + num_rows))
         self.is_finished = [False] * num_rows
-        self.was_live = [True] * num_rows  # rows not finished before the last commit
+        self.was_live = [True] * num_rows  # rows that were not finished before the last commit
         self.num_rounds = 0
         self.prompt_lens = [self.prompt_len] * num_rows
         self.draft_limits = list(draft_limits or [MAX_ASSISTANT_TOKENS] * num_rows)
-        self._rounds_before = [0] * num_rows  # rounds of the batch before each row joined it
+        self._rounds_before = [0] * num_rows  # number of rounds before each row joined the batch
         self._reads_keys = reads_keys
-        self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
-        self._key_pads: Tensor | None = None  # [B, 1] int64, columns less the positions in keys
-        # rows with new tokens, and the same as [B] int64
+        self._rounds: Tensor | None = None  # [N, B] int64, number of each round in every row
+        self._key_pads: Tensor | None = None  # [B, 1] int64, columns minus positions in the keys
+        # flags of the rows with new tokens, and the same flags as [B] int64
         self._gains: tuple[list[bool], Tensor] | None = None
-        # keys of a round, by its number and the lengths of the rows
+        # noise keys of a round, with its number and the row lengths; None if they are not known
         self._known_keys: tuple[int, list[int], NoiseKeys] | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> "Batch":
-        """Return the rows of a planned call, before the first forward."""
+        """Return the batch for a planned call before its first forward."""
         call, config, num_rows = plan.call, plan.config, plan.call.batch_size
         seeds = config.row_seeds(num_rows, call.do_sample).to(call.prompts.input_ids.device)
         numbers = call.max_length, call.num_prompt_tokens, plan.reads_keys, call.row_lists.first_row
@@ -88,7 +89,7 @@ class Batch(PerRow):
 
     @property
     def num_left(self) -> list[int]:
-        """[B] remaining tokens of each row."""
+        """[B] number of remaining tokens in each row."""
         return [
             max_len - length
             for max_len, length in zip(self.max_lengths, self.tokens.lens, strict=True)
@@ -114,7 +115,7 @@ class Batch(PerRow):
         return NoiseKeys(self.seeds, self._rounds[self.num_rounds], positions)
 
     def round_rows(self, num_round: int) -> RoundRows:
-        """Return the rows before a round, with the numbers of `keys`."""
+        """Return the state of the rows before a round, with the numbers used in `keys`."""
         lens = self.tokens.lens
         return RoundRows(
             self.host_tokens.last(2).tolist(),
@@ -125,10 +126,10 @@ class Batch(PerRow):
         )
 
     def know(self, rows: DeviceRows | None) -> None:
-        """Take the state before the next round from the device.
+        """Take over the state before the next round from the device.
 
         Args:
-            rows: The state. None if the device has overwritten the one before.
+            rows: The state. None if the device has overwritten the previous state.
         """
         if rows is not None:
             self.tokens.know_last(rows.newest_ids)
@@ -138,7 +139,7 @@ class Batch(PerRow):
             self._known_keys = None
 
     def no_draft(self) -> DraftOut:
-        """Return a draft of no tokens: scoring it is a plain decoding step."""
+        """Return a draft without tokens, whose scoring is a plain decoding step."""
         device = self.tokens.token_ids.device
         empty = torch.zeros(self.num_rows, 0, dtype=torch.int64, device=device)
         return DraftOut(
@@ -146,11 +147,11 @@ class Batch(PerRow):
         )
 
     def commit(self, verified: Verified, trimmed: Trimmed) -> None:
-        """Append the emitted tokens of a round, and update the finished flags."""
+        """Append the emitted tokens of a round and update the finished flags."""
         self.was_live = [not is_finished for is_finished in self.is_finished]
         if verified.is_captured and self.host_tokens is not self.tokens:
             rows = zip(verified.new_ids, trimmed.num_emitted, strict=True)
-            is_read = self.tokens.row_lens.is_on_device  # on the device, by a drafter
+            is_read = self.tokens.row_lens.is_on_device  # whether a drafter reads the lengths there
             counts = self._counts(verified, trimmed) if is_read else RowCounts(trimmed.num_emitted)
             self.tokens.append_later([ids[:count] for ids, count in rows], counts)
         else:
@@ -162,12 +163,12 @@ class Batch(PerRow):
         self.is_finished = list(trimmed.is_finished)
 
     def end_rows(self, row_ids: Collection[int]) -> None:
-        """Finish rows at their present length, by their numbers among the output rows."""
+        """Finish rows at their current length, given their indices among the output rows."""
         flags = zip(self.row_ids, self.is_finished, strict=True)
         self.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
 
     def selected(self, indices: Sequence[int]) -> "Batch":
-        """Return a copy with the rows `indices`; this batch is unchanged."""
+        """Return a copy with the rows `indices`; this batch is not changed."""
         batch = copy.copy(self)
         is_host = self.host_tokens is self.tokens
         batch.tokens = self.tokens.copy()
@@ -176,7 +177,7 @@ class Batch(PerRow):
         return batch
 
     def join(self, other: "Batch") -> None:
-        """Append the rows of `other` after their prefill; their rounds count from here."""
+        """Append the rows of `other` after their prefill; their rounds are counted from here."""
         other._rounds_before = [self.num_rounds - other.num_rounds] * other.num_rows
         super().join(other)
 
@@ -194,7 +195,7 @@ class Batch(PerRow):
         if all(gains_all):
             return RowCounts(counts, on_device, 1)
         if any(count and not has_all for count, has_all in zip(counts, gains_all, strict=True)):
-            return RowCounts(counts)  # a row stops before its last token
+            return RowCounts(counts)  # a row stops before its last verified token
         if self._gains is None or self._gains[0] != gains_all:
             self._gains = gains_all, upload(gains_all, on_device.device)
         return RowCounts(counts, (on_device + 1) * self._gains[1], 0)

@@ -1,4 +1,4 @@
-"""Prepared call: the inputs of the engine from one `generate()` call."""
+"""Prepared call: the engine's inputs for one `generate()` call."""
 
 import copy
 import importlib
@@ -24,27 +24,27 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowCriteria, RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 
-# imported if new rows may replace finished ones
+# imported only if new rows may replace finished ones
 _REFILLED_ROWS = "hf_speculate.options.refill.row_groups"
 
 
 class RowLists:
-    """Processors and criteria per row.
+    """Logits processors and stopping criteria per row.
 
-    Rows of one call share the same lists. Continuous batching joins rows of several calls.
+    The rows of one call share the same lists. Continuous batching joins rows from several calls.
     """
 
-    rows_leave = False  # whether a finished row leaves, to make room for another prompt
-    first_row = 0  # number of the first output row
+    rows_leave = False  # whether a finished row leaves the batch to make room for another prompt
+    first_row = 0  # index of the first output row
 
     def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
-        """Return the logits processors of `num_rows` rows."""
+        """Return the logits processors for `num_rows` rows."""
         return processors
 
     def criteria(
         self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int
     ) -> RowCriteria:
-        """Return the stopping criteria of `num_rows` rows with at most `max_length` columns."""
+        """Return the stopping criteria for `num_rows` rows of at most `max_length` columns."""
         return criteria
 
 
@@ -52,13 +52,13 @@ ONE_CALL = RowLists()
 
 
 def refilled_rows(first_row: int) -> RowLists:
-    """Return the row lists for continuous batching; `first_row` is the number of the first row."""
+    """Return the row lists for continuous batching; `first_row` is the index of the first row."""
     lists: RowLists = importlib.import_module(_REFILLED_ROWS).RefilledRows(first_row)
     return lists
 
 
 class Recorded(NamedTuple):
-    """The requested outputs besides tokens."""
+    """The requested outputs other than tokens."""
 
     scores: bool = False
     logits: bool = False
@@ -68,24 +68,24 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of B rows."""
+    """Prompts for B rows."""
 
     input_ids: Tensor  # [B, T] int64, left-padded
-    query_ids: Tensor  # [B, Q] int64, the prompt tokens missing in the cache
-    # [B, P] int64 over the cache's states and the query; None if nothing is padded
+    query_ids: Tensor  # [B, Q] int64, the prompt tokens that are not cached yet
+    # [B, P] int64 over the cached states and the query; None without padding
     attention_mask: Tensor | None
 
     @property
     def num_ahead(self) -> int:
-        """Columns of the query minus columns of the ids.
+        """Number of query columns minus number of id columns.
 
-        Embeddings have no ids, and cached tokens are not in the query.
+        Embeddings have no ids, and cached tokens are not part of the query.
         """
         return self.query_ids.shape[1] - self.input_ids.shape[1]
 
     @property
     def text_mask(self) -> Tensor | None:
-        """Mask [B, T] int64 of the ids, 1 for real tokens; None without padding or without ids."""
+        """Mask [B, T] int64 over the ids, 1 for real tokens; None without padding or ids."""
         num_ids = self.input_ids.shape[1]
         if self.attention_mask is None or not 0 < num_ids <= self.attention_mask.shape[1]:
             return None
@@ -98,7 +98,7 @@ class Prompts:
 
     @cached_property
     def num_pads(self) -> list[int]:
-        """[B] columns of padding before each row."""
+        """[B] number of padding columns before each row."""
         mask = self.text_mask
         if mask is None:
             return [0] * self.input_ids.shape[0]
@@ -108,31 +108,31 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call with its requests.
+    """A prepared call with everything that the user requested.
 
-    The decisions are in its `Plan`, including the source and the settings.
+    The decisions about it, including the draft source and the settings, are in its `Plan`.
     """
 
     target: PreTrainedModel
-    source: DraftSource  # the drafts' source
+    source: DraftSource
     config: SpeculationConfig  # resolved settings
-    generation_config: GenerationConfig  # as transformers has prepared it
+    generation_config: GenerationConfig  # as prepared by transformers
     prompts: Prompts
     cache: Cache  # the target's, empty or prefilled
-    # the static cache passed by the user; `cache` is a dynamic copy of it
+    # the static cache passed by the user, with `cache` as its dynamic copy; None without one
     static_cache: Cache | None
-    is_cache_passed: bool  # whether the user passed this cache
-    is_cache_kept: bool  # whether the cache, or its static original, outlives the call
+    is_cache_passed: bool  # whether the user passed a cache
+    is_cache_kept: bool  # whether the cache or its static original outlives the call
     processors: BlockLogitsProcessorList  # the target's logits processors
     criteria: BlockStoppingCriteria  # the stopping criteria
-    streamer: Any  # receives every new token of the row; or None
-    # further arguments of the target's forwards, as transformers has prepared them
+    streamer: Any  # receives every new token of the single row; None without streaming
+    # further arguments for the target's forwards, as prepared by transformers
     model_kwargs: Mapping[str, Any]
-    inputs_tensor: Tensor | None  # the main input, an encoder's for example
+    inputs_tensor: Tensor | None  # the main input, for example of an encoder
     is_static_named: bool  # whether the call names or passes a static cache
-    target_inputs: ExtraInputs  # read by the target besides tokens
-    draft_inputs: ExtraInputs  # the same of the draft model
-    ranks: Ranks  # the processes decoding the call together
+    target_inputs: ExtraInputs  # the target's inputs other than tokens
+    draft_inputs: ExtraInputs  # the draft model's inputs other than tokens
+    ranks: Ranks  # the processes that decode the call together
     row_lists: RowLists  # processors and criteria per row
     foreign_code: tuple[ForeignCode, ...]  # user code in the target; it may address rows by index
 
@@ -143,26 +143,26 @@ class Call:
 
     @property
     def max_length(self) -> int:
-        """Maximum columns of the output."""
+        """Maximum number of output columns."""
         return int(self.generation_config.max_length)
 
     @cached_property
     def pad_token_id(self) -> int | None:
         """Padding id for finished rows; None if the call has none.
 
-        Cached, because reading it may wait for a device.
+        The id is cached because reading it may wait for the device.
         """
         return pad_token_id(self.generation_config)
 
     @property
     def prefill_chunk_size(self) -> int | None:
-        """Prompt tokens per forward; None for all at once."""
+        """Number of prompt tokens per forward; None for all at once."""
         size: int | None = self.generation_config.prefill_chunk_size
         return size
 
     @property
     def recorded(self) -> Recorded:
-        """Requested outputs besides tokens."""
+        """The requested outputs other than tokens."""
         if not self.generation_config.return_dict_in_generate:
             return Recorded()
         return Recorded(
@@ -171,17 +171,17 @@ class Call:
 
     @property
     def is_static(self) -> bool:
-        """Whether the call requests buffers of fixed size."""
+        """Whether the call requests fixed-size buffers."""
         return self.is_static_named or self.generation_config.compile_config is not None
 
     @cached_property
     def binds_rows(self) -> bool:
-        """Whether code in the target may hold an adapter or a vector per row, by batch index."""
+        """Whether code in the target may hold one adapter or vector per batch index."""
         return bool(self.foreign_code) or adapters_by_row(self.target)
 
     @property
     def for_generators(self) -> dict[str, Any]:
-        """Arguments of transformers' candidate generators, with a copy of the generation config."""
+        """Arguments for transformers' candidate generators, with a copied generation config."""
         input_ids, inputs_tensor = self.prompts.input_ids, self.inputs_tensor
         return {
             "input_ids": input_ids,
@@ -206,7 +206,10 @@ class Call:
 
     @property
     def num_hidden(self) -> int:
-        """Tokens read by the target but not in the output: cached ones, embeddings without ids."""
+        """Number of tokens that the target reads but the output lacks.
+
+        They are cached tokens and embeddings without ids.
+        """
         return num_cached(self.cache) + self.prompts.num_ahead
 
     @property
@@ -215,12 +218,12 @@ class Call:
 
     @property
     def max_position(self) -> int:
-        """Position id of the last token read by the target in a row without padding."""
+        """Position id of the last token that the target reads in a row without padding."""
         return max(self.max_columns - 2, 0)
 
     @property
     def num_prompt_tokens(self) -> list[int]:
-        """[B] real tokens of each prompt, those of a passed cache included."""
+        """[B] number of real tokens in each prompt, including the tokens in a passed cache."""
         if self.prompts.attention_mask is None:
             return [self.prompts.input_ids.shape[1] + self.num_hidden] * self.batch_size
         counts: list[int] = self.prompts.attention_mask.sum(1).tolist()

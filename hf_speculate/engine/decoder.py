@@ -1,4 +1,4 @@
-"""Decoder: the loop of speculative decoding, until every row is finished."""
+"""Decoder: the speculative decoding loop, which runs until every row is finished."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,12 @@ from hf_speculate.schedule import PLAIN_STEP, Choice
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut, RoundRecord, Scored, Trimmed, Verified
 
-_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads target states
+_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads hidden states
 
 
 @dataclass(frozen=True)
 class SpeculativeDecoder:
-    """The speculative decoder of a call.
+    """Speculative decoder for one call.
 
     The drafter proposes tokens, the target scores them, and the verifier accepts a prefix.
     """
@@ -41,13 +41,13 @@ class SpeculativeDecoder:
     stops: StopTracker
     draft_length: DraftLength
     output: OutputRecorder
-    # readers of every round's record, in this order, including the two fields above
+    # observers of every round, in calling order, including the two fields above
     observers: Sequence[Observer]
     clock: StageClock
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats, clock: StageClock) -> "SpeculativeDecoder":
-        """Make the decoder of a planned call; each part makes itself from the plan."""
+        """Make the decoder for a planned call; each part is made from the plan."""
         plan.report_to(stats)
         faults = DraftFaults.of(plan, stats)
         meet = partial(faults.meet, is_last=False) if plan.call.ranks.is_synced else None
@@ -76,9 +76,10 @@ class SpeculativeDecoder:
         )
 
     def decode(self, batch: Batch) -> None:
-        """Decode to the end.
+        """Decode until all rows are finished.
 
-        `output` then holds the tokens, and the target's cache the states of all but the last token.
+        Afterwards, `output` holds the tokens, and the target's cache holds the states of all tokens
+        but the last.
         """
         self.prefill(batch)
         while self.decode_round(batch):
@@ -115,13 +116,13 @@ class SpeculativeDecoder:
         rule = self.verification.captured_rule(checks_logits)
         scored = self.target.score(batch, draft, rule)  # logits [B, K+1, V]
         enter(Stage.VERIFY)
-        # reads, writes nothing
+        # verification reads the batch but does not write to it
         verified = self.verification.verify(
             batch, scored.logits, draft, keys, checks_logits, scored.judged
         )
         if verified.has_bad_logits:
             enter(Stage.SCORE)
-            keys = batch.keys()  # a graph may have overwritten those of the round
+            keys = batch.keys()  # a graph may have overwritten the keys of the round
             scored_draft, scored, verified = self.second_scoring.run(batch, draft, keys, verified)
         if choice.is_trial and batch.tokens.row_lens.is_even:
             verified = verified.of_equal_lengths()
@@ -141,7 +142,7 @@ class SpeculativeDecoder:
 
     @contextmanager
     def caches(self, is_passed: bool) -> Iterator[None]:
-        """Release all buffers after the block; on an error, restore a target cache passed in."""
+        """Release all buffers after the block; after an error, restore a passed target cache."""
         restore = None
         try:
             restore = self.target.kv_cache.snapshot() if is_passed else None
@@ -163,13 +164,13 @@ class SpeculativeDecoder:
         ]
 
     def prefill(self, batch: Batch) -> None:
-        """Read the prompt, and emit the next token."""
+        """Read the prompt and emit the next token."""
         for chunk in self.begin(batch):
             scored = self.read_chunk(batch, chunk)
         self.emit_first(batch, scored)
 
     def begin(self, batch: Batch) -> list[PromptChunk]:
-        """Begin the call, and return the chunks of its prompt."""
+        """Begin the call and return the chunks of its prompt."""
         self.clock.start(Stage.PREFILL)
         self.drafts.begin(batch)
         return self.target.prompt_chunks()
@@ -183,7 +184,7 @@ class SpeculativeDecoder:
         return scored
 
     def emit_first(self, batch: Batch, scored: Scored) -> None:
-        """Emit the token after the prompt, from the scores of its last chunk."""
+        """Emit the token after the prompt, using the scores of the prompt's last chunk."""
         self.target.kv_cache.begin_recording()
         draft = batch.no_draft()
         self.clock.enter(Stage.VERIFY)
@@ -228,7 +229,7 @@ class SpeculativeDecoder:
         self.clock.enter(Stage.COMMIT)
 
     def drop_finished_rows(self, batch: Batch) -> None:
-        """Remove finished rows from the batch, unless the plan keeps them or all are finished."""
+        """Drop finished rows from the batch unless the plan keeps them or all rows are finished."""
         if self.plan.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
             return
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]

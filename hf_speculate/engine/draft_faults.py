@@ -1,4 +1,4 @@
-"""Draft faults: handle errors raised while tokens are drafted."""
+"""Draft faults: handle errors raised during drafting."""
 
 import logging
 from collections.abc import Callable
@@ -20,29 +20,29 @@ _OF_DEVICES: Any = getattr(torch, "AcceleratorError", ())
 
 @dataclass
 class DraftFaults:
-    """A context for errors of a drafter.
+    """Context manager for errors in a drafter.
 
-    It turns an error of a draft model or head into a fallback: decoding continues without drafts.
-    Errors of user code are raised, and errors with a lost device. With several processes per call,
-    an error of one is raised in all of them at their next synchronisation, otherwise they would
-    wait for ever. Out of memory is a fallback: the draft frees its cache, and the target does not
-    need it.
+    It turns an error in a draft model or head into a fallback: decoding continues without drafts.
+    Errors in user code are raised, and so are errors after which the device is lost. If several
+    processes decode the call, an error in one of them is raised in all at their next
+    synchronisation; otherwise the other processes would wait forever. Running out of memory is a
+    fallback, because the draft frees its cache and the target does not need it.
     """
 
-    stats: SpeculationStats  # for the fallbacks
-    name: str  # name of the drafter, for the reason
-    device: torch.device  # device of the drafter
+    stats: SpeculationStats  # receives the fallbacks
+    name: str  # drafter name for the fallback reason
+    device: torch.device  # the drafter's device
     is_callers: Callable[[Exception], bool]  # see `Drafter.is_callers`
-    ranks: Ranks = ONE_PROCESS  # the processes decoding the call together
+    ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     _error: Exception | None = field(default=None, init=False)  # not yet known to other ranks
-    # whether the last synchronisation of the context is over
+    # whether the last synchronisation within the context is over
     _is_over: bool = field(default=False, init=False)
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "DraftFaults":
-        """Return the faults of a planned call.
+        """Return the draft faults for a planned call.
 
-        All errors count as user errors until `is_callers` is set to the drafter's.
+        Every error counts as a user error until `is_callers` is set to the drafter's method.
         """
         device = (plan.draft or plan.target).device
         return cls(
@@ -83,9 +83,9 @@ class DraftFaults:
         return self._error is not None
 
     def meet(self, is_last: bool = True) -> None:
-        """Synchronise errors: raise an error of any process in all of them.
+        """Synchronise errors: raise an error from any process in all of them.
 
-        Call it before waiting for other processes in another way.
+        Call this method before any other wait for the other processes.
 
         Args:
             is_last: Whether this is the last synchronisation in the context.
@@ -99,14 +99,14 @@ class DraftFaults:
             )
 
     def report(self, reason: str) -> None:
-        """Record a fallback, and warn about it once."""
+        """Record a fallback and warn about it once."""
         if reason not in self.stats.fallbacks:
             self.stats.add_fallback(reason)
             warn_user(reason)
 
 
 def is_of_device(error: Exception, device: torch.device) -> bool:
-    """Return whether an error has left a device unusable; wait for its queued work to find out."""
+    """Return whether an error has left the device unusable; wait for queued work to find out."""
     if isinstance(error, _OF_DEVICES):
         return True
     if device.type != "cuda":

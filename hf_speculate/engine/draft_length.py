@@ -1,4 +1,4 @@
-"""Draft length: choose the next draft from the schedule and the remaining room of the rows."""
+"""Draft length: choose the length of the next draft from the schedule and each row's room."""
 
 import math
 from collections.abc import Sequence
@@ -31,32 +31,32 @@ from hf_speculate.schedule import (
 )
 from hf_speculate.types import RoundRecord
 
-# Share of the device's memory for the logits [B, K+1, V] of a round with an adaptive draft length.
+# Share of device memory for a round's logits [B, K+1, V] under an adaptive draft length.
 LOGITS_SHARE = 1 / 8
 _BASE = MAX_ASSISTANT_TOKENS + 1  # two draft lengths are sent to other ranks as one number
 
 
 @dataclass
 class DraftLength(Observer):
-    """The link between a schedule and the rounds.
+    """Link between a schedule and the decoding rounds.
 
-    It asks the schedule for each draft, and reports every round to it. In lock step all rows count
-    as one row, the slowest.
+    It asks the schedule for the length of each draft and reports every round to the schedule. In
+    lock step, all rows count as one row, the slowest.
     """
 
     stage = Stage.RECORD
     schedule: Schedule
     is_lock_step: bool = False
-    # All ranks use the largest K of any; finished ranks go on until all are finished.
+    # All ranks use the largest K of any rank; finished ranks go on until all ranks are finished.
     ranks: Ranks = ONE_PROCESS
-    # The group uses rank 0's choice. ONE_PROCESS if the schedule of every rank chooses the same K.
+    # The group uses rank 0's choice. ONE_PROCESS if every rank's schedule chooses the same K.
     group: Ranks = ONE_PROCESS
-    # Maximum number of tokens of all rows with logits in a round. None for any number.
+    # Maximum number of tokens with logits per round, over all rows; None for no limit.
     max_logits: int | None = None
 
     @classmethod
     def of(cls, plan: Plan, drafter: Drafter) -> "DraftLength":
-        """Return the draft length of a planned call."""
+        """Return the draft length for a planned call."""
         call = plan.call
         reads_clock = plan.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
         group = call.ranks if reads_clock else ONE_PROCESS
@@ -64,7 +64,7 @@ class DraftLength(Observer):
         return cls(make_schedule(plan, drafter), plan.is_lock_step, call.ranks, group, max_logits)
 
     def begin(self, prefill_s: float, num_read: int) -> None:
-        """Prepare for the first round, after the target's prefill of `num_read` tokens per row."""
+        """Prepare the first round after the target's prefill of `num_read` tokens per row."""
         self.schedule.begin(prefill_s, num_read)
 
     def next(
@@ -79,10 +79,11 @@ class DraftLength(Observer):
 
         Args:
             batch: The rows.
-            room: [B] maximum tokens for the drafter in each row.
-            proposed: [B][N] probabilities of each row's proposal.
-            num_unread: Tokens of each row to be read first by the drafter.
-            target_room: Maximum tokens for the target in all rows. None for any number.
+            room: [B] maximum number of draft tokens in each row.
+            proposed: [B][N] probabilities of each row's proposed tokens.
+            num_unread: Number of tokens per row that the drafter must read first.
+            target_room: Maximum number of tokens that the target can score in every row. None for
+                no limit.
         """
         if target_room is not None:
             target_room = self.ranks.min(target_room)
@@ -110,7 +111,7 @@ class DraftLength(Observer):
         return self._agreed(choice)
 
     def _agreed(self, choice: Choice | None) -> Choice | None:
-        """Synchronise the choice of all ranks, and return it."""
+        """Synchronise the choice across all ranks and return it."""
         if not (self.ranks.is_distributed or self.group.is_distributed):
             return choice
         number = None
@@ -171,14 +172,14 @@ def slowest(rows: Sequence[RowAhead]) -> RowAhead:
 
 
 def max_logits_of(plan: Plan) -> int:
-    """Return the tokens whose float32 logits fill `LOGITS_SHARE` of the target's device memory."""
+    """Return how many tokens' float32 logits fill `LOGITS_SHARE` of the target's device memory."""
     target = plan.target
     num_bytes = int(LOGITS_SHARE * memory_bytes(target.device))
     return num_bytes // (vocab_size_of(target.model) * torch.float32.itemsize)
 
 
 def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
-    """Return the schedule of a planned call, within the limits of its drafter."""
+    """Make the schedule for a planned call within the limits of its drafter."""
     config, max_tokens = plan.config, drafter.max_draft_tokens
     if max_tokens == 0:
         return ConstantSchedule(0)
@@ -205,11 +206,11 @@ def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
 
 
 def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:
-    """Return the memory of earlier calls of the same type.
+    """Return the schedule memory from earlier calls of the same type.
 
     Args:
-        plan: The call.
-        config: Its settings, with the draft length of its drafter.
+        plan: The planned call.
+        config: Settings of the call, with the drafter's draft length.
     """
     source, target = plan.source, plan.target.model
     key, num_rows = source.history_key(), plan.call.batch_size.bit_length()

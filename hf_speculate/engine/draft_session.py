@@ -1,8 +1,8 @@
 """Draft session: the drafter, its KV cache, and its progress in each row of the batch.
 
-The drafter serves some or all rows of the batch. The other rows have no room for drafts: they have
-joined and their prompts are unread, or they have left the drafter. After a drafter error no row is
-left, and decoding is plain.
+The drafter serves some or all rows of the batch. The remaining rows have no room for drafts: either
+they have joined and the drafter has not read their prompts yet, or they have left the drafter.
+After a drafter error, no row is left, and decoding is plain.
 """
 
 import importlib
@@ -40,60 +40,62 @@ from hf_speculate.types import (
     Trimmed,
 )
 
-# imported if a call keeps the states of its draft model
+# imported if a call keeps the KV states of its draft model
 _REUSE = "hf_speculate.options.draft_state.reuse"
 RunTarget = Callable[[Tensor], Tensor]
 _NO_END = 1 << 30  # a column past the end of any row
-# rounds without an accepted token before a row's logits are checked; again after 16, 32, ...
+# Rounds without an accepted token before a row's logits are checked. The check is repeated after
+# 16, 32, ... rounds.
 _FIRST_LOOK = 8
-_MOST_DROPPED = 16  # maximum tokens for a joining row to read again, to save the others a forward
+_MOST_DROPPED = 16  # maximum tokens that a joining row rereads to save other rows a forward
 
 
 class TargetStates(Protocol):
-    """Unread target hidden states per row.
+    """The target's hidden states per row that the drafter has not read yet.
 
-    Most drafters read none.
+    Most drafters read no hidden states.
     """
 
     capture: Any  # see `LanguageModel`
-    wanted: bool | list[int]  # the value of `output_hidden_states` in the target's forward
+    wanted: bool | list[int]  # value of `output_hidden_states` for the target's forward
 
     @property
     def counts(self) -> list[int]:
-        """[B] number of states of each row; empty if there are none."""
+        """[B] number of states for each row; empty if there are none."""
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append states of a prompt chunk.
+        """Append the states of a prompt chunk.
 
         Args:
             output: Output of the target for the chunk.
-            num_tokens: [B] real tokens of each prompt; states of earlier columns are skipped.
-            num_ahead: Columns from the start of the chunk to the end of the prompt.
+            num_tokens: [B] number of real tokens in each prompt. States of earlier columns are
+                skipped.
+            num_ahead: Number of columns from the start of the chunk to the end of the prompt.
         """
 
     def add(self, output: Scored, counts: Sequence[int]) -> None:
-        """Append the states of a round with `counts` [B] emitted tokens."""
+        """Append the states of a round in which each row emitted `counts` [B] tokens."""
 
     def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
-        """Remove the first states of each row, and return them.
+        """Remove the first states of each row and return them.
 
         Args:
             device: Device of the result.
-            counts: [B] number of states of each row. None for all.
+            counts: [B] number of states to remove from each row. None for all.
 
         Returns:
-            [B, N, D], undefined past a row's count.
+            [B, N, D], undefined past the count of a row.
         """
 
 
 class DraftReuse(Protocol):
-    """Reuse of the draft cache between calls."""
+    """Reuse of the draft cache across calls."""
 
     def recall(self, batch: Batch) -> int:
-        """Fill the empty draft cache from an earlier call, and return its number of columns."""
+        """Fill the empty draft cache from an earlier call and return its number of columns."""
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Record the part of `certain` [B] columns still held by the draft cache."""
+        """Record how many of the `certain` [B] columns the draft cache still holds."""
 
     def remember(self, batch: Batch) -> None:
         """Store the states of the rows' tokens for a later call."""
@@ -101,36 +103,37 @@ class DraftReuse(Protocol):
 
 @dataclass
 class DraftRow:
-    """A row served by the drafter."""
+    """A row that the drafter serves."""
 
-    index: int  # row of the batch
-    end: int  # the column after the last possible drafted token
-    num_seen: int = 0  # columns read by the drafter, its own drafts included
-    num_looked_up: int = 0  # columns read for free proposals
-    num_missed: int = 0  # rounds since the last accepted token
-    is_lost: bool = False  # whether the drafter computes NaN or infinity for it
+    index: int  # index of the row in the batch
+    end: int  # column after the last possible drafted token
+    num_seen: int = 0  # number of columns that the drafter has read, including its own drafts
+    num_looked_up: int = 0  # number of columns read for free proposals
+    num_missed: int = 0  # number of rounds since the last accepted token
+    is_lost: bool = False  # whether the drafter computes NaN or infinity for this row
 
 
 class RowProgress(NamedTuple):
     """The drafter's progress in one row, in columns.
 
-    After a round the drafter lags behind by the same number of tokens in every row: the next query
-    has Q tokens of each, and the cache drops their states. A row with too few tokens keeps more:
+    After a round, the drafter lags behind by the same number of tokens in every row. The next query
+    has Q tokens per row, and the cache drops their states. For a row with too few tokens, the cache
+    keeps more:
 
     | row                                       | the cache keeps                           |
     |-------------------------------------------|-------------------------------------------|
     | live                                      | all but the last Q tokens                 |
-    | finished, with fewer than Q new tokens    | its prompt, before tokens to be fed again |
-    | with fewer than Q tokens behind its pads  | its padding, partly read as text later    |
+    | finished, with fewer than Q new tokens    | its prompt; later tokens are fed again    |
+    | with fewer than Q tokens after its pads   | its padding, partly read as text later    |
     """
 
-    length: int  # columns of the row
-    num_seen: int  # columns read by the drafter
+    length: int  # number of columns in the row
+    num_seen: int  # number of columns that the drafter has read
     prompt_len: int
     is_finished: bool
 
     def num_kept(self, num_query: int) -> int:
-        """Return the number of cached columns to keep before a query, padding ignored."""
+        """Return the number of cached columns to keep before a query, ignoring padding."""
         num_columns = self.length - num_query
         return (
             max(num_columns, min(self.num_seen, self.prompt_len))
@@ -139,7 +142,7 @@ class RowProgress(NamedTuple):
         )
 
     def num_kept_with_padding(self, num_query: int, num_real: int) -> int:
-        """Return the number of cached columns to keep, with `num_real` tokens besides padding."""
+        """Return the number of cached columns to keep if `num_real` columns are not padding."""
         return max(self.num_kept(num_query), self.num_seen - num_real)
 
 
@@ -147,10 +150,10 @@ class RowProgress(NamedTuple):
 class DraftSession(PerRow):
     """The drafter of a call with its cache.
 
-    The session feeds unseen tokens to the drafter, and rolls its KV cache back to the emitted
-    tokens. A drafter error ends the drafts, see `DraftFaults`. A row past the drafter's context, or
-    without finite logits, has no room for drafts. It leaves the drafter if its columns count for
-    the other rows, see `Drafter.shares_columns`.
+    The session feeds unseen tokens to the drafter and rolls its KV cache back to the emitted
+    tokens. A drafter error ends drafting; see `DraftFaults`. A row past the drafter's context, or
+    without finite logits, has no room for drafts. Such a row leaves the drafter if its columns
+    limit the other rows; see `Drafter.shares_columns`.
     """
 
     BY_ROW = ("_rows",)
@@ -158,29 +161,29 @@ class DraftSession(PerRow):
 
     drafter: Drafter
     faults: DraftFaults
-    num_pads: InitVar[Sequence[int]]  # [B] columns of padding before each row of the batch
+    num_pads: InitVar[Sequence[int]]  # [B] number of padding columns before each row of the batch
     strategy: SampleStrategy
-    kv_cache: KVCache | None = None  # KV cache of the draft model
+    kv_cache: KVCache | None = None  # the draft model's KV cache; None without one
     hidden_states: TargetStates | None = None
     reuse: DraftReuse | None = None
     rows_may_leave: bool = True  # whether rows may leave the drafter before they leave the batch
-    padding_id: int | None = None  # drafted for finished rows in lock step
-    # Drafts after this id are cut: the target would read them at wrong positions.
+    padding_id: int | None = None  # id drafted for finished rows in lock step; None otherwise
+    # Drafts are cut after this id, because the target would read them at wrong positions.
     token_without_position: int | None = None
-    # whether the prompt is read in a separate forward, as states depend on it
+    # whether the prompt is read in a separate forward, because other states depend on it
     reads_prompt_alone: bool = False
     reads_late: bool = False  # whether rows may join before the drafter has read their prompts
-    # tokens of each row read by the drafter in the round
+    # number of tokens per row that the drafter has read in the round
     num_fed: int = field(default=0, init=False)
     is_served: list[bool] = field(init=False)  # [B] rows with room for drafts in the round
     _rows: list[DraftRow] = field(init=False)  # the drafter's rows, in its order
-    # each row's length at the drafter's last call
+    # length of each row at the drafter's last call
     _seen_lens: RowLens | None = field(default=None, init=False)
-    # Sessions of joined rows; the drafter reads their prompts before its next draft.
+    # Sessions of joined rows, whose prompts the drafter reads before its next draft.
     _waiting: list["DraftSession"] = field(default_factory=list, init=False)
-    # prompt tokens of a row per forward; None for all
+    # number of prompt tokens per row and forward; None for all
     _chunk_size: int | None = field(default=None, init=False)
-    # Rows, and the flags of finite logits, in transfer to the host.
+    # Rows and their flags of finite logits, which are being copied to the host.
     _look: tuple[list[DraftRow], Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self, num_pads: Sequence[int]) -> None:
@@ -193,7 +196,7 @@ class DraftSession(PerRow):
     def of(
         cls, plan: Plan, drafter: Drafter, states: TargetStates | None, faults: DraftFaults
     ) -> "DraftSession":
-        """Make the session of a planned call; `states` are the target states for the drafter."""
+        """Make the session for a planned call; `states` are the hidden states for the drafter."""
         call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
         if draft is not None:
             kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
@@ -224,7 +227,7 @@ class DraftSession(PerRow):
 
     @property
     def can_join(self) -> bool:
-        """Whether rows may join: only the drafter and its cache have state per row."""
+        """Whether rows may join, because only the drafter and its cache have state per row."""
         return self.reuse is None and self.drafter.can_join
 
     def begin(self, batch: Batch) -> None:
@@ -238,23 +241,24 @@ class DraftSession(PerRow):
                 self._show_prompts(batch)
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
-        """Store the target's hidden states of a prompt chunk, for the drafter.
+        """Store the target's hidden states for a prompt chunk, for the drafter.
 
         Args:
             batch: The rows.
             scored: Output of the target for the chunk.
-            num_ahead: Columns from the start of the chunk to the end of the prompt.
+            num_ahead: Number of columns from the start of the chunk to the end of the prompt.
         """
         if not self._is_drafting:
             return
         with self._catching():
             if self.hidden_states is not None:
-                # A prompt of embeddings may have more tokens than ids.
+                # A prompt given as embeddings may have more tokens than ids.
                 num_tokens = [
                     batch.prompt_len + min(num_hidden, 1) for num_hidden in batch.num_hidden
                 ]
                 self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
-            if self.kv_cache is not None and self.drafter.awaits_prompt:  # before any row leaves
+            # This comes before any row leaves.
+            if self.kv_cache is not None and self.drafter.awaits_prompt:
                 self._show_prompts(batch)
                 self.drafter.read(
                     self._tokens(batch).token_ids[:, : batch.prompt_len], self.kv_cache
@@ -263,7 +267,7 @@ class DraftSession(PerRow):
                     row.num_seen = batch.prompt_len
 
     def num_unread(self, batch: Batch) -> int:
-        """Return the number of tokens of each row to be read in the drafter's next call."""
+        """Return the number of tokens per row that the drafter reads in its next call."""
         if not self._is_drafting:
             return 0
         num_unread = 0
@@ -276,7 +280,7 @@ class DraftSession(PerRow):
 
     @property
     def reads_forced_text(self) -> bool:
-        """Whether `look_up` takes the texts that logits processors force."""
+        """Whether `look_up` takes the texts forced by logits processors."""
         return self._is_drafting and self.drafter.reads_forced_text
 
     def look_up(self, batch: Batch, forced_texts: Sequence[str] = ()) -> list[list[float]]:
@@ -291,7 +295,7 @@ class DraftSession(PerRow):
             return proposed
         lens = batch.host_tokens.lens
         spans = [(row.num_looked_up, lens[row.index]) for row in self._rows]
-        # without finished rows
+        # finished rows are left out
         first = min((start for start, end in spans if start < end), default=0)
         ids, new_ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist(), []
         for row, (start, end) in zip(self._rows, spans, strict=True):
@@ -308,7 +312,7 @@ class DraftSession(PerRow):
         return proposed
 
     def room(self, batch: Batch) -> list[int]:
-        """Return the maximum draft tokens [B] for the next round; 0 for unserved rows."""
+        """Return the maximum number of draft tokens [B] in the next round; 0 for unserved rows."""
         room, lens = [0] * batch.num_rows, batch.tokens.lens
         for row in [row for group in (self, *self._waiting) for row in group._rows]:
             is_endless = self.drafter.drafts_past_context
@@ -334,10 +338,10 @@ class DraftSession(PerRow):
 
         Args:
             batch: The rows.
-            choice: Number of tokens.
-            keys: Keys of the round's noise.
-            room: [B] maximum tokens of each row.
-            target_cache: KV cache of the target.
+            choice: Number of tokens to draft.
+            keys: Noise keys of the round.
+            room: [B] maximum number of tokens in each row.
+            target_cache: The target's KV cache.
             run_target: See `DraftRequest.run_target`. None if no drafter calls it.
         """
         num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
@@ -365,7 +369,7 @@ class DraftSession(PerRow):
                 self._seen_lens = self._tokens(view).row_lens.copy()
             else:
                 draft = self.drafter.cut_proposal(num_draft_tokens)
-                if choice.num_model_tokens:  # it was not called
+                if choice.num_model_tokens:  # the draft model was not called
                     draft = draft._replace(cached=CachedDraft(0, [False] * view.num_rows))
             self.faults.meet()
             has_cache = runs_model and self.kv_cache is not None
@@ -381,7 +385,7 @@ class DraftSession(PerRow):
         return batch.no_draft()
 
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
-        """Roll the draft cache back to the emitted tokens, after `Batch.commit`."""
+        """Roll the draft cache back to the emitted tokens after `Batch.commit`."""
         has_draft = bool(draft.token_ids.shape[1])
         if not self._is_drafting or not (has_draft or self.hidden_states is not None):
             return
@@ -411,7 +415,7 @@ class DraftSession(PerRow):
         self.faults.meet()
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Select the rows `indices` of the batch, in this order."""
+        """Select the batch rows `indices`, in this order."""
         self.is_served = [self.is_served[row] for row in indices]
         for group in self._waiting:
             group._keep_of(indices)
@@ -419,14 +423,14 @@ class DraftSession(PerRow):
         self._keep_of(indices)
 
     def read_ahead(self, batch: Batch, max_tokens: int | None = None) -> bool:
-        """Read prompts with the drafter before their rows join, unless it reads late.
+        """Read prompts with the drafter before their rows join, unless the drafter reads late.
 
         Args:
             batch: The rows.
-            max_tokens: Tokens of each prompt to read. None for all.
+            max_tokens: Number of tokens to read per prompt. None for all.
 
         Returns:
-            Whether it must be called again.
+            Whether the method must be called again.
         """
         self._chunk_size, is_unread = max_tokens, False
         if self._is_drafting:
@@ -436,7 +440,7 @@ class DraftSession(PerRow):
         return is_unread
 
     def admit(self, other: "DraftSession", batch: Batch) -> None:
-        """Append the rows of `other` after `read_ahead`; all rows of the batch must be live."""
+        """Append the rows of `other` after `read_ahead`; all rows in the batch must be live."""
         self.is_served = self.is_served + other.is_served
         other.faults.stats = self.faults.stats
         for row in other._rows:
@@ -451,12 +455,12 @@ class DraftSession(PerRow):
 
     @property
     def _is_drafting(self) -> bool:
-        """Whether the drafter has rows, and no error waits for other ranks."""
+        """Whether the drafter has rows and no error waits for other ranks."""
         return bool(self._rows) and not self.faults.is_pending
 
     @contextmanager
     def _catching(self) -> Iterator[None]:
-        """End the drafts after a drafter error in the block; every drafter error passes here."""
+        """End drafting after a drafter error in the block; every drafter error is caught here."""
         with self.faults:
             yield
             return
@@ -473,11 +477,11 @@ class DraftSession(PerRow):
         self.is_served = [False] * len(self.is_served)
 
     def _become(self, other: "DraftSession", *waiting: "DraftSession") -> None:
-        """Replace this session, left without rows, by `other`, with `waiting` behind it."""
+        """Replace this session, which has no rows left, with `other`, followed by `waiting`."""
         vars(self).update({**vars(other), "is_served": self.is_served, "_waiting": list(waiting)})
 
     def _keep_of(self, indices: Sequence[int]) -> None:
-        """Select the drafter's rows among the rows `indices` of the batch, and renumber them."""
+        """Select the drafter's rows that are among the batch rows `indices`, and renumber them."""
         numbers = {row.index: number for number, row in enumerate(self._rows)}
         pairs = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]
         rows = [self._rows[number] for _, number in pairs]
@@ -486,7 +490,7 @@ class DraftSession(PerRow):
             row.index = index
 
     def _keep(self, numbers: Sequence[int]) -> None:
-        """Select some of the drafter's rows; without any, continue with waiting rows or close."""
+        """Select some of the drafter's rows; if none is left, use waiting rows or close."""
         if not numbers:
             waiting, self._waiting = self._waiting, []
             self._close()
@@ -516,7 +520,7 @@ class DraftSession(PerRow):
     def _make_room(self, batch: Batch, num_draft_tokens: int, room: Sequence[int]) -> bool:
         """Drop full rows from the drafter if columns are shared; return whether a row stays.
 
-        If none stays, waiting rows may take over. They have room from the next round on.
+        If no row stays, waiting rows may take over. They have room from the next round on.
         """
         if not self.drafter.shares_columns:
             return True
@@ -537,7 +541,7 @@ class DraftSession(PerRow):
         return bool(numbers)
 
     def _end_full_rows(self, batch: Batch) -> None:
-        """Report rows past the context, and close if no live row can be served."""
+        """Report rows past the context, and close the drafter if it can serve no live row."""
         lens, num_left = batch.tokens.lens, batch.num_left
         live = {
             index
@@ -547,7 +551,7 @@ class DraftSession(PerRow):
         present = [row for row in self._rows if row.index in live and not row.is_lost]
         if any(row.end <= lens[row.index] or not self.is_served[row.index] for row in present):
             self._report_context()
-        # Other ranks, and a later call with the same draft state, need the drafter.
+        # Other ranks and a later call with the same draft state still need the drafter.
         is_needed = self.faults.ranks.is_synced or self.reuse is not None
         if (
             self._rows
@@ -568,10 +572,10 @@ class DraftSession(PerRow):
         )
 
     def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
-        """End the drafts of rows with drafter logits of NaN or infinity.
+        """End drafting for rows whose drafter logits are NaN or infinite.
 
-        The host reads a check one round later. The wait of a round's verification comes after the
-        copy, so no additional wait is needed.
+        The host reads the result of the check one round later. The verification of a round waits
+        after the copy, so no additional wait is needed.
         """
         if self._look is not None:
             rows, are_numbers = self._look
@@ -602,13 +606,13 @@ class DraftSession(PerRow):
             with self._catching():
                 has_numbers = self.drafter.has_numbers()
         if ranks.is_group and not ranks.is_synced:
-            # otherwise the broadcast would wait for a rank with an error
+            # otherwise, the broadcast would wait for a rank that has an error
             self.faults.meet(is_last=False)
         if has_numbers is not None:
             self._look = list(self._rows), ranks.broadcast(has_numbers).to("cpu", non_blocking=True)
 
     def _admit_waiting(self, batch: Batch) -> int:
-        """Read the prompts of joined rows with the drafter; return the total tokens read."""
+        """Read the prompts of joined rows with the drafter; return the total number of tokens."""
         num_read = 0
         while self._waiting:
             group, is_read = self._waiting[0], False
@@ -625,17 +629,17 @@ class DraftSession(PerRow):
         return num_read
 
     def _num_in_chunk(self, batch: Batch) -> int:
-        """Return the total tokens of the next `_read_chunk`."""
+        """Return the total number of tokens that the next `_read_chunk` reads."""
         num_left = self.num_unread(batch)
         return len(self._rows) * min(num_left, self._chunk_size or num_left)
 
     def _read_chunk(self, view: Batch) -> bool:
-        """Read a chunk of the prompts with the drafter; return whether tokens are left."""
+        """Read a chunk of the prompts with the drafter; return whether any tokens are left."""
         if self.hidden_states is None:
             return self._catch_up(view, self._chunk_size)
         self._catch_up(view)
         num_states = self.hidden_states.counts
-        # without the newest token
+        # the newest token is left out
         counts = [min(count - 1, self._chunk_size or count) for count in num_states]
         kept = self._kept(view, counts) if any(counts) else None
         if kept is not None:
@@ -647,10 +651,10 @@ class DraftSession(PerRow):
 
         Args:
             view: The drafter's rows.
-            max_tokens: Maximum tokens of each row. None for all.
+            max_tokens: Maximum number of tokens per row. None for all.
 
         Returns:
-            Whether tokens are left.
+            Whether any tokens are left.
         """
         num_unseen = self._num_unseen(view)
         num_wanted = num_read = max(num_unseen - self.drafter.min_query_len, 0)
@@ -662,10 +666,10 @@ class DraftSession(PerRow):
         return num_read < num_wanted
 
     def _catch_up_and_join(self, other: "DraftSession", view: Batch) -> None:
-        """Append the rows of `other` after its read-ahead; all own rows must be live."""
+        """Append the rows of `other` after its read-ahead; all rows here must be live."""
         num_dropped = self._num_unseen(view) - self.drafter.min_query_len
         max_dropped = min(_MOST_DROPPED, *(row.num_seen for row in other._rows))
-        # the new rows read some tokens again
+        # the new rows reread some tokens
         if other.kv_cache is not None and 0 <= num_dropped < max_dropped:
             other.kv_cache.crop(num_dropped)
             for row in other._rows:
@@ -683,10 +687,10 @@ class DraftSession(PerRow):
             self._seen_lens = RowLens([view.prompt_len] * view.num_rows, tokens.row_lens.aranges)
 
     def _read_prompt_alone(self, view: Batch) -> int:
-        """Read the prompt in a separate forward, if it would change the states of other tokens.
+        """Read the prompt in a separate forward if it would change the states of other tokens.
 
         Returns:
-            Number of tokens read in each row.
+            The number of tokens read per row.
         """
         cache = self.kv_cache
         if not self.reads_prompt_alone or cache is None or cache.num_columns:
@@ -700,7 +704,7 @@ class DraftSession(PerRow):
     def _request(
         self, view: Batch, num_draft_tokens: int, keys: NoiseKeys, target_cache: CacheView
     ) -> DraftRequest:
-        """Return the request for a draft, with the drafter's unseen tokens."""
+        """Make the request for a draft, with the tokens that the drafter has not seen."""
         self.num_fed = self._num_unseen(view)
         return DraftRequest(
             query_token_ids=self._tokens(view).last(self.num_fed),
@@ -718,11 +722,11 @@ class DraftSession(PerRow):
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
         for row, length in zip(self._rows, view.tokens.lens, strict=True):
-            # A finished row may lack fewer tokens than were fed.
+            # A finished row may have had fewer unseen tokens than were fed.
             row.num_seen = max(length - self.num_fed, row.num_seen) + self.num_fed + num_ahead
 
     def _limited(self, draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
-        """Limit a draft to each row's room, and to the tokens before one without a position."""
+        """Limit a draft to each row's room and to the tokens before one without a position."""
         draft = _within_room(draft, view, room)
         if self.token_without_position is not None:
             newest = view.tokens.last(1).to(draft.token_ids.device)
@@ -738,7 +742,7 @@ class DraftSession(PerRow):
         return draft
 
     def _uneven_lags(self, view: Batch) -> list[int]:
-        """Return the number of unseen tokens [B] if rows differ; otherwise an empty list."""
+        """Return the numbers of unseen tokens [B] if rows differ; otherwise, an empty list."""
         if self.kv_cache is None or not self.drafter.proposes:
             return []
         lags = [
@@ -759,10 +763,10 @@ class DraftSession(PerRow):
         return num_query < min(length + min(num_hidden, 0) for length, num_hidden in rows)
 
     def _make_even(self, view: Batch) -> int:
-        """Make the drafter lag behind equally in every row; return the tokens read in each row.
+        """Make the drafter lag behind equally in every row.
 
-        All rows read the number of tokens missing in the most advanced row. Rows ahead of others
-        then drop states, to be fed again.
+        Return the number of tokens read per row. All rows read as many tokens as the most advanced
+        row lacks. Rows that are ahead of others then drop states, and their tokens are fed again.
         """
         cache, lags = self.kv_cache, self._uneven_lags(view)
         if cache is None or not lags:
@@ -785,7 +789,7 @@ class DraftSession(PerRow):
 
         Args:
             view: The drafter's rows.
-            num_valid: [B] emitted tokens seen by the drafter.
+            num_valid: [B] number of emitted tokens that the drafter has seen.
         """
         values = zip(view.tokens.lens, self._rows, view.prompt_lens, view.is_finished, strict=True)
         rows = [
@@ -808,7 +812,7 @@ class DraftSession(PerRow):
             drafted_row.num_seen = num_kept
 
     def _skip_padding(self) -> int:
-        """Skip common padding if it takes room from tokens; return the skipped columns."""
+        """Skip common padding if it takes room from tokens; return its number of columns."""
         cache = self.kv_cache
         if cache is None or cache.num_columns or not self.drafter.shares_columns:
             return 0
@@ -816,7 +820,7 @@ class DraftSession(PerRow):
 
     def _num_unseen(self, view: Batch) -> int:
         """Return the number of unseen tokens at the end of live rows, equal for all rows."""
-        # forwards for other ranks: all rows are fed their missing tokens
+        # If no row is live, forwards run for other ranks, and all rows are fed their unseen tokens.
         no_live = all(view.is_finished)
         rows = zip(self._rows, view.tokens.lens, view.is_finished, strict=True)
         num_unseen = max(
@@ -825,7 +829,7 @@ class DraftSession(PerRow):
         return max(num_unseen, 1)  # a finished row without a draft has no new token
 
     def _tokens(self, view: Batch) -> TokenBuffer:
-        """Return the rows' tokens on the drafter's side: host or device."""
+        """Return the tokens of the rows on the host or device, wherever the drafter reads them."""
         return view.host_tokens if self.drafter.reads_host_tokens else view.tokens
 
     def _kept(self, view: Batch, counts: Sequence[int] | None = None) -> Kept | None:
@@ -833,10 +837,10 @@ class DraftSession(PerRow):
 
         Args:
             view: The drafter's rows.
-            counts: [B] tokens of each row, if there are hidden states. None for all.
+            counts: [B] number of tokens per row if there are hidden states. None for all tokens.
 
         Returns:
-            The feedback; None if the drafter gets none.
+            The feedback; None if the drafter takes none.
         """
         tokens, seen, states = self._tokens(view), self._seen_lens, None
         lens = tokens.row_lens
@@ -864,14 +868,14 @@ class DraftSession(PerRow):
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:
-    """Return the column after a row's last possible drafted token, by the drafter's context."""
+    """Return the column after the last token that a row can draft within the drafter's context."""
     if drafter.context_len is None:
         return _NO_END
     return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
 
 
 def _within_room(draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
-    """Limit drafts to each row's room and draft limit, so a row does not depend on other rows."""
+    """Limit drafts to each row's room and limit, so that no row depends on other rows."""
     limits = [
         min(limit, max_tokens) for limit, max_tokens in zip(view.draft_limits, room, strict=True)
     ]
@@ -891,7 +895,7 @@ def _within_room(draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
 
 
 def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Scored:
-    """Select the hidden states of some rows; a drafter reads no other output of the target."""
+    """Select the hidden states of some rows, the only target outputs that a drafter reads."""
     if list(row_indices) == list(range(num_rows)):
         return scored
     select = RowIndices(row_indices).select
@@ -902,7 +906,10 @@ def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Score
 def _run_part(
     run_target: RunTarget, row_indices: Sequence[int], num_rows: int, token_ids: Tensor
 ) -> Tensor:
-    """Run tokens [N, Q] int64 of some rows; other rows read token 0. Return logits [N, Q, V]."""
+    """Run the tokens [N, Q] int64 of some rows and return the logits [N, Q, V].
+
+    All other rows read token 0.
+    """
     rows = RowIndices(row_indices)
     all_ids = token_ids.new_zeros(num_rows, token_ids.shape[1])
     all_ids.index_copy_(0, rows.on(token_ids.device), token_ids)
@@ -910,7 +917,7 @@ def _run_part(
 
 
 def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:
-    """Expand a draft of some rows to all `num_rows` rows of the batch; others have no tokens."""
+    """Expand a draft for some rows to all `num_rows` rows; the other rows get no tokens."""
     index = upload(row_indices, draft.token_ids.device)
     fields: dict[str, Any] = {
         name: value for name, value in draft._asdict().items() if isinstance(value, Tensor)

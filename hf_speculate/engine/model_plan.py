@@ -1,4 +1,4 @@
-"""Model plan: the decisions of a call for one of its models."""
+"""Model plan: the decisions about one model of a call."""
 
 from typing import NamedTuple
 
@@ -20,15 +20,15 @@ from hf_speculate.models.wrapper_probe import HandedOn
 class ModelPlan(NamedTuple):
     """One model of a call.
 
-    It holds the decision about the KV cache, and the reasons against compiled or captured forwards.
+    It holds the choice of the KV cache and the reasons against compiled or captured forwards.
     """
 
     part: str  # "target" or "draft"
-    request: CacheRequest  # request for its KV cache
+    request: CacheRequest  # requirements for its KV cache
     cache_kind: str  # "dynamic", "preallocated" or "hybrid"
     cache_reason: str  # why a preferred "preallocated" was not chosen, or how "hybrid" rolls back
-    inputs: ExtraInputs  # read by the model besides tokens
-    # why the drafter cannot read hidden states of compiled forwards; empty if it can
+    inputs: ExtraInputs  # the model's inputs other than tokens
+    # why the drafter cannot read hidden states from compiled forwards; empty if it can
     eager_reason: str = ""
     ungraphed: str = ""  # why the call rules out graphs; empty if it does not
 
@@ -38,16 +38,16 @@ class ModelPlan(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Device of its KV cache."""
+        """Device of the model's KV cache."""
         return self.request.device
 
     @property
     def cache_description(self) -> str:
-        """Kind of its KV cache, with the reason."""
+        """Kind of the model's KV cache, with the reason for the choice."""
         return f"{self.cache_kind} ({self.cache_reason})" if self.cache_reason else self.cache_kind
 
     def make_cache(self, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
-        """Make the KV cache of B rows."""
+        """Make a KV cache for B rows."""
         return find_kind(self.cache_kind).make(self.request, batch_size, buffers)
 
 
@@ -57,7 +57,7 @@ def plan_target(
     source: DraftSource,
     hidden_layers: tuple[int, ...] | None = None,
 ) -> ModelPlan:
-    """Plan the target; `hidden_layers` are the layers read by the drafter."""
+    """Plan the target; the drafter reads the hidden states of the layers `hidden_layers`."""
     device, model = call.prompts.input_ids.device, call.target
     request = CacheRequest(
         model,
@@ -74,7 +74,7 @@ def plan_target(
         handed_on=HandedOn.of(model),
     )
     kind, reason = choose_kind(request)
-    # Foreign code may read or edit the layers of transformers' cache.
+    # User code may read or edit the layers of a transformers cache.
     is_free = (
         request.requested == "auto" and not call.is_static and config.speculation_graphs != "on"
     )

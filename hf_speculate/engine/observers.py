@@ -23,43 +23,43 @@ _MAX_CALL_TYPES = 64
 
 
 class Observer:
-    """A reader of every round's record.
+    """Reader of every round's record.
 
-    It runs after the batch and the caches were updated.
+    It runs after the batch and the caches have been updated.
     """
 
     stage: Stage
-    """Stage named in errors of the observer."""
+    """Stage to name in errors raised by the observer."""
 
     def on_round(self, record: RoundRecord) -> None:
-        """Read a round; the token after the prompt is round 0."""
+        """Read the record of a round; the first token after the prompt is round 0."""
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         """Finish after the last round.
 
         Args:
-            num_new_tokens: New tokens of the longest row.
+            num_new_tokens: Number of new tokens in the longest row.
             seconds: Seconds since the last record.
         """
 
 
 class ReplacedSteps:
-    """Count of plain steps replaced by rounds.
+    """Counter of the plain steps that rounds replace.
 
-    Plain decoding adds a token to every live row in a step, so the slowest live row determines the
-    number of steps. The rows of a step are the live ones, and those with their last token at or
-    after this step. A joining row counts from the slowest row at that time.
+    A step of plain decoding adds one token to every live row, so the slowest live row determines
+    the number of steps. A step includes the live rows and the rows that got their last token at or
+    after this step. A joining row starts at the step count of the slowest row at that time.
 
     Args:
-        keeps_rows: Whether a step has all rows of the batch: ended rows stay, or all advance in
-            lock step.
+        keeps_rows: Whether a step includes all rows of the batch, because ended rows stay or all
+            rows advance in lock step.
     """
 
     def __init__(self, keeps_rows: bool = False) -> None:
         self._keeps_rows = keeps_rows
-        self._num_steps = 0  # replaced steps: the tokens of the slowest live row
-        self._lens: dict[int, int] = {}  # tokens of each live row
-        self._ended: dict[int, int] = {}  # tokens of each row ended ahead of a live one
+        self._num_steps = 0  # replaced steps: number of tokens in the slowest live row
+        self._lens: dict[int, int] = {}  # number of tokens in each live row
+        self._ended: dict[int, int] = {}  # the same for each row that ended ahead of a live row
 
     def advance(
         self,
@@ -68,20 +68,20 @@ class ReplacedSteps:
         num_left: Sequence[int],
         num_rows: int,
     ) -> list[int]:
-        """Return the number of rows of each plain step replaced by a round; at least one step.
+        """Return the number of rows in each plain step that a round replaces; at least one step.
 
         Args:
             row_ids: [N] live rows.
-            num_emitted: [N] new tokens of each.
-            num_left: [N] remaining tokens of each, 0 if it has ended.
-            num_rows: B of the round.
+            num_emitted: [N] number of new tokens in each row.
+            num_left: [N] number of remaining tokens in each row, 0 if it has ended.
+            num_rows: Batch size B of the round.
         """
         before, self._lens, start = {**self._ended, **self._lens}, {}, self._num_steps
         self._ended = {}
         for row_id, emitted, left in zip(row_ids, num_emitted, num_left, strict=True):
             rows = self._lens if left > 0 else self._ended
             rows[row_id] = before.pop(row_id, start) + emitted
-        self._ended |= before  # rows ended before, and cancelled rows
+        self._ended |= before  # rows that ended before, and cancelled rows
         live, ended = self._lens.values(), self._ended.values()
         end = self._num_steps = max(min(live) if live else max(ended, default=0), start + 1)
         if self._keeps_rows:
@@ -95,9 +95,9 @@ class ReplacedSteps:
 
 
 class PlainSteps:
-    """Seconds of one target's newest plain steps.
+    """Seconds of the newest plain steps of one target.
 
-    The keys are the call type and the number of rows.
+    The seconds are stored by call type and number of rows.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class PlainSteps:
         return model_state(model).get(cls, cls)
 
     def get(self, call_type: Hashable) -> dict[int, list[float]]:
-        """Return a copy of the seconds of a call type by number of rows, the newest last."""
+        """Return a copy of the seconds for a call type by number of rows, newest last."""
         with self._lock:
             return {
                 num_rows: list(seconds)
@@ -118,7 +118,7 @@ class PlainSteps:
             }
 
     def add(self, call_type: Hashable, steps: Mapping[int, Sequence[float]]) -> None:
-        """Add the steps of a call; beyond 64 call types, drop the least recently updated one."""
+        """Add the steps of a call; above 64 call types, drop the least recently updated one."""
         with self._lock:
             by_rows = self._by_type.pop(call_type, {})  # the newest type comes last
             for num_rows, seconds in steps.items():
@@ -131,7 +131,7 @@ class PlainSteps:
 def has_plain_steps(plan: Plan) -> bool:
     """Return whether a round without drafts is a plain step.
 
-    False if forwards of a single length are compiled or captured.
+    The result is False if forwards are compiled or captured for a single length.
     """
     return "target" not in plan.runners.parts or plan.config.schedule != "constant"
 
@@ -139,8 +139,9 @@ def has_plain_steps(plan: Plan) -> bool:
 def lacks_plain_step(plan: Plan) -> bool:
     """Return whether a call with a constant draft length needs to measure a plain step.
 
-    True if none is known and the output does not depend on it. Several ranks measure none, because
-    their measurements differ, nor does continuous batching.
+    The result is True if no plain step is known and measuring one does not change the output.
+    Several ranks measure no step because their measurements differ. Continuous batching measures
+    no step either.
     """
     call = plan.call
     if depends_on_draft(plan.config) or not has_plain_steps(plan):
@@ -152,28 +153,28 @@ def lacks_plain_step(plan: Plan) -> bool:
 
 @dataclass
 class StatsObserver(Observer):
-    """An observer for the statistics of a call.
+    """Observer that updates the statistics of a call.
 
-    At the end it adds the plain steps to those of the target.
+    At the end, it adds the plain steps of the call to the target's.
     """
 
     stage = Stage.RECORD
     stats: SpeculationStats
-    num_user_host_syncs: int = 0  # possible waits of user code for the device per round
-    counts_rows: bool = True  # whether output rows are also counted one by one
-    keeps_rows: bool = False  # whether plain steps have all rows of the batch, ended ones too
+    num_user_host_syncs: int = 0  # possible host syncs in user code per round
+    counts_rows: bool = True  # whether to count each output row as well
+    keeps_rows: bool = False  # whether plain steps include all rows of the batch, even ended rows
     counts_plain_steps: bool = True  # whether a round without drafts is a plain step
-    # called with the plain steps at the end
+    # called with the plain steps at the end; None to drop them
     remember: Callable[[Mapping[int, Sequence[float]]], None] | None = None
 
     def __post_init__(self) -> None:
         self._progress = ReplacedSteps(self.keeps_rows)
-        # minimum seconds of rounds with drafts, without drafting, by rows
+        # minimum seconds of rounds with drafts by number of rows, without the drafting time
         self._fastest_s: dict[int, float] = {}
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "StatsObserver":
-        """Make the observer of a planned call; add the plain steps of earlier calls to `stats`."""
+        """Make the observer for a planned call; add the plain steps of earlier calls to `stats`."""
         call_type, steps = call_type_of(plan), PlainSteps.of(plan.target.model)
         stats.earlier_plain_step_s_by_rows = steps.get(call_type)
         return cls(
@@ -210,7 +211,7 @@ class StatsObserver(Observer):
         self._count_replaced_steps(record)
         for row in record.live_rows:
             num_emitted, num_drafted = record.trimmed.num_emitted[row], verified.num_drafted[row]
-            # a criterion may stop before the last
+            # a criterion may stop the row before its last accepted token
             num_accepted = min(verified.num_accepted[row], num_emitted)
             num_verified = min(
                 verified.num_accepted[row] + 1, num_emitted, num_drafted, len(verified.new_ids[row])
@@ -220,7 +221,7 @@ class StatsObserver(Observer):
                 stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
 
     def _count_replaced_steps(self, record: RoundRecord) -> None:
-        """Count the plain steps replaced by a round, by number of rows."""
+        """Count the plain steps that a round replaces, by number of rows."""
         live, trimmed = record.live_rows, record.trimmed
         num_left = [0 if trimmed.is_stopped[row] else record.num_left[row] for row in live]
         num_emitted = [trimmed.num_emitted[row] for row in live]
@@ -233,14 +234,14 @@ class StatsObserver(Observer):
         self.stats.num_longest += num_new_tokens - 1
         steps = self.stats.plain_step_s_by_rows
         for num_rows, steps_s in steps.items():
-            if len(steps_s) == 1:  # it may be the first forward of its size
+            if len(steps_s) == 1:  # this may be the first forward of its size, which is slower
                 steps_s[0] = min(steps_s[0], self._fastest_s.get(num_rows, steps_s[0]))
         if self.remember is not None:
             self.remember(steps)
 
 
 def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError]]:
-    """Yield rows with a last token sampled from logits without a distribution, with errors."""
+    """Yield each row whose last token was sampled from invalid logits, with the error."""
     for row in record.live_rows if record.verified.status & BAD_LOGITS else ():
         num_emitted = record.trimmed.num_emitted[row]
         if not num_emitted or num_emitted < len(record.verified.new_ids[row]):
@@ -265,16 +266,16 @@ def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError
 
 @dataclass
 class BadLogitsObserver(Observer):
-    """An observer for invalid logits.
+    """Observer that checks for invalid logits.
 
-    It raises an error for a token sampled from logits without a distribution, as plain `generate`
-    does.
+    It raises an error for a token sampled from logits that define no distribution, as plain
+    `generate` does.
     """
 
     stage = Stage.VERIFY
     stops: StopTracker
-    # Errors past a row's stop, with the number of tokens before them; plain `generate` may stop
-    # earlier.
+    # Errors past a row's stop, with the number of tokens before each. Plain `generate` may stop
+    # before them.
     _late: list[tuple[int, BadLogitsError]] = field(default_factory=list, init=False)
 
     def on_round(self, record: RoundRecord) -> None:
@@ -292,10 +293,7 @@ class BadLogitsObserver(Observer):
 
 @dataclass
 class StreamObserver(Observer):
-    """An observer for streaming.
-
-    It passes the new tokens of a single row to the streamer, one by one.
-    """
+    """Observer that passes the new tokens of a single row to the streamer, one by one."""
 
     stage = Stage.EMIT
     streamer: Any
@@ -307,10 +305,7 @@ class StreamObserver(Observer):
 
 @dataclass
 class CallbackObserver(Observer):
-    """An observer for `speculation_callback`.
-
-    It calls the function with a `RoundReport` after every round.
-    """
+    """Observer that calls `speculation_callback` with a `RoundReport` after every round."""
 
     stage = Stage.REPORT
     callback: Callable[[RoundReport], object]
@@ -337,11 +332,11 @@ class CallbackObserver(Observer):
 
 
 def make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
-    """Return the observers of a planned call, without those among the decoder's fields."""
+    """Make the observers for a planned call, without the observers in the decoder's fields."""
     call = plan.call
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
     observers.append(StatsObserver.of(plan, stats))
-    if plan.config.speculation_callback is not None:  # before its tokens are streamed
+    if plan.config.speculation_callback is not None:  # called before the tokens are streamed
         observers.append(CallbackObserver(plan.config.speculation_callback))
     if call.streamer is not None:
         observers.append(StreamObserver(call.streamer))

@@ -1,4 +1,4 @@
-"""Output recorder: collect the outputs of `generate()`, row by row and token by token."""
+"""Output recorder: collect the outputs of `generate()` by row and by token."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,9 +23,9 @@ GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
 
 class OutputRecorder(Observer):
-    """An observer for the outputs of `generate()`.
+    """Observer that collects the outputs of `generate()`.
 
-    It stores each row's new tokens, with the requested scores and states.
+    It stores each row's new tokens with the requested scores and states.
     """
 
     stage = Stage.EMIT
@@ -44,11 +44,11 @@ class OutputRecorder(Observer):
         self._scores: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}
         # each [V] float32
         self._logits: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}
-        self._windows = windows  # the sliding window of each layer, None for full attention
+        self._windows = windows  # return the sliding window of each layer, None for full attention
 
     @classmethod
     def of(cls, plan: Plan, kv_cache: KVCache) -> "OutputRecorder":
-        """Make the recorder of a planned call; `kv_cache` is the target's."""
+        """Make the recorder for a planned call; `kv_cache` is the target's."""
         text_config = plan.target.model.config.get_text_config(decoder=True)
         return cls(
             plan.call.row_ids, plan.call.recorded, lambda: windows_of(text_config, kv_cache.cache)
@@ -78,7 +78,7 @@ class OutputRecorder(Observer):
         return self.new_ids.pop(row_id)
 
     def _add_states(self, record: RoundRecord) -> None:
-        """Append the states of the prompt, or those of the single row for the emitted tokens."""
+        """Append the states of the prompt, or of the single row's emitted tokens."""
         hidden_states = record.scored.hidden_states if self.recorded.hidden_states else None
         attentions = record.scored.attentions if self.recorded.attentions else None
         if not record.num_round:
@@ -112,7 +112,7 @@ class OutputRecorder(Observer):
         del self.hidden_states[num_new_tokens:], self.attentions[num_new_tokens:]
 
     def sequences(self, input_ids: Tensor, pad_token_id: int) -> Tensor:
-        """Return prompts and new tokens, [B, T + longest row] int64, padded on the right."""
+        """Return the prompts with the new tokens, [B, T + longest row] int64, right-padded."""
         longest = max((len(row) for row in self.new_ids.values()), default=0)
         rows = [row + [pad_token_id] * (longest - len(row)) for row in self.new_ids.values()]
         new_ids = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # [B, N]
@@ -143,13 +143,13 @@ class OutputRecorder(Observer):
 
 
 def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
-    """Stack scores to one [B, V] float32 per new token.
+    """Stack the scores into one tensor [B, V] float32 per new token.
 
-    Ended rows hold 0 at the pad id, and -inf elsewhere.
+    Ended rows hold 0 at the pad id and -inf elsewhere.
     """
     rows = list(by_row.values())
     ended = torch.full_like(rows[0][0], -torch.inf)
-    if 0 <= pad_token_id < len(ended):  # a pad token may have been added without resizing the model
+    if 0 <= pad_token_id < len(ended):  # the user may have added a pad token without resizing V
         ended[pad_token_id] = 0.0
     longest = max(len(row) for row in rows)
     return tuple(
@@ -159,7 +159,7 @@ def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Te
 
 
 def _attention_row(layer: Tensor, position: int, num_query: int, window: int | None) -> Tensor:
-    """Cut one query's attention weights [1, H, 1, T] from [1, H, Q, T + Q]."""
+    """Slice one query's attention weights [1, H, 1, T] from [1, H, Q, T + Q]."""
     end = layer.shape[-1] - num_query + position + 1
     start = 0 if window is None else max(end - window, 0)
     return layer[:, :, position : position + 1, start:end]

@@ -1,4 +1,4 @@
-"""Plan of a call: decide everything from its arguments and models, before building anything."""
+"""Plan of a call: make all decisions from its arguments and models before building anything."""
 
 import functools
 import importlib
@@ -51,30 +51,30 @@ _WORKING_KERNELS = "hf_speculate.options.cuda.kernel_trial:with_working_kernels"
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of a call."""
+    """The decisions made for a call."""
 
     call: Call
-    source: DraftSource  # the drafts' source, after `begin`
-    config: SpeculationConfig  # settings with the fallbacks applied
-    setup: DrafterSetup  # the drafter's arguments
+    source: DraftSource  # the draft source after `begin`
+    config: SpeculationConfig  # settings after applying the fallbacks
+    setup: DrafterSetup  # arguments for the drafter
     target: ModelPlan
-    draft: ModelPlan | None  # the draft model; None without one
-    draft_strategy: SampleStrategy  # how the drafter proposes tokens
-    runners: Runners  # how forwards run: compiled, from device graphs, or eagerly
+    draft: ModelPlan | None  # plan of the draft model; None without one
+    draft_strategy: SampleStrategy  # how the drafter chooses tokens
+    runners: Runners  # runners for compiled, captured or eager forwards
     compiles_itself: bool  # whether a custom drafter compiles its own forwards
     reads_keys: bool  # whether the drafter or the verifier reads the noise keys
-    hidden_layers: tuple[int, ...] | None  # target layers read by the drafter; None without any
-    lock_step: str  # why all rows advance by the same number of tokens; empty if they need not
-    # Padding id of finished rows. None if rows without an EOS token continue until the last one has
-    # stopped.
+    hidden_layers: tuple[int, ...] | None  # target layers that the drafter reads; None for none
+    lock_step: str  # why all rows must advance by the same number of tokens; empty if they need not
+    # Padding id for finished rows. None if rows continue until the last one has stopped, as without
+    # an EOS token.
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
     self_test: str  # result of the comparison with plain decoding; empty for tested types
-    fallbacks: tuple[str, ...]  # deviations from the request, with the reasons
+    fallbacks: tuple[str, ...]  # deviations from the request, with reasons
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The target, and the draft model if there is one."""
+        """The target and the draft model, if there is one."""
         return [self.target.model] if self.draft is None else [self.target.model, self.draft.model]
 
     @property
@@ -89,25 +89,25 @@ class Plan:
 
     @property
     def pads_ended_rows(self) -> bool:
-        """Whether stopped rows are padded; otherwise they continue until the last one stops."""
+        """Whether stopped rows are padded; otherwise, they continue until the last row stops."""
         return self.pad_token_id is not None
 
     @property
     def steps_have_all_rows(self) -> bool:
-        """Whether a plain step has all rows of the batch."""
+        """Whether a plain step includes all rows of the batch."""
         return self.keeps_rows or not self.pads_ended_rows
 
     @property
     def end_padding_id(self) -> int | None:
-        """Token for filling a kept cache after finished rows.
+        """Id of the tokens that fill a kept cache after finished rows.
 
-        None if rows end together or the cache is not kept.
+        None if all rows end together or the cache is not kept.
         """
         is_fed = self.call.is_cache_kept and self.call.batch_size > 1 and not self.lock_step
         return self.pad_token_id if is_fed else None
 
     def report_to(self, stats: SpeculationStats) -> None:
-        """Write the plan to the statistics of its call."""
+        """Write the plan to the statistics of the call."""
         stats.plan, stats.verifier, stats.cache = (
             repr(self),
             self.config.verifier or "",
@@ -142,12 +142,12 @@ class Plan:
 def make_plan(
     call: Call, stats: SpeculationStats, *, drafts: bool = True, self_test: str = ""
 ) -> Plan:
-    """Make the plan of a call, and begin its source.
+    """Make the plan for a call and begin its draft source.
 
     Args:
         call: The call.
-        stats: Records why kernels are left out, and later the parts without compilation.
-        drafts: Whether the call may draft; if not, it decodes token by token.
+        stats: Records why kernels are not used, and later which parts are not compiled.
+        drafts: Whether the call may draft; otherwise, it decodes token by token.
         self_test: Result of the target's comparison with plain decoding.
     """
     fallbacks: list[str] = []
@@ -217,7 +217,7 @@ def make_plan(
 
 
 def _for_offloaded(call: Call, source: DraftSource, config: SpeculationConfig) -> SpeculationConfig:
-    """Return the settings, with a larger K_max if loading weights dominates the forward's time."""
+    """Return the settings with a larger K_max if loading weights dominates the forward's time."""
     is_open = config.schedule == "adaptive" and config.num_assistant_tokens is None
     if source.model is None or not is_open or call.batch_size > 1 or not is_offloaded(call.target):
         return config
@@ -228,19 +228,19 @@ def _for_offloaded(call: Call, source: DraftSource, config: SpeculationConfig) -
 
 
 def counts_by_column(model: PreTrainedModel) -> bool:
-    """Return whether the target places tokens by cache column; all rows then advance together."""
+    """Return whether the target positions tokens by cache column, so all rows advance together."""
     return counts_columns(model) or (takes_positions(model) and not HandedOn.of(model).positions)
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Return the attention implementation looked up by the model's decoder in every forward."""
+    """Return the attention implementation that the model's decoder looks up in every forward."""
     return str(attention_name(model.config.get_text_config(decoder=True)))
 
 
 def _fed_pad_token_id(call: Call) -> int:
-    """Return the padding token of the call, or 0 if it has no embedding.
+    """Return the padding token of the call, or 0 if the token has no embedding.
 
-    Plain `generate` fails without an embedding.
+    Plain `generate` fails if the token has no embedding.
     """
     pad = call.pad_token_id or 0
     return pad if 0 <= pad < vocab_size_of(call.target) else 0
@@ -250,12 +250,12 @@ def _drafter_setup(
     call: Call,
     source: DraftSource,
     config: SpeculationConfig,
-    # settings of the target's compiled forwards; None if they run eagerly
+    # settings for the target's compiled forwards; None if they run eagerly
     settings: CompileConfig | None,
-    # called with the part and the reason if the draft cannot be compiled
+    # called with the part and the reason if drafting cannot be compiled
     on_failure: Callable[[str, str], None],
 ) -> DrafterSetup:
-    """Return the setup of a drafter."""
+    """Make the setup for a drafter."""
     traits, prompts, compilation = traits_of(config), call.prompts, None
     if settings is not None:
         lens = draft_lens(config, source.varies_len)
@@ -298,7 +298,7 @@ def _drafter_setup(
 def _with_working_kernels(
     call: Call, source: DraftSource, config: SpeculationConfig, stats: SpeculationStats
 ) -> SpeculationConfig:
-    """Replace kernels that failed on this device by torch; raise if they were requested by name."""
+    """Replace kernels that failed on this device with torch; raise if the call names them."""
     models = [call.target] if source.model is None else [call.target, source.model]
     devices = [device_of(model) for model in models]
     for device in devices:
@@ -349,7 +349,7 @@ def _lock_step_reason(
 
 
 def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
-    """Return the call type: influences on a plain step's seconds besides the number of rows."""
+    """Return the call type: all that affects a plain step's time except the number of rows."""
     call, target = plan.call, plan.target
     return (
         *(
@@ -360,12 +360,12 @@ def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
             target.cache_kind,
         ),
         *(*plan.runners.settings, plan.runners.graphed, plan.is_lock_step),
-        call.max_length.bit_length(),  # within a factor of two, a forward's time changes little
+        call.max_length.bit_length(),  # a forward's time changes little within a factor of two
     )
 
 
 def gains_nothing(target: PreTrainedModel, source: DraftSource, config: SpeculationConfig) -> bool:
-    """Return whether a source's draft model cannot gain anything, by its costs before any round."""
+    """Return whether the prior costs of a source's draft model rule out any gain."""
     is_adaptive = source.model is not None and config.schedule == "adaptive"
     return is_adaptive and draft_prior(target, source).never_pays
 
@@ -373,7 +373,7 @@ def gains_nothing(target: PreTrainedModel, source: DraftSource, config: Speculat
 def _without_useless_draft(
     target: PreTrainedModel, source: DraftSource, config: SpeculationConfig, fallbacks: list[str]
 ) -> tuple[DraftSource, SpeculationConfig]:
-    """Return the source and its settings, without a draft model if it cannot gain anything."""
+    """Return the source and its settings, without the draft model if it cannot gain anything."""
     if not gains_nothing(target, source, config):
         return source, config
     free_source = source.without_model()
@@ -385,7 +385,7 @@ def _without_useless_draft(
 def _without_useless_block(
     config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]
 ) -> SpeculationConfig:
-    """Return the settings, with rejection instead of block verification if both are equal."""
+    """Return the settings, with rejection sampling instead of an equivalent block verification."""
     if config.verifier != "block":
         return config
     if is_lock_step:
@@ -399,7 +399,7 @@ def _without_useless_block(
 
 
 def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterator[str]:
-    """Yield the reasons for running compiled models of the caller eagerly."""
+    """Yield the reasons for running the user's compiled models eagerly."""
     for part, model in ((model_plan.part, model_plan.model) for model_plan in models):
         if part in runners.settings or not is_compiled(model):
             continue
@@ -414,7 +414,7 @@ def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterat
 
 
 def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
-    """Yield the reasons for dynamic KV caches instead of preallocated ones, and log each once."""
+    """Yield the reasons for dynamic instead of preallocated KV caches, and log each once."""
     for model_plan in models:
         part, reason = model_plan.part, model_plan.cache_reason
         if model_plan.cache_kind == "dynamic" and reason:

@@ -1,4 +1,4 @@
-"""Ranks: processes decoding one call together. A single process changes nothing."""
+"""Ranks: the processes that decode one call together. For a single process, they do nothing."""
 
 import importlib
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import DraftOut
 from hf_speculate.verify.base import Verifier
 
-_OPTION = "hf_speculate.options.ranks.find"  # imported if there are several processes
+_OPTION = "hf_speculate.options.ranks.find"  # imported only if there are several processes
 N = TypeVar("N", bool, int, float)
 
 
 class Ranks:
-    """The processes decoding a call.
+    """The processes that decode a call.
 
-    This class stands for a single process. Synced ranks decode different texts, and must run the
-    same number of forwards. The ranks of a tensor-parallel group decode one text with the decisions
-    of rank 0. Every process must call a method at the same time.
+    This base class stands for a single process. Synced ranks decode different sequences but must
+    run the same number of forwards. The ranks of a tensor-parallel group decode one sequence and
+    use rank 0's decisions. Every method is a collective operation: all processes must call it.
     """
 
     is_synced = False  # whether all ranks must run the same number of forwards
@@ -42,38 +42,38 @@ class Ranks:
         return num
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process, synced or of the group."""
+        """Return whether the flag is set in any process, be it a synced rank or in the group."""
         return flag
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of the group's rank 0.
+        """Broadcast numbers from the group's rank 0.
 
-        Shape and dtype must be the same on all ranks. `numbers` is not changed.
+        The shape and dtype must be the same on all ranks. `numbers` is not changed.
         """
         return numbers
 
     def broadcast_number(self, number: N) -> N:
-        """Return the number of the group's rank 0; its type must be the same on all ranks."""
+        """Broadcast a number from the group's rank 0; its type must be the same on all ranks."""
         return number
 
     def broadcast_draft(self, own: DraftOut, num_draft_tokens: int, has_cache: bool) -> DraftOut:
-        """Return the draft of the group's rank 0.
+        """Broadcast the draft from the group's rank 0.
 
-        All ranks have drafted, so each cache is up to date.
+        All ranks have drafted, so each rank's cache is up to date.
 
         Args:
-            own: The draft of this rank.
-            num_draft_tokens: Maximum K of the round.
-            has_cache: Whether the draft was fed to a KV cache.
+            own: This rank's draft.
+            num_draft_tokens: Maximum draft length K of the round.
+            has_cache: Whether the draft tokens were fed to a KV cache.
         """
         return own
 
     def wrap_verifier(self, verifier: Verifier) -> Verifier:
-        """Wrap a verifier to return the verdict of the group's rank 0."""
+        """Wrap a verifier so that all ranks get the verdict of the group's rank 0."""
         return verifier
 
     def wrap_criteria(self, criteria: BlockStoppingCriteria) -> BlockStoppingCriteria:
-        """Wrap stopping criteria to return the result of rank 0, if a group may differ in it."""
+        """Wrap stopping criteria to broadcast rank 0's result if it may differ within a group."""
         return criteria
 
 
@@ -83,11 +83,11 @@ ONE_PROCESS = Ranks()
 def find_ranks(
     synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device
 ) -> Ranks:
-    """Return the ranks of a call.
+    """Find the ranks for a call.
 
     Args:
-        synced_gpus: Whether ranks are synced. None detects ZeRO-3 and FSDP.
-        models: Models of the call; a model split by tensor parallelism needs a group.
+        synced_gpus: Whether ranks are synced. None to detect ZeRO-3 and FSDP.
+        models: Models of the call. A model split by tensor parallelism needs a group.
         device: Device of the target's inputs.
     """
     may_be_synced = synced_gpus is not False and _num_processes() > 1
@@ -102,5 +102,5 @@ def _num_processes() -> int:
 
 
 def tensor_parallel_size(model: PreTrainedModel) -> int:
-    """Return the number of processes sharing each large weight; 1 without tensor parallelism."""
+    """Return the number of processes that share each large weight; 1 without tensor parallelism."""
     return getattr(model, "tp_size", None) or 1

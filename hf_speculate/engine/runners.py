@@ -1,4 +1,4 @@
-"""Runners: choose how the forwards of a call's models run. The default is eager."""
+"""Runners: choose how the forwards of a call's models run, which is eagerly by default."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,57 +22,57 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.runner import GRAPH_BACKENDS
 
-# imported if forwards may run compiled, or from device graphs
+# imported if forwards may run compiled or from device graphs
 _OPTION = "hf_speculate.options.compiled.plan"
 
 
 @dataclass(frozen=True)
 class RunnerRequest:
-    """The requested fixed buffers and compiled forwards."""
+    """Request for fixed buffers and compiled forwards."""
 
     is_static: bool = False  # whether buffers never grow
-    # by model, "target" and "draft"
+    # compile settings by model, "target" or "draft"
     settings: Mapping[str, CompileConfig] = field(default_factory=dict)
-    min_columns: int = 0  # minimum columns of the buffers
+    min_columns: int = 0  # minimum number of columns in the buffers
     reasons: tuple[str, ...] = ()  # why requested parts run eagerly
 
 
 @dataclass(frozen=True)
 class Runners:
-    """Eager runners, over growing buffers."""
+    """Eager runners with growing buffers."""
 
-    # by compiled model, "target" and "draft"
+    # compile settings by compiled model, "target" or "draft"
     settings: Mapping[str, CompileConfig] = field(default_factory=dict)
-    graphed: tuple[str, ...] = ()  # models with forwards from device graphs, "target" and "draft"
-    coded: tuple[str, ...] = ()  # of these, models compiled by earlier calls
-    reasons: tuple[str, ...] = ()  # why parts to be compiled or captured run eagerly
+    graphed: tuple[str, ...] = ()  # models that run from device graphs, "target" or "draft"
+    coded: tuple[str, ...] = ()  # models in `graphed` that earlier calls have compiled
+    reasons: tuple[str, ...] = ()  # why parts run eagerly instead of compiled or captured
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Models without eager forwards; rows must not move in their buffers."""
+        """Models that do not run eagerly, so that rows must not move in their buffers."""
         return (*self.settings, *self.graphed)
 
     @property
     def graphs_description(self) -> str:
-        """Models with forwards from device graphs, in words."""
+        """Description of the models that run from device graphs."""
         return ", ".join(
             f"{part} (compiled)" if part in self.coded else part for part in self.graphed
         )
 
     @property
     def max_query(self) -> int | None:
-        """Maximum tokens per row and forward after the longest row; None for any number."""
+        """Maximum number of tokens per row and forward after the longest row; None for no limit."""
         return None
 
     def buffers(self, model_plan: ModelPlan) -> Buffers:
-        """Return the buffer arguments for a model's preallocated KV cache."""
+        """Return the buffer arguments for the preallocated KV cache of a model."""
         return GROWING
 
     def language_model(
         self,
         part: str,  # "target" or "draft"
         model: PreTrainedModel,
-        inputs: ExtraInputs,  # read by the model besides tokens
+        inputs: ExtraInputs,  # the model's inputs other than tokens
         max_position: int | None,
         capture: Any = None,  # see `LanguageModel`
     ) -> LanguageModel | None:
@@ -88,7 +88,7 @@ class Runners:
         settings: DraftSettings,
         context: Context | None,
     ) -> ModelDrafter | None:
-        """Return the drafter with a compiled or captured model; None if forwards run eagerly."""
+        """Return a drafter with a compiled or captured model; None if its forwards run eagerly."""
         return None
 
 
@@ -102,10 +102,10 @@ def find_runners(
     graphs: str,  # `speculation_graphs`
     batch_size: int,
     on_failure: Callable[[str, str], None],  # called with the part and the reason of a failure
-    # called with the part, and the reason if it does not run from graphs of compiled code
+    # called with the part and, if it does not run from graphs of compiled code, the reason
     on_code: Callable[[str, str], None],
 ) -> Runners:
-    """Return the runners of a request: compiled, from graphs, or eager."""
+    """Return the runners for a request, which may be compiled, captured or eager."""
     has_graphs = any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
     if not request.is_static and not (graphs == "on" or (graphs == "auto" and has_graphs)):
         return EAGER
@@ -116,7 +116,7 @@ def find_runners(
 
 
 def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
-    """Return the fixed buffers and compiled forwards of a call, following plain `generate`."""
+    """Return the request for fixed buffers and compiled forwards, following plain `generate`."""
     config, eager_draft = call.generation_config, source.eager_reason
     if not call.is_static:
         return RunnerRequest()
@@ -151,9 +151,9 @@ def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
 
 
 def draft_lens(config: SpeculationConfig, varies: bool) -> tuple[int, ...]:
-    """Return the draft lengths K of compiled forwards, ascending.
+    """Return the draft lengths K of compiled forwards in ascending order.
 
-    Other lengths are rounded up to these.
+    Other lengths are rounded up to one of these.
 
     Args:
         config: Settings of the call.

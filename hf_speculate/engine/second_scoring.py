@@ -1,15 +1,15 @@
 """Second scoring: score a round again if its logits are NaN or infinite.
 
-A drafted token may make the target compute NaN, although plain decoding never reads this token.
-Attention multiplies masked values by zero, and zero times NaN is NaN: all logits of the row are
-lost, even those of accepted tokens. The round is then rolled back, its KV cache columns are
-overwritten, and the target reads the same tokens one by one, as in plain decoding. If the logits
-are NaN again, the cause is the target.
+A drafted token may make the target compute NaN even though plain decoding never reads this token.
+Attention multiplies masked values by zero, and zero times NaN is NaN. The row then loses all its
+logits, even the logits of accepted tokens. In this case, the round is rolled back, its KV cache
+columns are overwritten, and the target reads the same tokens one by one, as in plain decoding. If
+the logits are NaN again, the target itself is the cause.
 
 If the output does not depend on the draft, only the newest token is read, and the round becomes a
-plain step. Otherwise all tokens are read, because dropping a draft by its content would bias the
-output: drafts are sampled from another distribution than the target's, and only the residual of a
-rejected token corrects for this.
+plain step. Otherwise, all tokens are read, because dropping a draft based on its content would bias
+the output: drafts are sampled from a different distribution than the target's, and only the
+residual of a rejected token corrects for the difference.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ from hf_speculate.verify.base import depends_on_draft
 class Rescored(NamedTuple):
     """A round after its second scoring."""
 
-    draft: DraftOut  # the tokens read again and verified
+    draft: DraftOut  # the tokens that were read again and verified
     scored: Scored
     verified: Verified
 
 
 @dataclass(frozen=True)
 class SecondScoring:
-    """The second scoring, one token at a time."""
+    """Scores a round again, one token at a time."""
 
     target: TargetSession
     verification: Verification
@@ -48,11 +48,11 @@ class SecondScoring:
 
     @classmethod
     def of(cls, plan: Plan, target: TargetSession, verification: Verification) -> "SecondScoring":
-        """Return the second scoring of a planned call."""
+        """Return the second scoring for a planned call."""
         return cls(target, verification, depends_on_draft(plan.config), plan.call.ranks)
 
     def run(self, batch: Batch, draft: DraftOut, keys: NoiseKeys, first: Verified) -> Rescored:
-        """Score and verify the draft of a round again, after the verdict `first`."""
+        """Score and verify a round's draft again after the verdict `first`."""
         scored_draft = draft if self.depends_on_draft else batch.no_draft()
         num_forwards = scored_draft.token_ids.shape[1] + 1
         self.target.kv_cache.crop(draft.token_ids.shape[1] + 1)
@@ -64,7 +64,7 @@ class SecondScoring:
             batch, scored.logits, scored_draft, keys, checks_logits=True
         )
         num_host_syncs = first.num_host_syncs + verified.num_host_syncs
-        if verified.has_bad_logits:  # plain decoding has them too
+        if verified.has_bad_logits:  # plain decoding would have bad logits as well
             verified = self.verification.verify(batch, scored.logits, scored_draft, keys)
             num_host_syncs += verified.num_host_syncs
         verified = verified._replace(
@@ -73,25 +73,25 @@ class SecondScoring:
         return Rescored(scored_draft, scored, verified)
 
     def join_others(self, batch: Batch) -> None:
-        """Run dummy forwards for the second scorings of other ranks; called before every round."""
+        """Run dummy forwards to match other ranks' second scorings; called before every round."""
         while num_forwards := self.ranks.max(0):
             self._run_dummies(batch, num_forwards)
 
     def _run_dummies(self, batch: Batch, num_forwards: int) -> None:
-        """Run forwards for other ranks, and discard the results."""
+        """Run forwards to match other ranks, and discard the results."""
         for _ in range(num_forwards):
             self._score(batch.tokens.last(1).contiguous())
             self.target.kv_cache.crop(1)
 
     def _score(self, token: Tensor, **options: Any) -> Scored:
-        """Score one token [B, 1] of each row in a separate forward: logits [B, 1, V]."""
+        """Score one token per row, [B, 1], in a separate forward; the logits are [B, 1, V]."""
         return self.target.model.run_unpadded(
             token, self.target.kv_cache, logits_to_keep=1, **options
         )
 
 
 def joined(outputs: Sequence[Scored]) -> Scored:
-    """Concatenate the outputs of forwards of one token each."""
+    """Concatenate the outputs of several single-token forwards."""
     if len(outputs) == 1:
         return outputs[0]
     captured = [output.captured for output in outputs if output.captured is not None]
@@ -106,7 +106,7 @@ def joined(outputs: Sequence[Scored]) -> Scored:
 
 
 def _by_layer(states: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Join the states of each layer; None for layers without states, or without any states."""
+    """Join the states of each layer; None for a layer without states, or if no layer has any."""
     if states[0] is None:
         return None
     return tuple(

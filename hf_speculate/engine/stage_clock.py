@@ -1,4 +1,4 @@
-"""Stage clock: time the stages of a call, and add the current stage to errors as a note."""
+"""Stage clock: time the stages of a call and add the current stage to errors as a note."""
 
 import time
 from collections import defaultdict
@@ -10,7 +10,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.types import StageSeconds
 
 _PREFIX = "hf_speculate: raised while "
-_DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error")  # text in device errors
+_DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error")  # substrings of device errors
 _AFTER_DEVICE_ERROR = (
     "hf_speculate: this process may have lost the device; start another one with "
     'speculation_graphs="off", and run '
@@ -19,7 +19,7 @@ _AFTER_DEVICE_ERROR = (
 
 
 class Stage(Enum):
-    """Stages of a call, worded for error notes."""
+    """Stages of a call, as worded in error notes."""
 
     PREPARE = "the call was prepared"
     VOCABULARY = "the vocabularies were compared"
@@ -27,7 +27,7 @@ class Stage(Enum):
     PREFILL = "the target read the prompt"
     DRAFT = "tokens were drafted"
     SCORE = "the target scored tokens"
-    # with logits processors, and stopping criteria called token by token
+    # includes logits processors, and stopping criteria that are called token by token
     VERIFY = "tokens were verified"
     TRIM = "stopping criteria ran"
     COMMIT = "the KV caches were rolled back"
@@ -50,9 +50,9 @@ _FIELD_OF = {
 
 
 class StageClock:
-    """The current stage and the stage times.
+    """Clock for the current stage and the stage times.
 
-    As a context it adds a note with the stage to an error.
+    As a context manager, it adds a note with the current stage to an error.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -60,15 +60,15 @@ class StageClock:
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
         self._created = self._began = self._since = self._now()
         self.stage: Stage | None = None  # None in code outside the library
-        self.num_round = 0  # number of the round, counted from 1; 0 before the loop
+        self.num_round = 0  # number of the current round, starting at 1; 0 before the loop
 
     def start(self, stage: Stage) -> None:
-        """Begin a run of the decoder with `stage`, before its first round."""
+        """Begin a run of the decoder with `stage` before its first round."""
         self.enter(stage, 0)
         self._began = self._since
 
     def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
-        """Begin a stage; the seconds since the last call are added to the previous stage.
+        """Begin a stage, and add the seconds since the last call to the previous stage.
 
         Args:
             stage: The stage. None for code outside the library.
@@ -117,9 +117,9 @@ class StageClock:
             return
         if isinstance(error, SpeculateError) and self.stage is Stage.PREPARE:
             return  # the error is about the arguments
-        # A call inside this one may have added a note.
+        # A nested call may have added a note already.
         if not any(str(note).startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
-            with suppress(AttributeError, TypeError):  # some errors cannot be written to
+            with suppress(AttributeError, TypeError):  # some errors do not accept notes
                 error.add_note(f"{_PREFIX}{self}")
                 if any(words in str(error) for words in _DEVICE_ERRORS):
                     error.add_note(_AFTER_DEVICE_ERROR)

@@ -1,4 +1,4 @@
-"""Step weights: count the weight bytes read in a decoding step."""
+"""Step weights: count the weight bytes that a decoding step reads."""
 
 from functools import partial
 from itertools import chain
@@ -16,29 +16,27 @@ from hf_speculate.schedule import DraftPrior
 
 
 class StepWeights(NamedTuple):
-    """The weights read in a decoding step.
-
-    They are those of one process, each counted once.
-    """
+    """The weights that a decoding step reads in one process, each counted once."""
 
     num_bytes: int
-    is_quantised: bool  # whether some weights are quantised; their bytes predict seconds badly
+    is_quantised: bool  # whether any weights are quantised; their bytes predict the time poorly
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "StepWeights":
-        """Return the weights of a model, counted once in the first call."""
+        """Return the step weights of a model, counted once in its first call."""
         return model_state(model).get(cls, partial(step_weights, model))
 
 
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """Return the ratio of weight bytes of a draft step to those of a plain step, in one process."""
+    """Return the weight bytes of a draft step divided by those of a plain step, in one process."""
     return StepWeights.of(draft).num_bytes / max(StepWeights.of(target).num_bytes, 1)
 
 
 def step_weights(model: PreTrainedModel) -> StepWeights:
-    """Count the weights of a step, without encoders.
+    """Count the weights of a decoding step, without encoders.
 
-    An embedding table counts only if it is also the head, because a step reads single rows of it.
+    An embedding table counts only if it is also the head, because a step reads only single rows
+    from an embedding.
     """
     is_composite = model.config.get_text_config(decoder=True) is not model.config  # with an encoder
     decoder: nn.Module = (
@@ -49,14 +47,14 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
     weights: dict[int, Tensor] = {
         id(weight): weight for module in modules for weight in module.parameters()
     }
-    # Quantisation libraries mark their weights by special classes; the weights of a split model
-    # have one, too.
+    # Quantisation libraries mark their weights with special classes. The weights of a
+    # tensor-parallel model have a special class, too.
     is_packed = any(
         type(weight) is not nn.Parameter and not hasattr(weight, "device_mesh")
         for weight in weights.values()
     )
     is_quantised = is_packed or getattr(model.config, "quantization_config", None) is not None
-    if is_quantised:  # some libraries keep them in buffers
+    if is_quantised:  # some libraries keep quantised weights in buffers
         weights |= {
             id(buffer): buffer for buffer in chain(*(module.buffers() for module in modules))
         }
@@ -67,7 +65,7 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
 
 
 def draft_prior(target: PreTrainedModel, source: DraftSource) -> DraftPrior:
-    """Return the prior of a draft source, from the weight bytes of its steps."""
+    """Estimate the prior for a draft source from the weight bytes of its steps."""
     weights = StepWeights.of(target)
     is_known = not weights.is_quantised
     if source.model is not None:

@@ -1,4 +1,4 @@
-"""Stop tracker: find the end of each row, and the finished rows."""
+"""Stop tracker: find the end of each row and the rows that are finished."""
 
 from dataclasses import InitVar, dataclass
 
@@ -11,7 +11,7 @@ from hf_speculate.types import Trimmed, Verified
 
 @dataclass
 class StopTracker(PerRow):
-    """The stop of each row.
+    """Tracks where each row stops.
 
     It trims each round to the output of token-by-token decoding.
     """
@@ -22,29 +22,29 @@ class StopTracker(PerRow):
     stopping: RowCriteria
     num_rows: InitVar[int]
     max_new_tokens: int
-    # False without an EOS token: rows continue until the last one has stopped
+    # False without an EOS token, in which case rows continue until the last row has stopped
     pads_ended_rows: bool
     is_lock_step: bool
 
     def __post_init__(self, num_rows: int) -> None:
-        self.num_new = [0] * num_rows  # emitted tokens of each row
-        # emitted tokens up to the stop; None before it
+        self.num_new = [0] * num_rows  # number of emitted tokens in each row
+        # number of emitted tokens up to the stop of each row; None before the stop
         self.stop_lens: list[int | None] = [None] * num_rows
-        self.end = 0  # the largest of the stops, of rows outside the batch too
+        self.end = 0  # the largest stop, including the stops of rows that have left the batch
 
     @classmethod
     def of(cls, plan: Plan) -> "StopTracker":
-        """Return the stops of a planned call."""
+        """Return the stop tracker for a planned call."""
         call, num_rows = plan.call, plan.call.batch_size
         criteria = call.ranks.wrap_criteria(call.criteria)
         stopping = call.row_lists.criteria(criteria, num_rows, call.max_length)
         return cls(stopping, num_rows, call.max_new_tokens, plan.pads_ended_rows, plan.is_lock_step)
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
-        """Trim verified tokens to the emitted ones, and determine the finished rows."""
+        """Trim the verified tokens to the emitted tokens, and find the finished rows."""
         if verified.is_stopped is None:
             counts, is_stopped = self.stopping(batch.host_tokens, verified.new_ids)
-        else:  # the criteria ran between positions
+        else:  # the criteria already ran between positions
             counts, is_stopped = [len(ids) for ids in verified.new_ids], verified.is_stopped
         goes_on = not self.pads_ended_rows or self.is_lock_step
         num_emitted = []
@@ -63,7 +63,7 @@ class StopTracker(PerRow):
         return Trimmed(num_emitted, is_stopped, self._is_finished(), self.num_new)
 
     def surplus(self) -> list[int]:
-        """Return the number of emitted tokens [B] past the end of the output."""
+        """Return each row's number of emitted tokens past the end of the output, [B]."""
         return [max(num_new - self.end, 0) for num_new in self.num_new]
 
     def _is_finished(self) -> list[bool]:

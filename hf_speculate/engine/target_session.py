@@ -1,4 +1,4 @@
-"""Target session: run the target model, and keep its KV cache in step with the batch."""
+"""Target session: run the target model and keep its KV cache in step with the batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -19,35 +19,36 @@ from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Scored, Trimmed, Verified
 
-_NEVER = 1 << 30  # a column beyond any query
-_MAX_PADDING_QUERY = 64  # tokens per row in a forward of padding, the maximum of folded attention
+_NEVER = 1 << 30  # a column past the end of any query
+_MAX_PADDING_QUERY = 64  # maximum padding tokens per row and forward, the limit of folded attention
 
 
 @dataclass
 class EndPadding:
-    """Padding in the KV cache after finished rows.
+    """Padding after finished rows in the KV cache.
 
     Plain `generate` feeds a finished row its last token, then padding, until the longest row is
-    finished. Here such a row reads these tokens instead of drafts in the rounds of the other rows.
-    Tokens still missing after the last round are fed in additional forwards of `max_query` tokens a
-    row, and the other rows are rolled back.
+    finished. Here, such a row reads these tokens instead of drafts during the rounds of the other
+    rows. Tokens that are still missing after the last round are fed in additional forwards of up to
+    `max_query` tokens per row, and the other rows are rolled back.
     """
 
     pad_token_id: int | None  # None if nothing is fed
-    max_query: int  # maximum tokens per row in a forward of padding
-    max_columns: int | None  # maximum columns of the KV cache; None for any number
+    max_query: int  # maximum number of padding tokens per row and forward
+    max_columns: int | None  # maximum number of columns in the KV cache; None for no limit
     num_rows: InitVar[int]
     ranks: Ranks
 
     def __post_init__(self, num_rows: int) -> None:
-        self._num_fed = [0] * num_rows  # cached tokens beyond all but the last token of each row
-        self._was_finished = [False] * num_rows  # at the last query
-        self._starts: list[int] = []  # [B] first column with padding in the query
+        # number of tokens of each row that are cached past its last token but one
+        self._num_fed = [0] * num_rows
+        self._was_finished = [False] * num_rows  # whether the row was finished at the last query
+        self._starts: list[int] = []  # [B] first column of padding in the query
         self._device_starts: Tensor  # the same on the query's device
 
     @classmethod
     def of(cls, plan: Plan) -> "EndPadding":
-        """Return the padding of a planned call."""
+        """Return the end padding for a planned call."""
         call = plan.call
         max_query = min(
             call.prefill_chunk_size or _MAX_PADDING_QUERY,
@@ -58,11 +59,11 @@ class EndPadding:
         )
 
     def is_fed(self, batch: Batch) -> bool:
-        """Return whether a row reads padding in the next round."""
+        """Return whether any row reads padding in the next round."""
         return self.pad_token_id is not None and any(batch.is_finished)
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
-        """Replace the drafts of finished rows in a query [B, Q] int64 by padding."""
+        """Replace the drafts of finished rows in a query [B, Q] int64 with padding."""
         if self.pad_token_id is None or not any(batch.is_finished):
             return query
         self._was_finished = batch.is_finished
@@ -75,12 +76,12 @@ class EndPadding:
         return query.masked_fill(columns >= self._device_starts, self.pad_token_id)
 
     def num_dropped(self, batch: Batch, num_emitted: Sequence[int], num_query: int) -> list[int]:
-        """Return the number of tokens [B] of the last query to drop from the KV cache.
+        """Return how many tokens [B] of the last query must be dropped from the KV cache.
 
         Args:
             batch: The rows.
-            num_emitted: [B] tokens emitted by each row.
-            num_query: Q, tokens of the query in each row.
+            num_emitted: [B] number of tokens that each row emitted.
+            num_query: Q, number of query tokens per row.
         """
         num_kept = list(num_emitted)
         if any(self._was_finished):
@@ -91,7 +92,7 @@ class EndPadding:
         return [num_query - count for count in num_kept]
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
-        """Feed the missing tokens after the last round; roll back rows without missing tokens."""
+        """Feed the missing tokens after the last round; roll back rows that have none missing."""
         max_query = self.max_query
         if self.max_columns is not None:  # the longest row must still fit
             max_query = max(min(max_query, self.max_columns - kv_cache.num_columns), 1)
@@ -105,7 +106,7 @@ class EndPadding:
             kv_cache.crop(self.num_dropped(batch, [0] * batch.num_rows, num_query))
 
     def _num_lacking(self, batch: Batch) -> list[int]:
-        """Return the number of missing tokens [B] in the KV cache."""
+        """Return the number of tokens [B] that the KV cache lacks."""
         if self.pad_token_id is None:
             return [0] * batch.num_rows
         longest = max(batch.tokens.lens)
@@ -116,32 +117,32 @@ class EndPadding:
 
 
 class PromptChunk(NamedTuple):
-    """Prompt tokens of one forward."""
+    """Prompt tokens for one forward."""
 
     token_ids: Tensor  # [B, N] int64
-    num_ahead: int  # columns from the start of the chunk to the end of the prompt
+    num_ahead: int  # number of columns from the start of the chunk to the end of the prompt
 
 
 @dataclass(frozen=True)
 class TargetSession(PerRow):
     """The target model with its KV cache.
 
-    The session scores drafts, and rolls the KV cache back to the emitted tokens.
+    The session scores drafts and rolls the KV cache back to the emitted tokens.
     """
 
     PARTS = ("kv_cache", "model")
 
     model: LanguageModel
     kv_cache: KVCache
-    query_ids: Tensor  # [B, Q] int64, the prompt tokens missing in the cache
-    chunk_size: int | None  # prompt tokens per forward; None for all at once
-    # further arguments of every forward, `output_hidden_states` for example
+    query_ids: Tensor  # [B, Q] int64, the prompt tokens that are not cached yet
+    chunk_size: int | None  # number of prompt tokens per forward; None for all at once
+    # further arguments for every forward, for example `output_hidden_states`
     options: Mapping[str, bool | list[int]]
-    padding: EndPadding  # fills the cache after finished rows
+    padding: EndPadding  # padding that fills the cache after finished rows
 
     @classmethod
     def of(cls, plan: Plan, states: TargetStates | None) -> "TargetSession":
-        """Make the session of a planned call; `states` are the target states for the drafter."""
+        """Make the session for a planned call; `states` are the hidden states for the drafter."""
         call, runners, capture = plan.call, plan.runners, None if states is None else states.capture
         compiled = runners.language_model(
             "target", call.target, call.target_inputs, call.max_position, capture
@@ -172,13 +173,13 @@ class TargetSession(PerRow):
 
     @property
     def room(self) -> int | None:
-        """Maximum drafted tokens per row to read after the newest token; None for any number."""
+        """Maximum number of drafted tokens per row after the newest token; None for no limit."""
         if self.padding.max_columns is None:
             return None
         return self.padding.max_columns - self.kv_cache.num_columns - 1
 
     def prompt_chunks(self) -> list[PromptChunk]:
-        """Return the prompt in chunks of the call's size."""
+        """Split the prompt into chunks of the call's chunk size."""
         num_query = self.query_ids.shape[1]
         chunks = self.query_ids.split(self.chunk_size or num_query, dim=1)
         return [
@@ -187,13 +188,13 @@ class TargetSession(PerRow):
         ]
 
     def read(self, chunk: PromptChunk) -> Scored:
-        """Read a chunk of the prompt, and return logits [B, 1, V] after its last token."""
+        """Read a chunk of the prompt and return the logits [B, 1, V] after its last token."""
         return self.model.run(chunk.token_ids, self.kv_cache, logits_to_keep=1, **self.options)
 
     def score(self, batch: Batch, draft: DraftOut, rule: RowWiseRule | None = None) -> Scored:
-        """Score the newest token of each row and the drafted tokens: return logits [B, K+1, V].
+        """Score the newest token and the drafted tokens of each row; return logits [B, K+1, V].
 
-        With a `rule`, also verify the round if one launch can do both.
+        With a `rule`, the round is also verified if a single launch can do both.
         """
         if rule is not None and not self.options and not self.padding.is_fed(batch):
             rows = batch.round_rows(batch.num_rounds)
@@ -205,9 +206,9 @@ class TargetSession(PerRow):
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
 
     def run_aside(self, token_ids: Tensor) -> Tensor:
-        """Run tokens [B, Q] int64 behind the cached ones, eagerly: return logits [B, Q, V].
+        """Run tokens [B, Q] int64 after the cached tokens eagerly; return logits [B, Q, V].
 
-        The cache drops their states, also after an error.
+        The cache then drops their states, even after an error.
         """
         restore = self.kv_cache.mark()
         try:
@@ -218,7 +219,7 @@ class TargetSession(PerRow):
             restore()
 
     def reads_other_tokens(self, draft: DraftOut) -> bool:
-        """Return whether `score` reads tokens outside the final text; they may cause NaN."""
+        """Return whether `score` reads tokens that are not in the final text and may cause NaN."""
         return (
             bool(draft.token_ids.shape[1])
             or self.kv_cache.holds_rejected
@@ -226,7 +227,7 @@ class TargetSession(PerRow):
         )
 
     def query(self, batch: Batch, draft: DraftOut) -> Tensor:
-        """Return the newest token of each row and the drafted tokens, [B, K+1] int64."""
+        """Return the newest token and the drafted tokens of each row, [B, K+1] int64."""
         newest = batch.tokens.last(1)
         if draft.token_ids.shape[1]:  # noqa: SIM108  # one line would be too long
             query = torch.cat([newest, draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
@@ -237,7 +238,7 @@ class TargetSession(PerRow):
     def commit(
         self, batch: Batch, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed
     ) -> None:
-        """Roll the cache back to the emitted tokens, without the newest one."""
+        """Roll the cache back to the emitted tokens without the newest token."""
         num_query = draft.token_ids.shape[1] + 1
         num_dropped = self.padding.num_dropped(batch, trimmed.num_emitted, num_query)
         self.kv_cache.crop(num_dropped, batch.tokens.row_lens)
@@ -246,7 +247,7 @@ class TargetSession(PerRow):
             batch.know(self.model.end_round(verified, rows, self.kv_cache))
 
     def finish(self, batch: Batch, num_surplus: Sequence[int]) -> None:
-        """Drop `num_surplus` [B] tokens past the end of the output, and pad after finished rows."""
+        """Drop the `num_surplus` [B] tokens past the end of the output, and pad finished rows."""
         if any(num_surplus):
             self.kv_cache.crop(num_surplus)
         self.padding.finish(self.model, self.kv_cache, batch)

@@ -1,4 +1,4 @@
-"""Verification: run logits processors and verifier on a round, row-wise or in lock step."""
+"""Verification: run logits processors and the verifier on a round, row-wise or in lock step."""
 
 import importlib
 from collections.abc import Hashable, Sequence
@@ -36,15 +36,15 @@ _SPANS = "hf_speculate.options.spans.spans"
 
 
 class VerifierSpans(Protocol):
-    """Spans of each row for a lossy verifier."""
+    """The spans of each row to which a lossy verifier is restricted."""
 
     def around(self, lossy: Verifier, host_tokens: TokenBuffer, token_ids: Tensor) -> Verifier:
         """Return the verifier for the next positions.
 
         Args:
-            lossy: Verifier inside the spans.
-            host_tokens: Tokens of the rows.
-            token_ids: [B, N], the tokens after them.
+            lossy: Verifier to use inside the spans.
+            host_tokens: The tokens of the rows on the host.
+            token_ids: [B, N], the tokens that follow them.
         """
 
     def rows(self, indices: Sequence[int]) -> None:
@@ -54,12 +54,12 @@ class VerifierSpans(Protocol):
 def find_spans(
     config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]
 ) -> VerifierSpans | None:
-    """Return the spans of a call; None if its verifier is not restricted.
+    """Return the spans for a call; None if its verifier is not restricted.
 
     Args:
         config: Settings of the call.
         do_sample: Whether the call samples.
-        num_pads: [B] columns of padding before each row.
+        num_pads: [B] number of padding columns before each row.
     """
     if config.relax_only_inside is None:
         return None
@@ -69,13 +69,13 @@ def find_spans(
 
 @dataclass(frozen=True)
 class RowWiseRule:
-    """Processors and verifier for all rows and positions of a round.
+    """Rule that runs the processors and the verifier for all rows and positions of a round.
 
-    Equal rules launch the same operators. They do not read the host if `key` is not None.
+    Equal rules launch the same operators. If `key` is not None, they do not read the host.
     """
 
     key: Hashable | None  # settings of verifier and processors; None if they may read the host
-    loses_nan: bool  # whether the processors get numbers in place of NaN logits
+    loses_nan: bool  # whether the processors get numbers instead of NaN logits
     verifier: Verifier = field(compare=False)
     processors: RowProcessors = field(compare=False)
 
@@ -90,14 +90,14 @@ class RowWiseRule:
         """Verify a round.
 
         Args:
-            logits: [B, K+1, V] of the target.
+            logits: [B, K+1, V], the target's logits.
             draft: The drafted tokens.
-            keys: Keys of the round's noise.
+            keys: Noise keys of the round.
             token_ids: [B, C] int64, the tokens of the rows.
-            lens: [B] number of tokens of each row. None for C.
+            lens: [B] number of tokens in each row. None for C tokens in every row.
         """
         scores = logits
-        if self.loses_nan:  # plain `generate` shows processors no NaN of a rejected token
+        if self.loses_nan:  # in plain `generate`, processors never get NaN from a rejected token
             scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)
         if len(self.processors):
             scores = self.processors(token_ids, scores, draft.token_ids, prefix_lens=lens)
@@ -110,16 +110,16 @@ class RowWiseRule:
 
 @dataclass
 class Verification(PerRow):
-    """Acceptance of a round's tokens."""
+    """Verifies the tokens of a round."""
 
     verifier: Verifier  # the verification rule
     spans: VerifierSpans | None  # spans of a lossy verifier; None without restriction
-    ranks: Ranks  # the processes decoding the call together
+    ranks: Ranks  # the processes that decode the call together
     processors: RowProcessors  # the logits processors of each row
 
     @staticmethod
     def of(plan: Plan) -> "Verification":
-        """Return the verification of a planned call."""
+        """Return the verification for a planned call."""
         call, config = plan.call, plan.config
         rule = (
             make_verifier(config),
@@ -148,20 +148,20 @@ class Verification(PerRow):
 
         Args:
             batch: The rows.
-            logits: [B, K+1, V] of the target.
+            logits: [B, K+1, V], the target's logits.
             draft: The drafted tokens.
-            keys: Keys of the round's noise.
+            keys: Noise keys of the round.
             checks_logits: Whether to set `has_bad_logits` if the verdict uses NaN or infinite
                 logits.
-            judged: The verdict of `captured_rule`. None if it did not run.
+            judged: The verdict from `captured_rule`. None if the rule did not run.
         """
         if not all(batch.is_finished):
             return self._verify(batch, logits, draft, keys, checks_logits, judged)
-        # Forwards continue for other ranks, without processors and criteria.
+        # Forwards continue for other ranks, but without processors and criteria.
         return _no_verdict(batch, logits, draft)
 
     def captured_rule(self, checks_logits: bool) -> RowWiseRule | None:
-        """Return the rule of the next round for a device graph; None if it needs the host."""
+        """Return the next round's rule for a device graph; None if the rule needs the host."""
         return None
 
     def _verify(
@@ -176,26 +176,26 @@ class Verification(PerRow):
         raise NotImplementedError
 
     def _verifier_at(self, position: int, batch: Batch, draft: DraftOut) -> Verifier:
-        """Return the verifier for a position of the round, after accepting the tokens before it."""
+        """Return the verifier for a position of the round whose earlier tokens are all accepted."""
         verifier = self.verifier
         if self.spans is not None:
             verifier = self.spans.around(verifier, batch.host_tokens, draft.token_ids[:, :position])
         return self.ranks.wrap_verifier(verifier)
 
     def forced_texts(self, batch: Batch) -> list[str]:
-        """Return [B] texts that the logits processors force; "" for rows that need no draft."""
+        """Return the texts [B] that the logits processors force; "" for rows that need no draft."""
         rows = zip(batch.is_finished, batch.num_left, strict=True)
         return self.processors.forced_texts(
             batch.host_tokens, [not ended and num > 1 for ended, num in rows]
         )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
-        """Forget the positions of the round without emitted tokens."""
+        """Forget the positions of the round that emitted no token."""
 
 
 @dataclass
 class RowWiseVerification(Verification):
-    """Verification of all rows and positions at once.
+    """Verifies all rows and positions at once.
 
     Every row advances by its own number of tokens.
     """
@@ -269,19 +269,19 @@ class RowWiseVerification(Verification):
 
 @dataclass
 class LockStepVerification(Verification):
-    """Verification of one position at a time.
+    """Verifies one position at a time.
 
-    A round ends when a row finishes or rejects a token. Processors are called as in plain
+    A round ends when any row finishes or rejects a token. Processors are called as in plain
     `generate`.
     """
 
-    processors: BlockLogitsProcessorList  # the call's whole list
-    criteria: BlockStoppingCriteria  # the call's whole list
-    # Padding of finished rows. None if they continue decoding, as without an EOS token.
+    processors: BlockLogitsProcessorList  # the complete list of the call
+    criteria: BlockStoppingCriteria  # the complete list of the call
+    # Padding id for finished rows. None if they continue decoding, as without an EOS token.
     pad_token_id: int | None
-    records_scores: bool  # whether criteria get the scores so far
-    _is_finished: Tensor | None = None  # [B] bool
-    # the same on the host; empty before the first token
+    records_scores: bool  # whether criteria get the scores of all earlier tokens
+    _is_finished: Tensor | None = None  # [B] bool; None before the first token
+    # the same flags on the host; empty before the first token
     _has_ended: list[bool] = field(default_factory=list)
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
@@ -294,7 +294,7 @@ class LockStepVerification(Verification):
         checks_logits: bool,
         judged: DeviceVerdict | None,
     ) -> Verified:
-        # This check comes before the processors: they must get the same logits as in plain
+        # This check comes before the processors, which must get the same logits as in plain
         # `generate`.
         if checks_logits and self.ranks.broadcast_number(self._begins_with_nan(batch, logits)):
             nothing = _no_verdict(batch, logits, draft)
@@ -306,8 +306,8 @@ class LockStepVerification(Verification):
         was_finished = self._is_finished
         if was_finished is None:
             was_finished = torch.zeros(batch.num_rows, dtype=torch.bool, device=input_ids.device)
-        # Finished rows continue with padding; without EOS they continue with samples, as in plain
-        # `generate`.
+        # Finished rows continue with padding, or with sampled tokens if there is no EOS token, as
+        # in plain `generate`.
         is_padded = (
             was_finished if self.pad_token_id is not None else torch.zeros_like(was_finished)
         )
@@ -337,7 +337,7 @@ class LockStepVerification(Verification):
             num_accepted = [
                 before + new for before, new in zip(num_accepted, accepted, strict=True)
             ]
-            # The draft of padded rows is padding.
+            # The draft for padded rows is padding.
             live = [
                 row for row, had in enumerate(had_ended) if not had or self.pad_token_id is None
             ]
@@ -359,7 +359,7 @@ class LockStepVerification(Verification):
     def _begins_with_nan(self, batch: Batch, logits: Tensor) -> bool:
         """Return whether logits [B, K+1, V] are NaN at a row's first position.
 
-        A NaN from a drafted token spreads over all positions of its row.
+        A NaN from a drafted token spreads to all positions of its row.
         """
         tops = logits[:, 0].amax(-1).tolist()
         rows = zip(batch.is_finished, tops, strict=True)
@@ -369,7 +369,7 @@ class LockStepVerification(Verification):
 
 
 def _on_host(judged: DeviceVerdict, draft: DraftOut) -> list[Any]:
-    """Return ids, accepted tokens, status flags and drafted tokens of each row on the host."""
+    """Return ids, numbers of accepted tokens, flags and numbers of drafted tokens on the host."""
     if judged.packed is not None:
         return unpack(judged.packed, judged.ids.shape[1])
     _, num_accepted, status = judged.verdict
@@ -377,7 +377,7 @@ def _on_host(judged: DeviceVerdict, draft: DraftOut) -> list[Any]:
 
 
 def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:
-    """Return the verdict of a round without output."""
+    """Return the verdict for a round without output."""
     nothing = [0] * batch.num_rows
     token_ids, is_stopped = (
         draft.token_ids.new_full((batch.num_rows, 1), -1),
@@ -389,10 +389,10 @@ def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:
 
 
 def _are_bad(logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> bool:
-    """Return whether logits are NaN or infinite in one of the rows.
+    """Return whether logits are NaN or infinite in any of the given rows.
 
     Args:
-        logits: [B, N, V] of the target, unprocessed.
+        logits: [B, N, V], the target's unprocessed logits.
         rows: Rows to check.
         positions: [B] position to check in each row.
     """
@@ -414,7 +414,7 @@ def _single_position(
         token_logits=None if draft.token_logits is None else draft.token_logits[:, window],
         logsumexp=None if draft.logsumexp is None else draft.logsumexp[:, window],
     )
-    # The next position is not processed yet: the verifier gets this one twice, and its bonus token
-    # is not used.
+    # The next position is not processed yet, so the verifier gets this one twice, and its bonus
+    # token is not used.
     target_logits = scores[:, None].expand(-1, token_ids.shape[1] + 1, -1)
     return target_logits, step, keys._replace(positions=keys.positions + position)

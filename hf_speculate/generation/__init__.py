@@ -1,1 +1,1 @@
-"""Validate and prepare calls of `generate()`."""
+"""Validate and prepare calls to `generate()`."""

@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 
-# A field also excludes its companion from weaker sources: a call with K tokens gets K, whatever the
-# saved schedule.
+# A field also excludes its companions from weaker sources: a call that sets K tokens gets K tokens,
+# whatever schedule is saved.
 _SHUTS_OUT = {
     "num_assistant_tokens": "num_assistant_tokens_schedule",
     "seed": "generator",
     "generator": "seed",
 }
 
-# Fields with an object as value -> module and name of its class, imported on use.
+# Fields whose value is an object -> module and name of its class, imported on use.
 _OBJECTS = {
     "suffix_store": ("hf_speculate.options.sources.suffix_store", "SuffixStore"),
     "draft_state": ("hf_speculate.options.draft_state.state", "DraftState"),
@@ -27,9 +27,9 @@ _OBJECTS = {
 
 
 def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
-    """Return a field from the keywords, the passed generation config, or the model's.
+    """Return a field from the keywords, the passed generation config or the model's.
 
-    A keyword of None counts as set. None if no source sets the field.
+    A keyword of None counts as set. The result is None if no source sets the field.
     """
     if name in call:
         return call[name]
@@ -57,25 +57,25 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
                 f"{name} must be a {class_name}, got {type(value).__name__}; pass "
                 f"hf_speculate.{class_name}()"
             )
-    # An explicit None excludes weaker sources, then means the default.
+    # An explicit None excludes weaker sources and selects the default.
     return SpeculationConfig(
         **{name: value for name, value in settled.items() if value is not None}
     )
 
 
 def fields_of(config: object) -> dict[str, Any]:
-    """Return the fields set by a `GenerationConfig`; `None` counts as not set."""
+    """Return the fields that a `GenerationConfig` sets; `None` counts as not set."""
     values = {name: getattr(config, name, None) for name in FIELD_NAMES}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return our fields of a `generation_config.json`, or its content; `None` counts as not set."""
+    """Return our fields from a `generation_config.json` or its content; None counts as not set."""
     values: Any = saved or {}
     if isinstance(saved, str | Path):
         try:
             values = json.loads(Path(saved).read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:  # no JSON, or nested too deeply
+        except (ValueError, RecursionError) as error:  # invalid JSON, or nested too deeply
             raise ConfigError(
                 f"fields_from must be a JSON object, got {saved}: {error}; mend the file"
             ) from error

@@ -34,15 +34,15 @@ from hf_speculate.models.folded_attention import folded_attention_for
 
 @dataclass(eq=False)
 class SpeculativeDecoding:
-    """A `custom_generate` function for one call of `generate()`.
+    """A `custom_generate` function for one call to `generate()`.
 
-    Whisper's own `generate` runs it several times.
+    Whisper's own `generate` runs the function several times per call.
     """
 
     request: Request
     clock: StageClock  # started when the call began
     row_lists: RowLists = ONE_CALL
-    # Receives the decoder, for rows of a running batch, in place of decoding; None to decode.
+    # Receives the decoder instead of decoding, for rows that join a running batch; None to decode.
     on_prepared: Callable[[SpeculativeDecoder], object] | None = None
     num_runs: int = field(default=0, init=False)
 
@@ -113,6 +113,6 @@ class SpeculativeDecoding:
             for row, ids in enumerate(decoder.output.new_ids.values()):
                 plan.source.keep_row(ids, partial(call.prompts.real_ids, row))
             if call.static_cache is not None:
-                # last, because nothing would undo it
+                # this comes last because it cannot be undone
                 static_copies().write_back(call.cache, call.static_cache)
         return output

@@ -1,4 +1,4 @@
-"""Store the arguments of `enable` as defaults of a model, for calls without a draft source."""
+"""Store the arguments of `enable` as a model's defaults for calls without a draft source."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from hf_speculate.draft.source import is_set
 from hf_speculate.errors import warn_user
 from hf_speculate.models.text_decoder import unwrapped
 
-# Each of these fields serves one draft source only.
+# Each of these fields applies to only one draft source.
 _COMPANIONS = ("draft_state", "suffix_store")
-SAVED_ASSISTANT = "speculation_assistant"  # key of generation configs, names a draft
+SAVED_ASSISTANT = "speculation_assistant"  # key in generation configs that names a draft
 TOKENIZERS = ("tokenizer", "assistant_tokenizer")
-_ATTRIBUTE = "_hf_speculate_defaults"  # attribute of enabled models; no module, parameter or buffer
+_ATTRIBUTE = "_hf_speculate_defaults"  # attribute of enabled models, outside the state dict
 
 _plain_models: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar(
     "hf_speculate_plain_models", default=()
@@ -26,7 +26,7 @@ _is_nested: ContextVar[bool] = ContextVar("hf_speculate_is_nested", default=Fals
 class Defaults:
     """Default arguments of `generate()` by name.
 
-    Copies of a model share them; pickles leave them out.
+    Copies of a model share its defaults; pickles leave them out.
     """
 
     def __init__(self, values: Mapping[str, Any]):
@@ -40,11 +40,11 @@ class Defaults:
         return defaults if isinstance(defaults, Defaults) else Defaults({})
 
     def for_call(self, call: Mapping[str, Any], sources: Collection[str]) -> dict[str, Any]:
-        """Return the defaults for a call; a draft source of the call replaces all of these.
+        """Return the defaults for a call; the call's own draft source replaces all default ones.
 
         Args:
             call: arguments of the call by name; None counts as left out.
-            sources: names of arguments for draft sources.
+            sources: names of the arguments that select draft sources.
         """
         values = dict(self.values)
         if any(is_set(value_in(call, name)) for name in sources):
@@ -56,13 +56,13 @@ class Defaults:
         return {name: value for name, value in values.items() if value_in(call, name) is None}
 
     def warn_once(self, text: str) -> None:
-        """Warn the user, once per text."""
+        """Warn the user once per text."""
         if text not in self._said:
             self._said.add(text)
             warn_user(text)
 
     def warn_left_out(self, where: str, hint: str) -> None:
-        """Warn the user once: saving leaves these defaults out."""
+        """Warn the user once that saving leaves these defaults out."""
         if self.values:
             self.warn_once(
                 f"{where} leaves out {', '.join(self.values)}, which enable() was given; {hint}"
@@ -79,7 +79,7 @@ class Defaults:
 
 
 def set_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
-    """Set the defaults of a model, in place of earlier ones."""
+    """Set the defaults of a model, replacing earlier ones."""
     vars(model)[_ATTRIBUTE] = Defaults(values)
 
 
@@ -90,11 +90,11 @@ def remove_defaults(model: PreTrainedModel) -> None:
 
 @contextmanager
 def plain(model: PreTrainedModel) -> Iterator[None]:
-    """Decode plainly in this context.
+    """Decode plainly within this context.
 
-    Calls of `model.generate()` ignore all draft sources and fields. Other threads and tasks, and
-    `generate()` of other models, draft as before. A generator suspended inside of the context keeps
-    it on for its caller.
+    Calls to `model.generate()` ignore all draft sources and fields. Other threads and tasks still
+    draft, and so do calls to `generate()` of other models. A generator suspended inside the context
+    keeps the context active for its caller.
 
     Args:
         model: an enabled model, or the PEFT model around one.
@@ -107,13 +107,13 @@ def plain(model: PreTrainedModel) -> Iterator[None]:
 
 
 def decodes_plainly(model: PreTrainedModel) -> bool:
-    """Return whether the current context is one of `plain` for a model."""
+    """Return whether the current code runs within `plain` for this model."""
     return any(model is other for other in _plain_models.get())
 
 
 @contextmanager
 def nested_calls(model: PreTrainedModel) -> Iterator[None]:
-    """Decode plainly and without statistics, for calls of `generate()` inside another call."""
+    """Decode plainly and without statistics, for calls to `generate()` inside another call."""
     token = _is_nested.set(True)
     try:
         with plain(model):
@@ -123,11 +123,11 @@ def nested_calls(model: PreTrainedModel) -> Iterator[None]:
 
 
 def is_nested() -> bool:
-    """Return whether the current context is one of `nested_calls`."""
+    """Return whether the current code runs within `nested_calls`."""
     return _is_nested.get()
 
 
 def value_in(call: Mapping[str, Any], name: str) -> Any:
-    """Return an argument of a call from its keywords or its generation config, or None."""
+    """Return an argument from the call's keywords or its generation config; None if not set."""
     value = call.get(name)
     return getattr(call.get("generation_config"), name, None) if value is None else value

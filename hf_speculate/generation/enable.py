@@ -31,38 +31,40 @@ _ENABLED_CLASSES: dict[type, type] = {}  # plain class (their `_plain_class`) ->
 
 
 def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> ModelT:
-    """Make every call of `model.generate()` speculative.
+    """Make every call to `model.generate()` speculative.
 
-    All arguments of `generate()` for speculation may be given here as defaults: a draft source
+    All speculation arguments of `generate()` can be given here as defaults: a draft source
     (`assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter`,
     `candidate_generator` or `use_mtp`), tokenizers, and the fields of `SpeculationConfig`. A call
-    may override them; its draft source replaces theirs. They take precedence over the settings
-    saved with the model. A call that cannot use them decodes plainly, with one warning. Without
-    defaults, an enabled model keeps its earlier ones. A call without a draft source decodes as
-    before; only `verifier="coupled"` with `do_sample=True` replaces the draw then too.
+    may override the defaults, and its draft source replaces the default one. The defaults take
+    precedence over the settings saved with the model. A call that cannot use the defaults decodes
+    plainly, with one warning. If `enable` is called again without defaults, the model keeps its
+    earlier ones. A call without a draft source decodes as before; only `verifier="coupled"` with
+    `do_sample=True` replaces the sampling of tokens even then.
 
-    Only this object changes. Its class becomes a subclass of the same name; the defaults are stored
-    on the object and are no part of its state dict, config or parameters. For a PEFT model, the
-    wrapped model is enabled. Copies share the defaults. Pickles stay enabled, in other processes as
-    well, without the defaults. `save_pretrained` saves a plain model.
+    Only this object changes. Its class becomes a subclass with the same name. The defaults are
+    stored on the object and are not part of its state dict, config or parameters. For a PEFT model,
+    the wrapped model is enabled. Copies share the defaults. Pickles stay enabled, even in other
+    processes, but lose the defaults. `save_pretrained` saves a plain model.
 
-    With a newer transformers than the newest tested one, the first enabled model of a class brings
-    a warning, and its first speculative call a self-test.
+    If transformers is newer than the newest tested version, the first enabled model of a class
+    triggers a warning, and its first speculative call runs a self-test.
 
     Args:
         model: a transformers model that can generate, changed in place.
         assistant_model: a draft model or head, or its folder or Hub id, loaded with the target's
-            dtype and device. None for the one saved with the model by `save_settings`, if any.
-        **defaults: other arguments of `generate()` for speculation; None counts as left out.
+            dtype and onto its device. None for the draft that `save_settings` saved with the model,
+            if any.
+        **defaults: other speculation arguments of `generate()`; None counts as left out.
 
     Returns:
         The same object.
 
     Raises:
-        ConfigError: a default is unknown or has a wrong value, or the draft does not load.
-        UnsupportedGenerationError: the defaults exclude each other.
-        UnsupportedModelError: it is not a transformers model that can generate, the draft does not
-            fit it, or this version of transformers lacks a name that we use.
+        ConfigError: a default is unknown or invalid, or the draft cannot be loaded.
+        UnsupportedGenerationError: the defaults cannot be combined.
+        UnsupportedModelError: `model` is not a transformers model that can generate, the draft does
+            not fit it, or this version of transformers lacks a name that the library uses.
     """
     base = _base_model(model)
     check_private_names(base)
@@ -80,16 +82,16 @@ def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> Model
 
 
 def disable(model: ModelT) -> ModelT:
-    """Undo `enable`, in place; a plain model stays as it is.
+    """Undo `enable` in place; a plain model stays unchanged.
 
     Args:
-        model: the object, or the PEFT model around it.
+        model: the enabled object, or the PEFT model around it.
 
     Returns:
         The same object.
 
     Raises:
-        UnsupportedModelError: it is not a transformers model that can generate.
+        UnsupportedModelError: `model` is not a transformers model that can generate.
     """
     base = _base_model(model)
     plain: Any = vars(type(base)).get("_plain_class")
@@ -102,7 +104,7 @@ def disable(model: ModelT) -> ModelT:
 def is_enabled(model: object) -> bool:
     """Return whether `model.generate()` is speculative.
 
-    Classes written with `SpeculativeGenerationMixin` count too.
+    This includes classes written with `SpeculativeGenerationMixin`.
     """
     return isinstance(_base_model(model), SpeculativeGenerationMixin)
 
@@ -130,7 +132,7 @@ def _base_model(model: object) -> PreTrainedModel:
 
 
 def _given_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `enable`, by default with the draft saved with the model."""
+    """Return the arguments of `enable`, with the draft saved with the model if none is given."""
     sources = getattr(model, "draft_sources", SOURCES)
     given = {name: value for name, value in values.items() if value is not None}
     given = {name: value for name, value in given.items() if is_set(value) or name not in sources}
@@ -153,7 +155,7 @@ def _given_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> dict[s
 
 
 def _check_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
-    """Check the arguments of `enable` as calls would, so errors come early."""
+    """Check the arguments of `enable` as calls would, so that errors are raised early."""
     sources = getattr(model, "draft_sources", SOURCES)
     names = {*filter(str.isidentifier, sources), *FIELD_NAMES, *TOKENIZERS}
     for name in values.keys() - names:
@@ -209,10 +211,10 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
 
 
 class _Maker:
-    """A factory of empty objects for copies and pickles.
+    """Factory for empty objects, used by copies and pickles.
 
-    A copy gets the model's own class. A pickle names the plain class, because other processes can
-    import it, and the loaded model is enabled again.
+    A copy gets the model's own class. A pickle names the plain class, which other processes can
+    import, and the loaded model is enabled again.
     """
 
     def __init__(self, model_class: Any):
@@ -226,11 +228,11 @@ class _Maker:
 
 
 def _maker_of(plain: type[PreTrainedModel]) -> _Maker:
-    """Return the factory for the plain class of a pickle."""
+    """Return the factory for the plain class named in a pickle."""
     return _Maker(_enabled_class(plain))
 
 
-# Copies come from here too. Wrappers such as PEFT's look up missing attributes in their model: they
-# would find its `__copy__` and `__deepcopy__` and return a copy of the model alone.
+# Copies use this function, too. Wrappers such as PEFT's look up missing attributes in their model.
+# They would find its `__copy__` and `__deepcopy__` and return a copy of the model alone.
 def _reduce(self: PreTrainedModel, protocol: Any) -> tuple[Any, ...]:
     return _Maker(type(self)), (), self.__getstate__()

@@ -1,4 +1,4 @@
-"""Run `generate()` of enabled models, and the function `generate`."""
+"""Run the `generate()` method of enabled models and the function `generate`."""
 
 import functools
 import inspect
@@ -57,33 +57,33 @@ _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer
 class SpeculativeGenerationMixin(GenerationMixin):
     """Mixin for speculative `generate()`.
 
-    Put it before the model in a class's bases. `generate()` takes the arguments of transformers'
-    method, and the fields of `SpeculationConfig` as keywords or from a `GenerationConfig`. With a
-    draft source, unsupported arguments raise an error. Without a draft source it decodes plainly;
-    with `do_sample=True` and `verifier="coupled"` it then draws token by token, and the text equals
-    the text with any assistant and the same seed.
+    Put the mixin before the model among a class's bases. `generate()` takes the arguments of
+    transformers' method, and the fields of `SpeculationConfig` as keywords or from a
+    `GenerationConfig`. With a draft source, unsupported arguments raise an error. Without a draft
+    source, the model decodes plainly. With `do_sample=True` and `verifier="coupled"`, it then
+    samples token by token, and the text is the same as with any assistant and the same seed.
     """
 
     draft_sources: ClassVar[Mapping[str, str]] = SOURCES
     """Argument of `generate()` -> factory of its draft source.
 
-    Subclasses may add more, see CONTRIBUTING.md.
+    Subclasses may add further arguments; see CONTRIBUTING.md.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         ours = SpeculativeGenerationMixin.generate
-        # no class in between overrides it
+        # only if no class in between overrides `generate`
         if getattr(cls.generate, "__code__", None) is ours.__code__:
             cls.generate = described(ours, super().generate)  # type: ignore[method-assign]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
-        """Generate as in transformers, with `.speculation` on output objects.
+        """Generate as transformers does, and set `.speculation` on output objects.
 
         Raises:
             SpeculateError: see `hf_speculate.generate`.
         """
-        model: Any = self  # wherever the mixin is used
+        model: Any = self  # the mixin is used on models only
         with name_mistyped(kwargs):
             return _generate(model, _plain_generate(model), args, kwargs, {})
 
@@ -98,7 +98,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """Heal tokens as transformers does, by default with the tokenizer of the current call.
 
-        Transformers does not pass it on.
+        transformers does not pass the tokenizer on.
         """
         tokenizer = _healing_tokenizer.get() if tokenizer is None else tokenizer
         model: Any = self
@@ -114,22 +114,22 @@ def generate(
 ) -> GenerateOutput | Tensor:
     """Decode once with speculation, without enabling the model.
 
-    It runs the class's `generate`, never one set on the instance. So a Hub repository's
-    `custom_generate/generate.py` can call it.
+    The function runs the class's `generate`, never one set on the instance. The
+    `custom_generate/generate.py` of a Hub repository can therefore call it.
 
     Args:
         model: the target, possibly wrapped by PEFT.
         *args: as for `model.generate`.
-        fields_from: a `generation_config.json`, or its content, with defaults of the fields.
+        fields_from: a `generation_config.json`, or its content, with default values for the fields.
         **kwargs: as for `model.generate`, and the fields of `SpeculationConfig`.
 
     Returns:
         The output of `model.generate`.
 
     Raises:
-        ConfigError: a field has a wrong value.
-        UnsupportedGenerationError: a combination of arguments cannot be decoded speculatively.
-        UnsupportedModelError: a model cannot take part.
+        ConfigError: a field has an invalid value.
+        UnsupportedGenerationError: speculative decoding does not support the arguments.
+        UnsupportedModelError: speculative decoding does not support one of the models.
     """
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
@@ -146,7 +146,7 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Speculativ
     decoders: list[SpeculativeDecoder] = []
     plain, clock = _plain_generate(model), _started_clock()
     call, _ = bind(plain, (), kwargs)
-    # refusals reach the caller
+    # errors are raised to the caller, as for a draft source named by the call
     found = find_source_of(model, plain, call, {})._replace(is_default=False)
     request = speculative_request(model, plain, call, found, clock)
     _decode(model, SpeculativeDecoding(request, clock, refilled_rows(first_row), decoders.append))
@@ -155,7 +155,7 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Speculativ
 
 @contextmanager
 def _provide_tokenizer(tokenizer: Any) -> Iterator[None]:
-    """Provide the tokenizer of a call to `heal_tokens` while transformers prepares the call."""
+    """Provide a call's tokenizer to `heal_tokens` while transformers prepares the call."""
     token = _healing_tokenizer.set(tokenizer)
     try:
         yield
@@ -219,8 +219,8 @@ def _decode_without_source(
         plain: the model's own `generate`.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        refusal: reason for not using the defaults of `enable`, for the statistics.
-        has_prompt: whether the call's streamer has received the prompt already.
+        refusal: reason why the defaults of `enable` are not used, for the statistics.
+        has_prompt: whether the call's streamer has already received the prompt.
     """
     call, positional_names = bind(plain, args, kwargs)
     sources = getattr(model, "draft_sources", SOURCES)
@@ -240,7 +240,7 @@ def _decode_without_source(
 
 
 def _started_clock() -> StageClock:
-    """Start the clock of a call."""
+    """Start the clock for a call."""
     clock = StageClock()
     clock.enter(Stage.PREPARE)
     return clock
@@ -270,7 +270,7 @@ def _decode(model: PreTrainedModel, decoding: SpeculativeDecoding) -> GenerateOu
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:
-    """Warn if saving and loading the model's generation config will drop our fields."""
+    """Warn if saving and loading the model's generation config drops our fields."""
     config = model.generation_config
     names = sorted(fields_of(config))
     if names and comes_from_model_config(config):
@@ -283,7 +283,7 @@ def warn_of_lost_fields(model: PreTrainedModel) -> None:
 
 
 def described(generate: Any, plain: Callable[..., Any]) -> Any:
-    """Copy `generate` and extend the signature and docstring of `plain` by our fields."""
+    """Copy `generate` with the signature and docstring of `plain`, extended by our fields."""
     code, scope, name = generate.__code__, generate.__globals__, generate.__name__
     function = FunctionType(code, scope, name, generate.__defaults__, generate.__closure__)
     function.__module__, function.__qualname__ = generate.__module__, generate.__qualname__

@@ -1,4 +1,4 @@
-"""Read the inputs of a prepared call: check those of the target, make those of the draft model."""
+"""Read a prepared call: check the target's inputs and make the draft model's inputs."""
 
 import inspect
 from collections.abc import Mapping
@@ -53,16 +53,16 @@ from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
-_FEWEST_LEFT = 2  # new tokens from which a call drafts
-# read by some encoders
+_FEWEST_LEFT = 2  # minimum number of new tokens for drafting
+# arguments that some encoders read in addition to the main input
 _BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")
 _OWN = """
 attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions
 output_hidden_states past_key_values return_dict use_cache
 """
-OWN_NAMES = set(_OWN.split())  # arguments set by our loop, or not passed to forwards
+OWN_NAMES = set(_OWN.split())  # arguments that our loop sets or does not pass to forwards
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# masks with one entry per token; new tokens repeat the prompt's last entry
+# masks with one entry per token; new tokens repeat the last entry of the prompt
 _BY_COLUMN = {"cross_attention_mask"}
 
 
@@ -85,21 +85,21 @@ def read_call(
         request: the call before transformers prepared it.
         model: the target.
         input_ids: [B, T], the prompts, left-padded.
-        logits_processor: the call's list.
-        stopping_criteria: the call's list.
-        generation_config: as prepared by transformers.
+        logits_processor: the call's logits processors.
+        stopping_criteria: the call's stopping criteria.
+        generation_config: the generation config as prepared by transformers.
         inputs_tensor: the main input, for example of an encoder.
             None if transformers passes none.
-        model_kwargs: arguments of the target's forwards; a static cache in it is replaced.
-        row_lists: whether rows leave and others join (continuous batching).
-        num_run: index of this run within the call; Whisper runs several.
+        model_kwargs: arguments for the target's forwards; a static cache among them is replaced.
+        row_lists: processors and criteria per row; for continuous batching, rows leave and join.
+        num_run: index of this run within the call. Whisper runs several per call.
     """
     config = request.config.for_run(num_run).resolve(bool(generation_config.do_sample))
     check_verifier(config)
     source, passed = request.source, request.passed
     streamer = passed.get("streamer")
     check_prepared(model, input_ids, generation_config, model_kwargs, streamer, source)
-    input_ids = input_ids.long()  # plain decoding takes int32 too and returns int64
+    input_ids = input_ids.long()  # plain decoding also accepts int32 and returns int64
     static_cache = _replace_static_cache(model, model_kwargs)
     is_static_named = request.is_static or static_cache is not None
     check_unused(logits_processor)
@@ -175,11 +175,11 @@ def _with_forced_text(
     rows_leave: bool,
     stats: SpeculationStats,
 ) -> DraftSource:
-    """Return the source, wrapped by forced-text drafts if the call asks for these."""
+    """Return the source, wrapped with forced-text drafts if the call asks for them."""
     is_offered = any(map(offers_forced_text, processors))
     if choice is False or not (choice or (is_offered and source.drafts)):
         return source
-    if not is_offered and not rows_leave:  # joining rows may have such a processor
+    if not is_offered and not rows_leave:  # rows that join may bring such a processor
         raise ConfigError(
             "grammar_draft must be left out unless a logits processor has forced_text(), got True; "
             "pass a processor "
@@ -190,7 +190,7 @@ def _with_forced_text(
             "tokenizer must be given with grammar_draft, got None; pass tokenizer= to generate()"
         )
     excluded = "" if source.takes_turns else source.argument
-    # Synced ranks with different texts would run different numbers of forwards.
+    # Synced ranks with different forced texts would run different numbers of forwards.
     excluded = "synced_gpus" if is_synced else excluded
     if excluded and choice:
         raise UnsupportedGenerationError(
@@ -205,7 +205,7 @@ def _with_forced_text(
 
 
 def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache | None:
-    """Replace a static cache by a dynamic copy, in place, and return the static one, if any."""
+    """Replace a static cache with a dynamic copy in place, and return the static one, if any."""
     cache: Cache = model_kwargs[cache_name(model)]
     if not is_static(cache):
         return None
@@ -224,7 +224,7 @@ def _prompts(
     passed: Mapping[str, Any],  # arguments of the call
     source: DraftSource,
 ) -> Prompts:
-    """Check mask, length and cache of a run and return its prompts."""
+    """Check the mask, length and cache of a run and return its prompts."""
     mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")  # [B, P] of any dtype
     is_padded = mask is not None and not bool((mask != 0).all())
     padding_mask = (mask != 0).to(torch.int64) if is_padded and mask is not None else None
@@ -251,8 +251,8 @@ def _prompts(
 def _shape_of_ones(passed: Mapping[str, Any], prompt: Tensor) -> tuple[int, ...] | None:
     """Return the shape of a passed attention mask for a prompt [B, P, ...].
 
-    Transformers may drop a mask of ones. None if no mask was passed, or it belongs to another
-    prompt.
+    transformers may drop a mask of ones. The result is None if no mask was passed, or if the mask
+    belongs to another prompt.
     """
     names = ("inputs_embeds", "input_ids", "inputs")
     mask, prompts = passed.get("attention_mask"), [passed[name] for name in names if name in passed]
@@ -270,10 +270,10 @@ def _uncached(
     Args:
         input_ids: [B, T], whole prompts or new tokens only.
         cache: the target's.
-        passed_mask: [B, P], tells whole prompts from new tokens.
+        passed_mask: [B, P]; its length distinguishes whole prompts from new tokens.
             None for whole prompts.
-        embeds: [B, P, D]; the result is then zeros.
-            None for prompts of ids.
+        embeds: [B, P, D]; the result then consists of zeros.
+            None for prompts given as ids.
     """
     num_before, num_prompt = num_cached(cache), input_ids.shape[1]
     mask_len = None if passed_mask is None else passed_mask.shape[-1]
@@ -305,7 +305,7 @@ def _uncached(
 def target_inputs(
     model: PreTrainedModel, prompts: Prompts, model_kwargs: dict[str, Any], *, has_positions: bool
 ) -> ExtraInputs:
-    """Return the target's inputs besides the text, from its `prepare_inputs_for_generation`."""
+    """Return the target's inputs other than text, from its `prepare_inputs_for_generation`."""
     input_ids, num_query = prompts.input_ids, prompts.query_ids.shape[1]
     if model.config.is_encoder_decoder:
         names = [
@@ -322,7 +322,8 @@ def target_inputs(
         - {"position_ids"}
     )
     positions = model_kwargs.get("position_ids")
-    counts_columns = positions is None and takes_positions(model)  # plain `generate` passes none
+    # plain `generate` passes no positions in this case
+    counts_columns = positions is None and takes_positions(model)
     model_class: Any = type(model)
     embeds = model_kwargs.get("inputs_embeds")
     read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
@@ -344,7 +345,7 @@ def target_inputs(
         del prompt["position_ids"]
     columns = {name: model_kwargs[name][:, -1:] for name in _BY_COLUMN & extra}
     if not columns and (columns := _whole_pictures(model, model_kwargs)):
-        prompt |= dict.fromkeys(columns)  # read without them, as in plain decoding
+        prompt |= dict.fromkeys(columns)  # the prompt is read without them, as in plain decoding
     return ExtraInputs(
         prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns
     )
@@ -353,9 +354,9 @@ def target_inputs(
 def _decoder_positions(
     model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Return position ids of a padded decoder prompt if plain `generate` passes none.
+    """Return position ids for a padded decoder prompt if plain `generate` passes none.
 
-    The model then counts the columns of its cache.
+    In that case, the model counts the columns of its cache.
     """
     if model_kwargs.get("decoder_attention_mask") is None or not takes_positions(model):
         return {}
@@ -371,16 +372,16 @@ def _decoder_positions(
 
 
 def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device) -> Tensor:
-    """Return position ids [1, Q] int64 by column of the KV cache, as models count by default."""
+    """Return position ids [1, Q] int64 by KV cache column, as models count them by default."""
     start = model_kwargs[CACHE_NAME].get_seq_length()
     return torch.arange(start, start + num_query, device=device)[None]
 
 
 def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a mask [B, 1, 1, tiles] over all pictures, for calls without one; {} without pictures.
+    """Make a mask [B, 1, 1, tiles] over all images for calls without one; {} without images.
 
-    Without a mask, a single token attends to all tiles. Of several tokens in one forward, SDPA's
-    causal mask hides tiles from the first ones.
+    Without a mask, a single token attends to all tiles. With several tokens in one forward, SDPA's
+    causal mask hides tiles from the first tokens.
     """
     fixed = fixed_layers(model.config.get_text_config(decoder=True))
     if not fixed:
@@ -388,7 +389,7 @@ def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dic
     picture_layers = [
         layer for index, layer in enumerate(model_kwargs[CACHE_NAME].layers) if index in fixed
     ]
-    pixels = model_kwargs.get("pixel_values")  # [B, pictures, tiles, ...]
+    pixels = model_kwargs.get("pixel_values")  # [B, images, tiles, ...]
     if pixels is not None:
         return {
             "cross_attention_mask": pixels.new_ones(
@@ -403,7 +404,7 @@ def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dic
 
 
 def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Return whether positions [..., B or 1, Q] only count each row's real tokens, on one axis."""
+    """Return whether positions [..., B or 1, Q] just count each row's real tokens on one axis."""
     if positions.ndim != 2:
         return False
     num_query = positions.shape[1]
@@ -413,14 +414,14 @@ def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
     is_masked = attention_mask[:, -num_query:] == 0
     counted = (attention_mask.cumsum(-1) - 1)[:, -num_query:].masked_fill(is_masked, 0)
     is_counted = positions == counted
-    # later positions continue the last column
+    # later positions continue from the last column
     return bool((is_counted | is_masked).all() and is_counted[:, -1].all())
 
 
 def _later_types(
     model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Return token types [B, 1] of all tokens after the prompt, as in plain `generate`."""
+    """Return the token types [B, 1] for all tokens after the prompt, as in plain `generate`."""
     longer = {}
     for name in _TOKEN_TYPES:
         types = model_kwargs.get(name)
@@ -452,9 +453,9 @@ def _draft_inputs(
     ranks: Ranks,
     stats: SpeculationStats,
 ) -> ExtraInputs | None:
-    """Return the draft model's inputs besides tokens.
+    """Return the draft model's inputs other than tokens.
 
-    None, with the reason in the statistics, if it cannot read them.
+    The result is None if the model cannot read them; the reason is added to the statistics.
     """
     draft, media = source.model, sorted(MEDIA & passed.keys())
     if draft is None:
@@ -498,9 +499,10 @@ def _read_draft_encoder(
     ranks: Ranks,
     stats: SpeculationStats,
 ) -> ExtraInputs | None:
-    """Return the target's encoder output, or that of the draft's own encoder for `inputs`.
+    """Return the target's encoder output, or the output of the draft's own encoder for `inputs`.
 
-    None, with the reason in the statistics, if the draft's encoder cannot read the inputs.
+    The result is None if the draft's encoder cannot read the inputs; the reason is added to the
+    statistics.
     """
     if not draft.config.is_encoder_decoder:
         outputs = model_kwargs.get("encoder_outputs")
@@ -539,7 +541,8 @@ def _encoded(
 ) -> ExtraInputs:
     """Return the encoder output for a draft model with an encoder.
 
-    Run the draft's encoder on `inputs`; if it is the target's encoder, reuse the target's output.
+    The draft's encoder runs on `inputs`. If it is the target's encoder, the target's output is
+    reused.
     """
     outputs = model_kwargs.get("encoder_outputs")
     mask = model_kwargs.get("attention_mask")
@@ -576,7 +579,7 @@ def _encoded(
 
 
 def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
-    """Move tensors to the model's device, and floating-point ones to its dtype."""
+    """Move tensors to the model's device and cast floating-point tensors to its dtype."""
     device, dtype = device_of(model), dtype_of(model)
     return tree_map_only(
         Tensor,

@@ -1,4 +1,4 @@
-"""Suggest an argument of `generate()` for a mistyped one."""
+"""Suggest the likely `generate()` argument for a mistyped one."""
 
 import inspect
 from collections.abc import Collection, Iterator
@@ -17,13 +17,13 @@ ARGUMENTS = {
     *inspect.signature(GenerationMixin.generate).parameters,
 } - {"self", "kwargs"}
 
-# the beginning of transformers' error
+# the beginning of transformers' error message
 _REFUSAL = "The following `model_kwargs` are not used by the model"
 
 
 @contextmanager
 def name_mistyped(keywords: Collection[str]) -> Iterator[None]:
-    """Raise a `ConfigError` with the nearest argument if transformers refuses a keyword."""
+    """Raise a `ConfigError` that names the closest argument if transformers rejects a keyword."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Decode plainly if the target has foreign code that may not fit speculation."""
+"""Decode plainly if the target contains user code that may not work with speculation."""
 
 import importlib
 from typing import Any
@@ -23,7 +23,7 @@ _SELF_TEST = "hf_speculate.options.self_test.compare"  # imported for untested m
 
 
 def self_test(call: Call, source: DraftSource) -> str:
-    """Compare a target of an untested type with plain decoding; return "" for tested types."""
+    """Compare an untested type of target with plain decoding; return "" for tested types."""
     if is_tested_type(call.target):
         return ""
     result: str = importlib.import_module(_SELF_TEST).check_decoding(call, source)
@@ -31,9 +31,9 @@ def self_test(call: Call, source: DraftSource) -> str:
 
 
 def plain_reason(call: Call, source: DraftSource, stats: SpeculationStats) -> str:
-    """Return the reason for plain decoding because of foreign code in the target, and warn.
+    """Return why user code in the target requires plain decoding, and warn about it.
 
-    Empty if the call drafts.
+    The result is empty if the call drafts.
     """
     choice = call.config.speculation_hooks
     if not source.drafts or choice == "trusted" or not call.ranks.max(int(bool(call.foreign_code))):
@@ -56,7 +56,7 @@ def decode_plainly(
     stopping_criteria: StoppingCriteriaList,
     stats: SpeculationStats,
 ) -> GenerateOutput | Tensor:
-    """Decode in transformers' own loop, with the call's own cache."""
+    """Decode in transformers' own loop with the call's own cache."""
     stats.plan = f"Plan(drafter: none; {stats.fallbacks[-1]})"
     options = {**call.model_kwargs, "streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
     device, seeds = call.prompts.input_ids.device, None
@@ -83,7 +83,7 @@ def decode_plainly(
 
 
 def returned_cache(call: Call) -> Cache:
-    """Return the cache of the output, of the same kind as in plain `generate`."""
+    """Return the cache for the output, of the same kind as in plain `generate`."""
     if call.static_cache is not None:
         return call.static_cache
     if not call.is_static_named or not call.is_cache_kept:

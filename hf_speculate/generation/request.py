@@ -1,4 +1,4 @@
-"""Read a call's draft source, settings, and arguments for transformers."""
+"""Read a call's draft source, its settings and its arguments for transformers."""
 
 import copy
 import inspect
@@ -40,32 +40,32 @@ from hf_speculate.verify.base import check_verifier
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _DEFAULTS = GenerationConfig()
-# Transformers has the other fields, too.
+# The other fields exist in transformers as well.
 OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(_DEFAULTS, name)}
-_FRAMES_PER_POSITION = 2  # strides of the two convolutions before Whisper's encoder
+_FRAMES_PER_POSITION = 2  # combined stride of the two convolutions before Whisper's encoder
 
 
 @dataclass(frozen=True)
 class Request:
-    """A call of `generate()` with a draft source.
+    """A call to `generate()` with a draft source.
 
-    Its arguments leave out those hidden from transformers.
+    Its arguments exclude the ones that are hidden from transformers.
     """
 
     plain: Callable[..., Any]  # the model's own `generate`
     arguments: Mapping[str, Any]  # by name
-    # arguments passed by position, because the function takes *args
+    # names of the arguments passed by position, because the function takes *args
     positional_names: Sequence[str]
-    source: DraftSource  # the drafts' source
+    source: DraftSource
     config: SpeculationConfig
     stats: SpeculationStats
-    report: Callable[[SpeculationStats], object]  # gets the statistics when the call has ended
+    report: Callable[[SpeculationStats], object]  # receives the statistics at the end of the call
     is_static: bool  # whether the call asks for a new static cache
-    is_default: bool = False  # whether `enable` named the source, and not the call
+    is_default: bool = False  # whether the source comes from `enable` and not from the call
 
     @cached_property
     def passed(self) -> dict[str, Any]:
-        """Arguments other than None."""
+        """Arguments that are not None."""
         return {name: value for name, value in self.arguments.items() if value is not None}
 
     @property
@@ -80,12 +80,12 @@ class Request:
 
 
 class RefusedDefaultError(Exception):
-    """Error of a call with defaults of `enable`; transformers then decodes it."""
+    """Error in a call that uses the defaults of `enable`; transformers then decodes the call."""
 
 
 @contextmanager
 def refusals(is_default: bool) -> Iterator[None]:
-    """Convert errors of a call to `RefusedDefaultError` if its draft source is a default."""
+    """Convert the errors of a call to `RefusedDefaultError` if its draft source is a default."""
     try:
         yield
     except (ConfigError, UnsupportedGenerationError, UnsupportedModelError) as error:
@@ -95,12 +95,12 @@ def refusals(is_default: bool) -> Iterator[None]:
 
 
 class Found(NamedTuple):
-    """Draft source and settings of a call."""
+    """The draft source and settings found for a call."""
 
     source: DraftSource | None  # None if transformers decodes the call
     config: SpeculationConfig
-    declined: list[str]  # arguments without a draft source for this target
-    is_default: bool  # whether `enable` named the source, and not the call
+    declined: list[str]  # arguments that yield no draft source for this target
+    is_default: bool  # whether the source comes from `enable` and not from the call
 
 
 def read_request(
@@ -118,15 +118,15 @@ def read_request(
         plain: the model's own `generate`.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call; ours are removed if transformers decodes the call.
-        saved: fields of a file, weaker than those of the call.
-        clock: times the preparation.
+        saved: fields from a file; the fields of the call take precedence.
+        clock: clock that times the preparation.
 
     Returns:
-        The request, or its statistics if transformers decodes it.
+        The request, or an `Undrafted` with its statistics if transformers decodes the call.
     """
     call, positional_names = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
-        # the repository's function comes back through `generate`
+        # the repository's function calls `generate` again
         return Undrafted.of(SpeculationConfig())
     found = find_source_of(model, plain, call, saved)
     if found.source is not None:
@@ -143,7 +143,7 @@ def read_request(
 def call_by_name(
     plain: Callable[..., Any], call: Mapping[str, Any], positional_names: Sequence[str]
 ) -> Any:
-    """Call `generate`; positional arguments missing in the call are passed as None."""
+    """Call `generate`; positional arguments missing from the call are passed as None."""
     by_name = {name: value for name, value in call.items() if name not in positional_names}
     return plain(*(call.get(name) for name in positional_names), **by_name)
 
@@ -154,7 +154,7 @@ def find_source_of(
     call: dict[str, Any],
     saved: Mapping[str, Any],
 ) -> Found:
-    """Pop the draft source and settings from a call and return them, with defaults."""
+    """Pop the draft source and settings from a call, and return them completed by the defaults."""
     sources = getattr(model, "draft_sources", SOURCES)
     defaults = Defaults.of(model).for_call(call, sources)
     fields = {name: defaults.pop(name) for name in FIELD_NAMES if name in defaults}
@@ -190,7 +190,7 @@ def find_source_of(
 def speculative_request(
     model: PreTrainedModel,
     plain: Callable[..., Any],
-    call: dict[str, Any],  # the arguments by name; ours are removed
+    call: dict[str, Any],  # arguments by name; ours are removed
     found: Found,
     clock: StageClock,
     positional_names: Sequence[str] = (),
@@ -225,11 +225,13 @@ def check_source(
 def bind(
     plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Bind the arguments of a call to names; those in `*args` as in `GenerationMixin.generate`.
+    """Bind the arguments of a call to names.
+
+    Arguments in `*args` get their names from `GenerationMixin.generate`.
 
     Returns:
-        The arguments by name, and the names of those passed by position, because the function takes
-        *args.
+        The arguments by name, and the names of the arguments that must be passed by position
+        because the function takes *args.
     """
     signature = inspect.signature(plain)
     call = dict(signature.bind(*args, **kwargs).arguments)
@@ -238,7 +240,7 @@ def bind(
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             call.update(call.pop(name, {}))
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and call.pop(name, ()):
-            # None stands for self
+            # None is a placeholder for self
             named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + index :]
             call.update(named)
             positional_names = [*list(signature.parameters)[:index], *dict(named)]
@@ -246,9 +248,9 @@ def bind(
 
 
 def samples(model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any]) -> bool:
-    """Return whether the call may sample by its keywords, its generation config, or the model's."""
-    # A `generate` with an argument `temperature`, such as Whisper's, samples at temperatures above
-    # 0.
+    """Return whether the call may sample by its keywords, its generation config or the model's."""
+    # A `generate` method with an argument `temperature`, such as Whisper's, samples at temperatures
+    # above 0.
     if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
         return True
     return bool(setting(model, call, "do_sample"))
@@ -260,9 +262,9 @@ def check_row_lists(
     call: Mapping[str, Any],
     config: SpeculationConfig,
 ) -> None:
-    """Refuse lists with an entry per row if the model's own `generate` may decode several times.
+    """Reject lists with an entry per row if the model's own `generate` may decode several times.
 
-    Whisper's decodes only unfinished rows again, without their indices.
+    Whisper's `generate` decodes only unfinished rows again and does not pass their indices on.
     """
     name = "force_unique_generate_call"
     lists = {field: getattr(config, field) for field in ("num_assistant_tokens", "seed")}
@@ -302,9 +304,10 @@ def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: A
 def source_arguments(
     model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the arguments of draft sources by name, without fields of `SpeculationConfig`.
+    """Return the draft-source arguments by name, without fields of `SpeculationConfig`.
 
-    Arguments unknown to generation configs, such as `assistant_model`, are popped from the call.
+    Arguments that generation configs do not have, such as `assistant_model`, are popped from the
+    call.
     """
     names = [name for name in sources if name not in FIELD_NAMES and name.isidentifier()]
     return {
@@ -314,16 +317,16 @@ def source_arguments(
 
 
 def take_over_all(model: PreTrainedModel, call: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Hide the arguments of a draft source from transformers."""
+    """Hide the arguments of draft sources from transformers."""
     for name, value in values.items():
         if hasattr(_DEFAULTS, name):
             pop_setting(model, call, name, left=False if isinstance(value, bool) else None)
 
 
 def intercept_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Convert `stop_strings` to a criterion, in place.
+    """Convert `stop_strings` to a stopping criterion in place.
 
-    Transformers would drop the tokenizer before doing so.
+    transformers would drop the tokenizer before the conversion.
     """
     stop_strings, tokenizer = pop_setting(model, call, "stop_strings"), call.get("tokenizer")
     if stop_strings is None:
@@ -338,9 +341,9 @@ def intercept_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None
 
 
 def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> None:
-    """Hide settings of draft sources from transformers.
+    """Hide the settings of draft sources from transformers.
 
-    It would draft by itself, and refuse several rows.
+    Otherwise, transformers would draft by itself and reject several rows.
     """
     for name in sources:
         if name not in FIELD_NAMES or not hasattr(_DEFAULTS, name):
@@ -354,9 +357,9 @@ def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping
 
 
 def take_cache(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Set `use_cache`, in place, unless the call itself sets it.
+    """Set `use_cache` in place unless the call itself sets it.
 
-    The cache changes no text. Some models' configs, such as MPT's, switch it off by default.
+    The cache does not change the text. Some model configs, such as MPT's, disable it by default.
     """
     passed = call.get("use_cache"), getattr(call.get("generation_config"), "use_cache", None)
     if passed == (None, None) and (
@@ -366,9 +369,9 @@ def take_cache(model: PreTrainedModel, call: dict[str, Any]) -> None:
 
 
 def take_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Replace a requested static cache by a dynamic one, in place.
+    """Replace a requested static cache with a dynamic one in place.
 
-    Static caches cannot roll back by row. Return whether there was one.
+    Static caches cannot roll back by row. Return whether a static cache was requested.
     """
     is_passed = any(call.get(name) is not None for name in CACHE_NAMES)
     if is_passed or setting(model, call, "cache_implementation") != "static":
@@ -378,9 +381,9 @@ def take_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
 
 
 def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Rename a passed cache, in place, for this version of transformers.
+    """Rename a passed cache in place for this version of transformers.
 
-    The warning about an old name points to the call of `generate`, two functions above the caller.
+    The warning about an old name points to the call to `generate`, two functions above the caller.
     """
     if not TAKES_CACHE and "cache" in arguments:
         arguments[cache_name(model) or CACHE_NAME] = arguments.pop("cache")

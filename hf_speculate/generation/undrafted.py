@@ -24,16 +24,16 @@ def undrafted_config(model: PreTrainedModel, call: Mapping[str, Any]) -> Specula
 def add_tokenizer(
     model: PreTrainedModel, call: Mapping[str, Any], arguments: dict[str, Any]
 ) -> None:
-    """Add the default tokenizer to the arguments of a call without one; stop strings need it."""
+    """Add the default tokenizer to a call without a tokenizer, because stop strings need one."""
     tokenizer = Defaults.of(model).values.get("tokenizer")
     if tokenizer is not None and call.get("tokenizer") is None:
         arguments["tokenizer"] = tokenizer
 
 
 class WithoutPrompt(BaseStreamer):
-    """Streamer without the prompt.
+    """Streamer that skips the prompt.
 
-    It passes new tokens on to a streamer that has received the prompt already.
+    It passes new tokens on to a streamer that has already received the prompt.
     """
 
     def __init__(self, streamer: BaseStreamer):
@@ -51,7 +51,7 @@ class WithoutPrompt(BaseStreamer):
 class Undrafted(NamedTuple):
     """A call without a draft source.
 
-    It has the statistics, and a callback for these after the call.
+    It holds the statistics and a callback that receives them after the call.
     """
 
     stats: SpeculationStats
@@ -59,7 +59,7 @@ class Undrafted(NamedTuple):
 
     @classmethod
     def of(cls, config: SpeculationConfig, refusal: str = "") -> "Undrafted":
-        """Return empty statistics, with the reason if a draft source was refused."""
+        """Return empty statistics with the reason if a draft source was rejected."""
         undrafted = cls(*stats_of(config))
         undrafted.stats.has_draft_source = False
         if refusal:
@@ -70,7 +70,7 @@ class Undrafted(NamedTuple):
 def stats_of(
     config: SpeculationConfig,
 ) -> tuple[SpeculationStats, Callable[[SpeculationStats], object]]:
-    """Return empty statistics for a call, and the callback that receives them at its end."""
+    """Return empty statistics for a call and the callback that receives them at its end."""
     given = config.speculation_stats
     if given is None or isinstance(given, SpeculationStats):
         stats = SpeculationStats() if given is None else given

@@ -1,4 +1,4 @@
-"""Validate calls: refuse arguments that speculative decoding does not support."""
+"""Validate calls: reject arguments that speculative decoding does not support."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from hf_speculate.generation.config_sources import setting
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import input_table, vocab_size_of
 
-# Supported arguments of forwards, for encoder-decoders and for the prompts of decoder-only models.
+# Supported forward arguments for encoder-decoders and for the prompts of decoder-only models.
 _COMMON = (
     "attention_mask cache cache_params logits_to_keep output_attentions output_hidden_states "
     "past_key_values use_cache"
@@ -37,8 +37,7 @@ _DECODER_KWARGS = set(
     token_type_ids video_grid_thw vision_feature_layer vision_feature_select_strategy""".split()
 )
 
-# `Seq2SeqTrainer` passes labels and plain generation ignores them; nobody reads the routers'
-# logits.
+# `Seq2SeqTrainer` passes labels, which plain generation ignores. Nothing reads the router logits.
 _PASSED_OVER = {"labels", "output_router_logits"}
 
 
@@ -47,7 +46,7 @@ def check_call(
     call: dict[str, Any],
     config: SpeculationConfig,
     source: DraftSource,
-    declined: Sequence[str],  # arguments without a draft source for this target
+    declined: Sequence[str],  # arguments that yield no draft source for this target
 ) -> None:
     """Check the arguments before transformers prepares the call."""
 
@@ -78,7 +77,7 @@ def check_call(
             f"{list(mask.shape)}; "
             "pass which of them are padding"
         )
-    # transformers would batch continuously, past our loop
+    # transformers would use continuous batching and bypass our loop
     if call.get("cache_implementation") == "paged":
         raise refused("cache_implementation", "'paged'")
     span = config.relax_only_inside
@@ -101,7 +100,7 @@ def check_prepared(
     """Check the arguments after transformers has prepared the call."""
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        # pipelines of speech set 5
+        # speech pipelines set num_beams=5
         hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""
         raise UnsupportedGenerationError(
             f"the generation mode must be greedy or sampling with {source.argument}, got "
@@ -152,7 +151,7 @@ def check_prepared(
 def _check_rows(
     num_rows: int, generation_config: GenerationConfig, streamer: object, source: DraftSource
 ) -> None:
-    """Refuse arguments for a single row."""
+    """Reject arguments that support only a single row."""
 
     def refused(name: str) -> UnsupportedGenerationError:
         return UnsupportedGenerationError(
@@ -173,7 +172,7 @@ def _check_rows(
 def check_mask(
     mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str
 ) -> None:
-    """Check the shape of the attention mask: cached tokens and the query [B, Q]."""
+    """Check that the attention mask covers the cached tokens and the query [B, Q]."""
     num_rows, num_query = query.shape
     if mask_shape is None or mask_shape == (num_rows, num_cached + num_query):
         return
@@ -189,7 +188,7 @@ def check_mask(
 
 
 def check_synced(generation_config: GenerationConfig, is_static: bool, source: DraftSource) -> None:
-    """Refuse arguments that let synced ranks run different numbers of forwards."""
+    """Reject arguments that let synced ranks run different numbers of forwards."""
 
     def refused(name: str) -> UnsupportedGenerationError:
         return UnsupportedGenerationError(
@@ -209,7 +208,7 @@ def check_synced(generation_config: GenerationConfig, is_static: bool, source: D
 def check_extra_inputs(
     read: ExtraInputs, input_ids: Tensor, chunk_size: int | None, source: DraftSource
 ) -> None:
-    """Refuse chunks and unknown draft ids if the target reads inputs besides the ids [B, T]."""
+    """Reject chunks and ids unknown to the draft if the target reads more than the ids [B, T]."""
     if not read.prompt_names:
         return
     if chunk_size is not None:
@@ -250,7 +249,7 @@ def _check_cache(cache: Any, source: DraftSource) -> None:
 
 
 def check_room(room: int | None, num_columns: int) -> None:
-    """Check the room of a static cache for `num_columns` tokens; None is unlimited."""
+    """Check that a static cache has room for `num_columns` tokens; a room of None is unlimited."""
     if room is not None and room < num_columns:
         raise UnsupportedGenerationError(
             f"the cache must have room for {counted(num_columns, 'token')}, got a StaticCache for "

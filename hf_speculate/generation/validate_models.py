@@ -1,4 +1,4 @@
-"""Validate models: refuse those that cannot decode speculatively, alone or together."""
+"""Validate models: reject models that cannot decode speculatively, alone or together."""
 
 import inspect
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _SERVED_BESIDE_RECURRENT_LAYERS = {
 
 
 def check_models(models: Sequence[Any], source: DraftSource) -> None:
-    """Check the target (first) and the draft models from their configs and classes."""
+    """Check the configs and classes of the target, which comes first, and the draft models."""
     for assistant in models[1:]:
         if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
             raise UnsupportedModelError(
@@ -111,7 +111,7 @@ def _check_model(model: Any, source: DraftSource) -> None:
 
 
 def check_weights(models: Sequence[PreTrainedModel], source: DraftSource) -> None:
-    """Refuse models on the meta device, unless hooks (`_hf_hook`) load weights for each forward."""
+    """Reject models on the meta device unless hooks (`_hf_hook`) load weights for each forward."""
     for model in models:
         if model.device.type == "meta" and not any(
             hasattr(module, "_hf_hook") for module in model.modules()
@@ -124,7 +124,7 @@ def check_weights(models: Sequence[PreTrainedModel], source: DraftSource) -> Non
 
 
 def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Check that the draft's encoder, or its cross-attention, fits the target's encoder."""
+    """Check that the draft's encoder or cross-attention matches the target's encoder."""
     has_encoder = target.config.is_encoder_decoder
     names = [type(model).__name__ for model in (target, draft)]
     if draft.config.is_encoder_decoder:
@@ -159,10 +159,10 @@ def check_target(
     max_length: int,
     source: DraftSource,
 ) -> None:
-    """Check a prepared call of at most `max_length` tokens against the limits of its target."""
+    """Check a prepared call for at most `max_length` tokens against the limits of its target."""
     name, attention = type(target).__name__, attention_of(target)
     is_masked = attention not in ALL_ATTENTION_FUNCTIONS or attention in AttentionMaskInterface()
-    if not is_masked and not source.is_token_by_token:  # drafts would see wrong columns
+    if not is_masked and not source.is_token_by_token:  # drafts would attend to wrong columns
         raise UnsupportedModelError(
             "the attention implementation must have a mask function to score drafts, got "
             f"{attention!r} without one in "
@@ -201,10 +201,10 @@ def check_target(
 
 
 def takes_chunks(target: PreTrainedModel) -> bool:
-    """Return whether plain decoding of a target takes a `prefill_chunk_size`.
+    """Return whether plain decoding with a target supports `prefill_chunk_size`.
 
-    With attention layers it does, even if `reads_prompts_in_chunks` is False; the text then depends
-    on the size.
+    Attention layers support it even if `reads_prompts_in_chunks` is False; the text then depends on
+    the chunk size.
     """
     cache = recurrent_cache(target)
     return cache is None or bool(attention_layers(cache.layers)) or reads_prompts_in_chunks(target)

@@ -1,1 +1,1 @@
-"""How transformers models are called: attention, compilation, exceptions by model type."""
+"""Calls to transformers models: attention, compilation and exceptions by model type."""

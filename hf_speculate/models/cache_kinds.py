@@ -1,4 +1,4 @@
-"""Cache kinds: choose the kind of a model's KV cache, and make the cache."""
+"""Cache kinds: choose the kind of a model's KV cache and make the cache."""
 
 import importlib
 from collections.abc import Iterator
@@ -32,43 +32,44 @@ from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_type
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
 
-_HYBRID = "hf_speculate.options.recurrent.kind"  # imported where a call may have a hybrid cache
-_ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
+_HYBRID = "hf_speculate.options.recurrent.kind"  # imported if a call may need a hybrid cache
+# `FOLDED` is set while another call with the same model runs.
+_ATTENTIONS = ("eager", STANDS_FOR, FOLDED)
 _MASK_NAMES = ("full_attention", "sliding_attention")
 _WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no layer has a window
 
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """A request for a model's KV cache."""
+    """Request for a model's KV cache."""
 
     model: PreTrainedModel
     cache: Cache | None  # the states at the start of the call; None for a draft model
     attention_mask: Tensor | None  # [B, T] int64 over cached states and prompt, on the device
     device: torch.device
-    requested: str = "auto"  # or "dynamic", or "preallocated"
-    # whether the user passed the cache; "auto" then makes no second copy of it
+    requested: str = "auto"  # "auto", "dynamic" or "preallocated"
+    # whether the user passed the cache, in which case "auto" makes no second copy
     is_passed: bool = False
     is_kept: bool = False  # whether the cache outlives the call
     records_attentions: bool = False  # whether the call returns attention weights
     crosses: bool = False  # whether layers also attend to an encoder's output
-    max_columns: int | None = None  # maximum columns of a row, padding included
-    num_recurrent_states: int = 1  # maximum recurrent states kept in a round, B * (K + 1)
-    handed_on: HandedOn = EVERYTHING  # arguments passed on to the model's text decoder
+    max_columns: int | None = None  # maximum number of columns per row, including padding
+    num_recurrent_states: int = 1  # maximum number of recurrent states in a round, B * (K + 1)
+    handed_on: HandedOn = EVERYTHING  # arguments that the model passes on to its text decoder
 
     @cached_property
     def layers(self) -> Cache:
-        """Text decoder's cache, without cross-attention; an empty cache if none was given."""
+        """The text decoder's cache, without cross-attention; an empty cache if none was given."""
         if self.cache is None:
             return DynamicCache(config=self.model.config.get_text_config(decoder=True))
         return text_cache(self.cache)
 
 
 class Buffers(NamedTuple):
-    """Arguments of preallocated buffers."""
+    """Arguments for preallocated buffers."""
 
-    capacity: int | None = None  # columns of fixed buffers; None if buffers grow
-    pool: Pool | None = None  # keeps fixed buffers between calls of equal shapes
+    capacity: int | None = None  # number of columns of fixed buffers; None if buffers grow
+    pool: Pool | None = None  # pool that keeps fixed buffers between calls; None for no pool
 
 
 GROWING = Buffers()
@@ -86,12 +87,12 @@ class CacheKind:
         return ""
 
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
-        """Return the KV cache of B rows."""
+        """Make the KV cache for B rows."""
         raise NotImplementedError
 
 
 class PreallocatedKind(CacheKind):
-    """Preallocated buffers, written at each row's end."""
+    """Preallocated buffers that are written at each row's end."""
 
     def obstacle(self, request: CacheRequest) -> str:
         return next(_obstacles(request), "")
@@ -128,8 +129,8 @@ class DynamicKind(CacheKind):
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         cache = request.cache
         if cache is None:
-            # Without a config all layers of a draft cache are full, so K forwards roll back at
-            # once.
+            # Without a config, all layers of a draft cache have full attention, so K forwards roll
+            # back at once.
             cache = (
                 EncoderDecoderCache(DynamicCache(), DynamicCache())
                 if request.crosses
@@ -154,11 +155,11 @@ def choose_kind(request: CacheRequest) -> tuple[str, str]:
     """Choose the cache kind: hybrid if recurrent, preallocated if supported, otherwise dynamic.
 
     Returns:
-        The name of the kind, and a note: why "preallocated" was preferred and not chosen, or how
-        "hybrid" rolls back.
+        The name of the kind and a note. The note says why "preallocated" was preferred but not
+        chosen, or how "hybrid" rolls back.
 
     Raises:
-        UnsupportedModelError: The requested kind is not supported, or no kind is.
+        UnsupportedModelError: The requested kind is not supported, or no kind is supported.
     """
     wants = request.requested == "preallocated" or (
         request.requested == "auto" and not request.is_passed
@@ -186,7 +187,7 @@ def choose_kind(request: CacheRequest) -> tuple[str, str]:
 
 
 def _obstacles(request: CacheRequest) -> Iterator[str]:
-    """Yield each reason against preallocated buffers."""
+    """Yield the reasons against preallocated buffers."""
     model, cache = request.model, request.layers
     if is_recurrent(cache):
         yield "it has recurrent layers"

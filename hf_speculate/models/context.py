@@ -1,4 +1,4 @@
-"""Context length of a model, limited by its position table or by its training."""
+"""Context length of a model, limited by its position table or its training."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,26 +14,27 @@ _LENGTHS = (
     "max_position_embeddings",
     "max_seq_len",
 )
-_SCALED_TYPES = ("linear", "yarn")  # rotary embeddings with `factor` times the trained length
+_SCALED_TYPES = ("linear", "yarn")  # rotary embeddings that support `factor` times the length
 
 
 class Context(NamedTuple):
     """The context length of a model."""
 
     num_tokens: int
-    counts_padding: bool = False  # whether padding takes positions
-    shares_columns: bool = False  # whether the longest row of a forward counts for all rows
+    counts_padding: bool = False  # whether padding takes up positions
+    shares_columns: bool = False  # whether the longest row of a forward determines all rows
 
 
 def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
-    """Return the context of a model.
+    """Return the context length of a model.
 
     A rotary embedding raises no error past the trained length, but almost no token drafted there
-    would be accepted. Some types change the positions of all rows as soon as one row is longer.
+    would be accepted. Some types change the positions of all rows as soon as one row exceeds the
+    length.
 
     Args:
         model: The model.
-        longest: Tokens of the longest prompt.
+        longest: Number of tokens in the longest prompt.
 
     Returns:
         The context; None if the config sets no limit.
@@ -42,7 +43,8 @@ def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
     if length is None:
         return None
     rope = growing_rope(model)
-    if rope is not None and longest <= rope[1]:  # a longer prompt keeps its frequencies to the end
+    # A longer prompt keeps its frequencies to the end of the call.
+    if rope is not None and longest <= rope[1]:
         length = min(length, rope[1])
     return Context(
         length, counts_columns(model), bool(limit_reason(model, Limit.CONTEXT_BY_COLUMNS))
@@ -60,9 +62,9 @@ def context_len(config: PreTrainedConfig) -> int | None:
 
 
 def max_columns(model: PreTrainedModel) -> int | None:
-    """Return the KV cache columns, padding included, covered by a model's position table.
+    """Return the number of KV cache columns, including padding, that a position table covers.
 
-    None if the model does not place tokens by column.
+    The result is None if the model does not position tokens by column.
     """
     is_pair = model.config.get_text_config(decoder=True).is_encoder_decoder
     table_grows = limit_reason(model, Limit.PADDING_HAS_NO_POSITION)
@@ -92,7 +94,7 @@ def _scaled(length: int, rope: dict[str, Any]) -> int:
         rope.get("rope_type"),
         rope.get("original_max_position_embeddings") or length,
     )
-    # its frequencies change with the length, those of cached keys do not
+    # Its frequencies change with the length, but cached keys keep the old frequencies.
     if rope_type == "dynamic":
         return min(length, trained)
     return (

@@ -1,4 +1,4 @@
-"""Extra inputs: arguments of a forward besides tokens, for example encoder outputs or images."""
+"""Extra inputs: forward arguments other than tokens, for example encoder outputs or images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ MEDIA |= {"mm_encoder_outputs", "pixel_values", "pixel_values_videos"}
 
 
 class ExtraInputs(PerRow):
-    """Arguments of forwards besides tokens, mask and positions.
+    """Forward arguments other than tokens, mask and positions.
 
     A text-only model has none. Each token after the prompt takes the next position on every axis,
     as in plain `generate`.
@@ -29,34 +29,34 @@ class ExtraInputs(PerRow):
 
     def __init__(
         self,
-        # inputs of all forwards by name; tensors are [B, ...]
+        # inputs for all forwards by name; tensors are [B, ...]
         every: Mapping[str, Any] | None = None,
-        # inputs of the first forward only; it reads the whole prompt
+        # inputs for the first forward only, which reads the whole prompt
         prompt: Mapping[str, Any] | None = None,
-        # inputs of later forwards, [B, 1], equal for all tokens of a row
+        # inputs for later forwards, [B, 1], equal for all tokens of a row
         types: Mapping[str, Tensor] | None = None,
-        prefix: str = "",  # prefix of the text inputs' names; "decoder_" for encoder-decoders
-        # Inputs of later forwards: entries [B, 1, ...], repeated for every cached and queried
-        # column.
+        prefix: str = "",  # prefix of the text input names; "decoder_" for encoder-decoders
+        # Inputs for later forwards with entries [B, 1, ...], which are repeated for every cached
+        # column and every query column.
         columns: Mapping[str, Tensor] | None = None,
-        description: str = "",  # non-text inputs in words, for `stats.plan`
+        description: str = "",  # description of the non-text inputs for `stats.plan`
     ):
         self.prefix, self.description = prefix, description
         self._every = dict(every or {})
         self._prompt = dict(prompt or {})
         self._types = dict(types or {})
         self._columns = dict(columns or {})
-        # [..., B or 1, 1], model positions minus counted positions
+        # [..., B or 1, 1] int64, the model's positions minus the counted positions
         self._offsets: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model reads text only; the prompt may be embeddings."""
+        """Whether the model reads only text; the prompt may consist of embeddings."""
         return not self._every and not self._prompt.keys() - {"inputs_embeds"} and not self.prefix
 
     @property
     def awaits_prompt(self) -> bool:
-        """Whether the next forward takes the arguments of the prompt."""
+        """Whether the next forward takes the prompt's arguments."""
         return bool(self._prompt)
 
     @property
@@ -69,21 +69,21 @@ class ExtraInputs(PerRow):
 
     @property
     def prompt_axes(self) -> Tensor | None:
-        """Prompt positions [1 or 3, B, Q] int64 in time, height and width; None for one axis."""
+        """Prompt positions [1 or 3, B, Q] int64 in time, height and width; None without axes."""
         positions = self._prompt.get("position_ids")
         return positions[-3:] if positions is not None and positions.ndim == 3 else None
 
     @property
     def has_media(self) -> bool:
-        """Whether the prompt holds images or audio."""
+        """Whether the prompt contains images or audio."""
         return any(len(self._prompt[name]) for name in MEDIA & self._prompt.keys())
 
     def arguments(self, text: Mapping[str, Tensor], num_cached: int = 0) -> dict[str, Any]:
         """Return the arguments of the next forward.
 
         Args:
-            text: `input_ids` [B, Q], mask and positions under unprefixed names.
-            num_cached: T, the cached columns.
+            text: `input_ids` [B, Q], mask and positions under names without the prefix.
+            num_cached: T, number of cached columns.
         """
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every

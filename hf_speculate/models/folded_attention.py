@@ -1,14 +1,14 @@
-"""SDPA attention with the heads of a group folded into query rows, for the length of a call.
+"""SDPA attention that folds the heads of a group into query rows for the duration of a call.
 
-With grouped queries g query heads share one key-value head. transformers' `sdpa` copies keys and
-values g times as soon as several query rows meet a mask, as in every verification. Folded, the g
-heads are g times as many rows of one head, and keys and values are read in place:
+In grouped-query attention, g query heads share one key-value head. transformers' `sdpa` copies keys
+and values g times if several query rows come with a mask, as in every verification. Folding turns
+the g heads into g times as many query rows of one head, so keys and values are read in place:
 
     query [B, g*H, Q, D] -> [B, H, g*Q, D],    mask [B, 1, Q, T] -> [B, 1, g*Q, T]
 
-Every row's softmax is over the same numbers as before, so the result differs by round-off at most.
-The mask is folded once a forward. On some devices the backend is chosen here too, also without
-folding: see `_BACKENDS`.
+Every row's softmax runs over the same numbers as before, so the result differs by round-off at
+most. The mask is folded once per forward. On some devices, this module also chooses the attention
+backend, even without folding; see `_BACKENDS`.
 """
 
 import contextvars
@@ -39,34 +39,35 @@ from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
-STANDS_FOR = "sdpa"  # replaced by it, and used for unsupported inputs
+STANDS_FOR = "sdpa"  # the function that `FOLDED` replaces and uses for unsupported inputs
 
-# Type of device -> its module with a choice of attention backend, imported for a model there.
+# Device type -> module that chooses its attention backend, imported for a model on such a device.
 _BACKENDS = {"cuda": "hf_speculate.options.cuda.attention_backends"}
-_loaded: dict[str, Any] = {}  # imported modules; a trace cannot import
+_loaded: dict[str, Any] = {}  # modules imported in advance, because a trace cannot import
 
-# On other devices transformers asks SDPA for grouped heads itself, or changes the mask.
+# On other devices, transformers requests grouped heads from SDPA itself or changes the mask.
 _DEVICES = ("cpu", "cuda")
-# Arguments of transformers' function with an effect. It ignores all others, and so does ours.
+# Arguments that affect transformers' function. It ignores all other arguments, and so does ours.
 _HONOURED = ("position_bias", "cache", "softcap")
-# The folded mask is a copy of g*Q*T entries a row. Up to 64 query tokens folding was as fast or
-# faster, from 256 on slower (float32 and bfloat16, 500 to 1000 states, g = 4, 2-core CPU).
+# The folded mask is a copy with g*Q*T entries per row. Up to 64 query tokens, folding was as fast
+# or faster; from 256 tokens, it was slower (float32 and bfloat16, 500 to 1000 states, g = 4, 2-core
+# CPU).
 _MAX_QUERY_TOKENS = 64
 
-_MAX_MASKS = 4  # masks kept in a forward: one for each type of layer
-_SPANS = 0  # key of a mask's spans of columns, in place of a number of groups
+_MAX_MASKS = 4  # maximum number of masks kept per forward, one for each layer type
+_SPANS = 0  # key for a mask's column spans, used instead of a number of groups
 
 _LOCK = threading.Lock()
-# By the id of a config: the running calls with our name in it.
+# Id of a config -> the running calls that have set our name in it.
 _HOLDERS: dict[int, set[object]] = {}
 
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
-"""Masks, each with a number of groups and the converted mask, or with `_SPANS` and its spans."""
+"""Masks, each with a number of groups and the converted mask, or with `_SPANS` and the spans."""
 
 
 class _Forward(NamedTuple):
-    """The running forward."""
+    """The forward in progress."""
 
     masks: _Masks
     is_captured: bool
@@ -81,10 +82,10 @@ _forward: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar(
 def folding(is_captured: bool = True) -> Iterator[None]:
     """Let `folded_attention` fold in this thread or task during one forward.
 
-    Elsewhere it calls the "sdpa" function.
+    Elsewhere, `folded_attention` calls the "sdpa" function.
 
     Args:
-        is_captured: whether the forward is replayed from graphs, or compared with a replay.
+        is_captured: whether the forward is replayed from graphs or compared with a replay.
     """
     token = _forward.set(_Forward(deque(maxlen=_MAX_MASKS), is_captured))
     try:
@@ -98,19 +99,19 @@ def folded_attention(
     query: Tensor,  # [B, g*H, Q, D]
     key: Tensor,  # [B, H, T, D]
     value: Tensor,  # [B, H, T, D']
-    # [B or 1, 1, Q, T], bool (True: seen) or floating (added); None for causal rows
+    # [B or 1, 1, Q, T], bool (True: visible) or floating point (added); None for causal attention
     attention_mask: Tensor | None,
     dropout: float = 0.0,
-    scaling: float | None = None,  # factor of the scores; None for 1 / sqrt(D)
-    # whether a missing mask means causal rows; None for `module.is_causal`
+    scaling: float | None = None,  # factor for the scores; None for 1 / sqrt(D)
+    # whether a missing mask means causal attention; None for `module.is_causal`
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention like transformers' `sdpa`, without its copies of keys and values.
+    """Compute attention like transformers' `sdpa`, but without copying keys and values.
 
-    It folds inside `folding()` and in code traced by `torch.compile`, where contexts are unknown.
-    Unsupported inputs go to the function registered as "sdpa". Returns [B, Q, g*H, D'] contiguous,
-    and None for the weights.
+    Heads are folded within `folding()`, and also in code traced by `torch.compile`, which does not
+    see contexts. Unsupported inputs are passed to the function registered as "sdpa". Returns a
+    contiguous tensor [B, Q, g*H, D'], and None for the weights.
     """
     passed_on: Any = ALL_ATTENTION_FUNCTIONS[STANDS_FOR]
     forward = None if torch.compiler.is_compiling() else _forward.get()
@@ -147,9 +148,9 @@ def _attend(
     is_causal: bool,
     forward: _Forward | None,
 ) -> Tensor | None:
-    """Compute attention [B, Q, g*H, D'], contiguous.
+    """Compute attention as a contiguous tensor [B, Q, g*H, D'].
 
-    None if transformers' own function must compute it.
+    The result is None if transformers' own function must compute it.
     """
     groups: Any = getattr(module, "num_key_value_groups", 1)
     backends: Any = _loaded.get(query.device.type)
@@ -162,7 +163,7 @@ def _attend(
     masks = None if forward is None else forward.masks
     if is_ours and is_causal and forward is not None:
         backends.prepare(query, key, value)
-    if mask is None and num_query > 1:  # a prompt, causal without a mask
+    if mask is None and num_query > 1:  # a prompt, which is causal without a mask
         if not is_ours or (is_causal and num_query != key.shape[2]):
             return None
         prompt: Tensor = backends.attend_all(query, key, value, is_causal, scaling)
@@ -181,7 +182,7 @@ def _attend(
     folded = query.reshape(query.shape[0], -1, groups * num_query, query.shape[3])  # [B, H, g*Q, D]
     if mask is not None:
         make = partial(backends.additive_mask, dtype=query.dtype) if is_ours else _repeat_rows
-        num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all
+        num_copies = groups if mask.shape[2] > 1 else 1  # a single mask row applies to all groups
         mask = _converted_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
     if not is_ours:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
@@ -205,9 +206,9 @@ def _attend_few(
     scaling: float | None,
     forward: _Forward,
 ) -> Tensor | None:
-    """Compute attention [B, Q, g*H, D], contiguous, by a kernel for few queries.
+    """Compute attention as a contiguous tensor [B, Q, g*H, D] with a kernel for few queries.
 
-    None if no kernel supports the inputs.
+    The result is None if no kernel supports the inputs.
     """
     if not backends.serves_few(query, key, value, scaling, forward.is_captured):
         return None
@@ -217,9 +218,9 @@ def _attend_few(
 
 
 def register_folded_attention() -> None:
-    """Register `FOLDED` with transformers, with the masks of "sdpa".
+    """Register `FOLDED` with transformers, using the masks of "sdpa".
 
-    Further calls change nothing.
+    Later calls have no effect.
     """
     if FOLDED not in ALL_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(FOLDED, _make_mask)
@@ -251,17 +252,17 @@ def _repeat_rows(mask: Tensor, groups: int) -> Tensor:
 
 
 def _make_mask(*args: Any, **kwargs: Any) -> Any:
-    """Make the mask of "sdpa", by the function registered at the time of the call."""
+    """Make the mask with the function registered for "sdpa" at the time of the call."""
     make: Any = ALL_MASK_ATTENTION_FUNCTIONS[STANDS_FOR]
     return make(*args, **kwargs)
 
 
 @contextmanager
 def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
-    """Set the folded function in the attention layers of `models`; restore the name afterwards.
+    """Set the folded function in the attention layers of `models`, and restore the name afterwards.
 
-    The last call to leave restores it. Only configs with "sdpa" are changed, and a name assigned by
-    the caller in the meantime stays.
+    If several calls run at once, the last one restores the name. Only configs with "sdpa" are
+    changed, and a name assigned by the caller in the meantime is kept.
     """
     configs = {id(config): config for model in models for config in _configs_of(model)}
     call = object()
@@ -282,12 +283,12 @@ def _hold(config: PreTrainedConfig, call: object) -> None:
         _HOLDERS.setdefault(id(config), set()).add(call)
         try:
             set_attention_name(config, FOLDED)
-        except AttributeError:  # a frozen config stays as it is
+        except AttributeError:  # a frozen config stays unchanged
             del _HOLDERS[id(config)]
 
 
 def _release(config: PreTrainedConfig, call: object) -> None:
-    """Undo `_hold`; do nothing without it, as after an interrupt."""
+    """Undo `_hold`; do nothing if `_hold` was not called, for example after an interrupt."""
     with _LOCK:
         holders = _HOLDERS.get(id(config), set())
         if call not in holders:
@@ -300,13 +301,13 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs of grouped attention layers, or of all on CUDA.
+    """Return the configs of grouped attention layers, or of all attention layers on CUDA.
 
-    None are returned if code may compare the attention's name.
+    No configs are returned if the model's code may compare the name of the attention.
     """
     modules = modules_of(model)
     takes_all = is_chosen({parameter.device for parameter in parameters_of(model)})
-    # A miss in getattr() of a module costs more than the rest of the search; vars() has none.
+    # A failed getattr() on a module costs more than the rest of the search; vars() avoids it.
     layers = [
         module
         for module in modules
@@ -321,7 +322,7 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     served = [
         config
         for config in configs.values()
-        # A copy made during another call has our name.
+        # A config copied during another call has our name.
         if isinstance(config, PreTrainedConfig) and attention_name(config) in (STANDS_FOR, FOLDED)
     ]
     if not served:
@@ -332,9 +333,9 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def is_chosen(devices: Iterable[torch.device]) -> bool:
-    """Return whether the backend of attention on any of the devices is chosen here.
+    """Return whether this module chooses the attention backend on any of the devices.
 
-    The module of the choice is imported.
+    The modules that make the choice are imported.
     """
     served = [device for device in devices if device.type in _BACKENDS]
     for device in served:

@@ -1,8 +1,8 @@
-"""Foreign code in a model: hooks, replaced forwards and modules of unknown packages.
+"""Foreign code in a model: hooks, replaced forwards and modules from unknown packages.
 
 Verification reads several tokens in one forward and rolls some of them back. User code may count
-forwards, change the last token of each, or edit the cache; only a comparison with plain decoding
-shows whether it does. Known packages treat every token by itself.
+forwards, change the last token of each forward, or edit the cache. Only a comparison with plain
+decoding reveals this. Known packages treat every token independently.
 """
 
 import weakref
@@ -21,7 +21,7 @@ accelerate aqlm auto_round awq bitsandbytes compressed_tensors deepspeed eetq fb
 gptqmodel hf_speculate hqq kernels liger_kernel optimum peft quark torch torchao transformer_engine
 transformers
 """
-# first names of frameworks, adapters, quantisers and kernels
+# top-level packages of frameworks, adapters, quantisers and kernels
 KNOWN_PACKAGES = set(_KNOWN_NAMES.split())
 # The output of these adapters depends on the other tokens of a forward.
 _UNKNOWN_PARTS = ("peft.tuners.adaption_prompt", "peft.tuners.shadow", "peft.tuners.xlora")
@@ -35,7 +35,7 @@ class _Identity:
         self._id = id(thing)
         try:
             self._find: Callable[[], object] = weakref.ref(thing)
-        except TypeError:  # few callables support no weak reference
+        except TypeError:  # a few callables do not support weak references
             self._find = lambda: thing
 
     def __hash__(self) -> int:
@@ -47,10 +47,7 @@ class _Identity:
 
 
 class ForeignCode(NamedTuple):
-    """A piece of foreign code.
-
-    It is a hook, a replaced forward or a module of an unknown package.
-    """
+    """A hook, a replaced forward or a module from an unknown package."""
 
     module_name: str  # empty for the model itself
     kind: str  # "forward hook", "forward pre-hook", "replaced forward" or "module"
@@ -64,7 +61,7 @@ class ForeignCode(NamedTuple):
 def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
     """Return the foreign code in a model.
 
-    Entries of two calls are equal if module and function are the same.
+    Entries from two calls are equal if their module and function are the same.
     """
     tables = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
     hook_kinds = "forward pre-hook", "forward hook"
@@ -112,13 +109,13 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
 
 
 def described(code: Sequence[ForeignCode]) -> str:
-    """Describe the first three entries of foreign code, and count the others."""
+    """Describe the first three entries of foreign code and count the rest."""
     more = f" and {len(code) - 3} more" if len(code) > 3 else ""
     return ", ".join(map(str, code[:3])) + more
 
 
 def has_activated_adapters(model: nn.Module) -> bool:
-    """Return whether a row uses activated LoRA (aLoRA), set up by PEFT hooks."""
+    """Return whether any row uses activated LoRA (aLoRA), which PEFT sets up with hooks."""
     modules = [module for module in modules_of(model) if module._forward_pre_hooks]
     hooks = [
         hook
@@ -141,7 +138,10 @@ def _entry(module_name: str, kind: str, function: Any) -> ForeignCode:
 
 
 def _foreign_class(cls: type, packages: set[str]) -> tuple[str, Any] | None:
-    """Return the foreign class or replaced forward, with its kind; None if neither is foreign."""
+    """Return the kind and object of foreign code in a class; None if the class has none.
+
+    The object is the class itself or a replaced forward.
+    """
     if not _is_known(cls.__module__) and _package(cls.__module__) not in packages:
         return "module", cls
     forward: Any = cls.forward  # type: ignore[attr-defined]
@@ -152,9 +152,9 @@ def _foreign_class(cls: type, packages: set[str]) -> tuple[str, Any] | None:
 def _is_foreign_forward(module: nn.Module, packages: set[str]) -> bool:
     """Return whether a forward set on the module itself is foreign.
 
-    Forwards of accelerate may run user-written hooks.
+    accelerate's forwards may run user-written hooks.
     """
-    if hasattr(type(module), "kernel_layer_name"):  # replaced by a kernel from the Hub
+    if hasattr(type(module), "kernel_layer_name"):  # a kernel from the Hub replaces the forward
         return False
     hook = vars(module).get("_hf_hook")
     hooks = [] if hook is None else [hook, *getattr(hook, "hooks", ())]
@@ -171,7 +171,7 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def _origins(function: Any, module: nn.Module | None = None) -> Iterator[str]:
-    """Yield the Python module names of a function, of wrapped functions, and of its owner."""
+    """Yield the Python module names of a function, its wrapped functions and its owner."""
     waiting, seen = [function], set()
     while waiting:
         function = waiting.pop()

@@ -15,18 +15,18 @@ from hf_speculate.models.module_walk import modules_of
 from hf_speculate.rows.row_lens import ArangeCache
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
-# Shorter forwards save little memory, and read the weights more often.
+# Shorter forwards save little memory and read the weights more often.
 MIN_CHUNK_TOKENS = 256
-# Longer queries count as prompts: the draft steps after them get a separate mask.
+# Longer queries count as prompts, and the draft steps after a prompt get a separate mask.
 MAX_EXPECTED_QUERY = 16
 
 
 class Chosen(NamedTuple):
-    """Chosen tokens of every row, with their logits."""
+    """The tokens chosen for every row, with their logits."""
 
     token_ids: Tensor  # [B, N] int64
-    token_logits: Tensor | None = None  # [B, N, V]; None if nobody reads them
-    logsumexp: Tensor | None = None  # [B, N] float32 of the logits; None if not computed
+    token_logits: Tensor | None = None  # [B, N, V]; None if nothing reads them
+    logsumexp: Tensor | None = None  # [B, N] float32, over the logits; None if not computed
 
 
 def joined(chosen: Sequence[Chosen]) -> Chosen:
@@ -36,34 +36,34 @@ def joined(chosen: Sequence[Chosen]) -> Chosen:
 
 
 def _concatenated(columns: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate columns [B, n, ...] of one kind to [B, N, ...]; None if there are none."""
+    """Concatenate columns [B, n, ...] of one kind into [B, N, ...]; None if there are none."""
     present = [column for column in columns if column is not None]
     return torch.cat(present, dim=1) if present else None
 
 
 class ChosenTokens:
-    """Tokens chosen step by step after a query.
+    """The tokens chosen step by step after a query.
 
-    The object also tracks the end of each row.
+    The object also tracks where each row ends.
     """
 
     def __init__(
         self,
-        stop_ids: Tensor | None,  # [E] int64, end-of-row ids; None for none
+        stop_ids: Tensor | None,  # [E] int64, ids that end a row; None for none
         counts: ArangeCache,  # int32, on the device of the tokens
-        num_columns: int = 0,  # tokens of each row in the memory of `column`
+        num_columns: int = 0,  # number of tokens per row in the memory for `column`
     ):
         self.chosen: list[Chosen] = []
         self._num_columns, self._num_in_place = num_columns, 0
-        self._columns: Tensor | None = None  # [N, B] int64, the tokens in place
+        self._columns: Tensor | None = None  # [N, B] int64, tokens written in place
         self._stop_ids = stop_ids
         self._counts = counts
-        # by token, [B] bool: rows ending there; empty if only ids end rows
+        # by token, [B] bool: rows that end with it; empty if only ids end rows
         self._are_last: list[Tensor] = []
-        self._is_ended: Tensor | None = None  # [B] bool, up to the last call of `are_enough`
+        self._is_ended: Tensor | None = None  # [B] bool, as of the last call to `are_enough`
 
     def column(self, num_rows: int) -> Tensor | None:
-        """Return memory [B] int64 for the next token of each row, see `add`; None if it is full."""
+        """Return memory [B] int64 for each row's next token, see `add`; None if it is full."""
         step = len(self.chosen)
         if step >= self._num_columns:
             return None
@@ -78,9 +78,9 @@ class ChosenTokens:
         """Append tokens.
 
         Args:
-            chosen: The tokens.
+            chosen: The tokens to append.
             are_last: [B] bool, rows that end with this single token, regardless of its id.
-            is_in_place: Whether the token ids are in `column`.
+            is_in_place: Whether the token ids were written to the memory from `column`.
         """
         self.chosen.append(chosen)
         self._num_in_place += is_in_place
@@ -88,7 +88,7 @@ class ChosenTokens:
             self._are_last.append(are_last)
 
     def joined(self) -> Chosen:
-        """Return all tokens."""
+        """Concatenate all tokens."""
         if self._columns is None or self._num_in_place < len(self.chosen):
             return joined(self.chosen)
         token_ids = self._columns[: self._num_in_place].T.contiguous()  # a copy if B > 1
@@ -98,7 +98,7 @@ class ChosenTokens:
     def are_enough(self) -> bool:
         """Return whether every row has ended; call it after each token.
 
-        False on an accelerator, to avoid waiting for the device.
+        The result is always False on an accelerator, to avoid waiting for the device.
         """
         newest = self.chosen[-1].token_ids  # [B, 1]
         if newest.device.type != "cpu":
@@ -114,7 +114,7 @@ class ChosenTokens:
         return bool(self._is_ended.all())
 
     def lens(self, token_ids: Tensor) -> Tensor:
-        """Return the lengths of rows [B, N] up to the first ending token, included; [B] int32."""
+        """Return the lengths [B] int32 of rows [B, N], including the first token that ends each."""
         counts = self._counts.span(1, token_ids.shape[1])
         go_on = [~torch.stack(self._are_last, dim=1)] if self._are_last else []  # each [B, N]
         stop_ids = self._stop_ids
@@ -132,14 +132,14 @@ class TokenChoice(Protocol):
     """Protocol for choosing tokens step by step."""
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Return the next token [B] int64, from logits [B, V]."""
+        """Choose the next tokens [B] int64 from logits [B, V]."""
 
     def are_enough(self) -> bool:
         """Return whether every row has ended; called after each token."""
 
 
 class _ModelChoice:
-    """A choice by argmax or torch's default generator."""
+    """Choice by argmax, or by sampling with torch's default generator."""
 
     def __init__(self, tokens: ChosenTokens, sample_strategy: SampleStrategy):
         self.tokens, self._sample_strategy = tokens, sample_strategy
@@ -155,15 +155,16 @@ class _ModelChoice:
 
 
 class Inferencer:
-    """A `LanguageModel`, run step by step."""
+    """Runs a `LanguageModel` step by step."""
 
     def __init__(
         self,
         language_model: LanguageModel,
-        chunk_size: int | None = None,  # maximum tokens of each row per forward
-        # stop when all rows have ended, if known without waiting for the device
+        # maximum number of tokens per row and forward; None for no limit
+        chunk_size: int | None = None,
+        # whether to stop once all rows have ended, if this is known without waiting for the device
         stops_early: bool = True,
-        # called before every forward, to wait for other ranks
+        # called before every forward to wait for other ranks; None for a single rank
         meet: Callable[[], None] | None = None,
     ):
         self.language_model, self.chunk_size = language_model, chunk_size
@@ -179,8 +180,8 @@ class Inferencer:
     ) -> PrefillOutput:
         """Read a prompt [B, Q] int64 and choose the next token.
 
-        `kv_cache` advances by Q tokens, in place. This method is a public reference. The library
-        does not call it; drafters call `feed`.
+        `kv_cache` advances by Q tokens in place. This method is a public reference. The library
+        does not call it; drafters call `feed` instead.
         """
         logits = self.language_model.forward(
             query_token_ids, kv_cache, logits_to_keep=logits_to_keep
@@ -191,7 +192,7 @@ class Inferencer:
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
         """Read query tokens [B, Q] int64 and return the logits [B, V] after them.
 
-        The query is split into as few chunks as `chunk_size` allows, of about equal length.
+        The query is split into as few chunks as `chunk_size` allows, all of about equal length.
         """
         num_query = query_token_ids.shape[1]
         num_chunks = 1 if self.chunk_size is None else max(-(-num_query // self.chunk_size), 1)
@@ -211,7 +212,8 @@ class Inferencer:
         """Decode up to `max_new_tokens` tokens after a query [B, Q] int64.
 
         A row ends with its EOS token. This method is a public reference. The library does not call
-        it; drafters call `extend`, with the same loop and the same use of the cache.
+        it; drafters call `extend` instead, which runs the same loop and uses the cache in the same
+        way.
         """
         if max_new_tokens < 1:
             raise ConfigError(
@@ -227,8 +229,8 @@ class Inferencer:
     ) -> None:
         """Choose up to `max_new_tokens` >= 1 tokens after a query [B, Q] int64.
 
-        `kv_cache` advances by all but the last token, in place. The loop stops early if every row
-        has ended and the host knows it without waiting for the device.
+        `kv_cache` advances by all but the last token in place. The loop stops early if every row
+        has ended and the host knows this without waiting for the device.
         """
         num_query = query.shape[1]
         if num_query <= MAX_EXPECTED_QUERY:
@@ -241,7 +243,7 @@ class Inferencer:
                 break
 
     def _choice(self, sample_strategy: SampleStrategy) -> _ModelChoice:
-        """Return a choice of tokens with rows ending at the model's EOS ids."""
+        """Return a token choice that ends rows at the model's EOS ids."""
         model, device = self.language_model.model, self.language_model.device
         eos = model.generation_config.eos_token_id
         stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
@@ -251,10 +253,10 @@ class Inferencer:
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
-    """Return the draft model's prompt tokens per forward and row.
+    """Return how many prompt tokens per row the draft model reads in one forward.
 
-    The draft's widest activations then take no more memory than the target's for `num_query`
-    tokens. In the first round the draft also reads the tokens after the prompt.
+    With this limit, the draft's widest activations take no more memory than the target's for
+    `num_query` tokens. In the first round, the draft also reads the tokens after the prompt.
     """
     if num_query <= MIN_CHUNK_TOKENS:
         return MIN_CHUNK_TOKENS
@@ -264,9 +266,9 @@ def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query:
 
 
 def widest_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of one token's widest activations, head excluded; 0 if unknown."""
+    """Return the bytes of one token's widest activations, excluding the head; 0 if unknown."""
     head = model.get_output_embeddings()
-    # Linear layers name their width out_features in torch, and nf in transformers' GPT-2.
+    # Linear layers call their width out_features in torch and nf in transformers' GPT-2.
     attributes = [vars(module) for module in modules_of(model) if module is not head]
     widths = [by_name.get("out_features") or by_name.get("nf", 0) for by_name in attributes]
     return (

@@ -1,4 +1,4 @@
-"""Size of a KV cache, from a model's config."""
+"""Size of a KV cache, computed from a model's config."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from transformers import PreTrainedConfig
 
 
 def kv_values_per_token(config: PreTrainedConfig) -> int:
-    """Return the number of key and value entries per cached token, all layers; 0 if unknown."""
+    """Return the number of key and value entries per cached token in all layers; 0 if unknown."""
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         return 0
     try:
         return num_layers * _values_of_layer(config)
-    except RuntimeError:  # raised by transformers if layers differ, as in Gemma 4
+    except RuntimeError:  # transformers raises it if layers differ, as in Gemma 4
         layers: Any = config.per_layer_config
         return sum(_values_of_layer(layers[index]) for index in range(num_layers))
 

@@ -1,4 +1,4 @@
-"""Language model: a function from tokens to logits, with a KV cache as its state."""
+"""Language model: a function from tokens to logits whose state is a KV cache."""
 
 import inspect
 import threading
@@ -32,31 +32,31 @@ from hf_speculate.types import (
 )
 
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of states and of unquantised weights."""
+"""Dtypes of states and unquantised weights."""
 
 
 class StateCapture(AbstractContextManager["StateCapture", None], Protocol):
-    """A context recording hidden states of chosen layers."""
+    """Context manager that records the hidden states of selected layers."""
 
-    layers: tuple[int, ...]  # i is the input of decoder layer i, -1 the state after the final norm
-    needs_all_tokens: bool  # whether states of all tokens are read, or those of the last one alone
+    layers: tuple[int, ...]  # i for the input of decoder layer i, -1 for the final norm's output
+    needs_all_tokens: bool  # whether states of all tokens are read, or only of the last token
 
     def concatenated(self) -> Tensor:
-        """Return the states of the last forward [B, Q, A * D], in the order of `layers`."""
+        """Return the states of the last forward, [B, Q, A * D], in the order of `layers`."""
 
 
 _LOCK = threading.Lock()
-_eager_forwards: list[Any] = []  # torch's previous stance, one entry per running forward
+_eager_forwards: list[Any] = []  # torch's previous stance, one entry per forward in progress
 
 
 @contextmanager
 def running_eagerly() -> Iterator[None]:
-    """Run the caller's compiled forwards eagerly.
+    """Run the user's compiled forwards eagerly.
 
-    A compiled forward would be traced again for most shapes of the cache's buffers, with graph
-    breaks in them.
+    Otherwise, a compiled forward would be traced again for most shapes of the cache's buffers, with
+    graph breaks.
     """
-    with _LOCK:  # torch has one stance for all threads: the last forward to end restores it
+    with _LOCK:  # torch has one stance for all threads, and the last forward to end restores it
         stance = _eager_forwards[0] if _eager_forwards else torch.compiler.set_stance("force_eager")
         _eager_forwards.append(stance)
     try:
@@ -69,34 +69,34 @@ def running_eagerly() -> Iterator[None]:
 
 
 class LanguageModel(PerRow):
-    """A transformers model, called with a KV cache.
+    """A transformers model that is called with a KV cache.
 
-    Each call takes the mask and position ids from the cache's rows.
+    Each call gets the mask and the position ids from the rows of the cache.
     """
 
     PARTS = ("extra_inputs",)
 
     pads_queries: bool = False
-    """Whether `run` may append unused tokens to the query; their states may be NaN."""
+    """Whether `run` may append unused tokens to the query. Their states may be NaN."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        # maximum position id, for tokens drafted past the end of the sequence
+        # maximum position id, applied to tokens drafted past the end; None for no limit
         max_position: int | None = None,
         # whether KV states, hidden states or attentions outlive the call
         keeps_states: bool = True,
         extra_inputs: ExtraInputs | None = None,
         capture: StateCapture | None = None,  # records hidden states for `Scored.captured`
-        is_watched: bool = False,  # whether user hooks may shorten the cache
+        is_watched: bool = False,  # whether to check for user hooks that shorten the cache
     ):
         self.model = model
         self._is_watched = is_watched
         self.capture = capture
         self.extra_inputs = extra_inputs or ExtraInputs()
         self.max_position = max_position
-        self.device = device_of(model)  # device of query tokens
-        # Inference mode makes forwards of small layers 6 to 8 % faster (2-core CPU, 16 layers of
+        self.device = device_of(model)  # device of the query tokens
+        # Inference mode makes forwards with small layers 6 to 8 % faster (2-core CPU, 16 layers of
         # width 192).
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
         self._context = running_eagerly if is_compiled(model) else nullcontext
@@ -108,10 +108,10 @@ class LanguageModel(PerRow):
         config = model.config.get_text_config(decoder=True)
         shares_states = getattr(config, "num_kv_shared_layers", 0) > 0
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and shares_states
-        # An int slices a view of the hidden states. On CPUs the head's matmul on a view is 3x
-        # slower in float32 (8 rows), and 20x to 100x slower in bfloat16. Indices copy.
+        # An int slices a view of the hidden states. On CPUs, the head's matmul on a view is 3x
+        # slower in float32 (8 rows) and 20x to 100x slower in bfloat16. Indices make a copy.
         self._makes_compact = takes_indices and self.device.type == "cpu" and not saves
-        # With an int, layers with shared states skip the other tokens, and their states are
+        # With an int, layers with shared states skip all other tokens, whose states are then
         # missing.
         self._runs_all_tokens = shares_states and capture is not None and capture.needs_all_tokens
         self._can_index = takes_indices and not _is_split(model)
@@ -121,7 +121,7 @@ class LanguageModel(PerRow):
         """First end-of-sequence id of the model.
 
         Raises:
-            ValueError: The generation config sets none.
+            ValueError: The generation config sets no EOS id.
         """
         eos = self.model.generation_config.eos_token_id
         if eos is None or eos == []:
@@ -133,9 +133,9 @@ class LanguageModel(PerRow):
     def forward(
         self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None
     ) -> Tensor:
-        """Read query tokens [B, Q] int64, advance the cache, and return logits [B, Q', V].
+        """Read query tokens [B, Q] int64, advance the cache and return the logits [B, Q', V].
 
-        Q' is `logits_to_keep`, or Q if it is None.
+        Q' is `logits_to_keep`, or Q if `logits_to_keep` is None.
         """
         return self.run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep).logits
 
@@ -147,7 +147,7 @@ class LanguageModel(PerRow):
         logits_to_keep: int | None = None,
         **forward_options: Any,
     ) -> Scored:
-        """Run `forward` and return all outputs, with hidden states and attentions if requested.
+        """Run `forward` and return all outputs, including requested hidden states and attentions.
 
         Raises:
             ShapeError: The query is empty.
@@ -194,7 +194,7 @@ class LanguageModel(PerRow):
         return Scored(logits, hidden_states, output.get("attentions"), captured)
 
     def _check_lens(self, kv_cache: KVCache, num_columns: int) -> None:
-        """Raise an error if foreign code has shortened a layer of the cache: its rollback fails."""
+        """Raise an error if user code has shortened a cache layer, whose rollback would fail."""
         short = kv_cache.short_layer(num_columns)
         if short is not None:
             raise UnsupportedModelError(
@@ -212,41 +212,41 @@ class LanguageModel(PerRow):
         kv_cache: KVCache,
         rule: Callable[[Tensor, DraftOut, NoiseKeys, Tensor], DeviceVerdict],
     ) -> Scored | None:
-        """Score and verify a round by a single launch; None if that is not possible.
+        """Score and verify a round with a single launch; None if this is not possible.
 
         Args:
-            rows: The rows before the round.
+            rows: State of the rows before the round.
             draft: The drafted tokens.
-            kv_cache: The cache, which is advanced by K+1 tokens.
-            rule: Function of logits [B, K+1, V], draft, noise keys and the newest tokens [B, 1].
-                Equal functions launch the same operators.
+            kv_cache: The cache, which advances by K+1 tokens.
+            rule: Function of the logits [B, K+1, V], the draft, the noise keys and the newest
+                tokens [B, 1]. Equal functions launch the same operators.
 
         Returns:
-            Logits [B, K+1, V], and the verdict as `judged`.
+            The logits [B, K+1, V], with the verdict in `judged`.
         """
         return None
 
     def end_round(
         self, verified: Verified, rows: RoundRows, kv_cache: KVCache
     ) -> DeviceRows | None:
-        """End a round of `run_round`.
+        """End a round that `run_round` began.
 
         Args:
             verified: The verdict of the round.
-            rows: The rows before the next round.
-            kv_cache: The cache, rolled back.
+            rows: State of the rows before the next round.
+            kv_cache: The cache after its rollback.
 
         Returns:
-            The state before the next round, if it is on the device already.
+            The state before the next round if it is already on the device; None otherwise.
         """
         return None
 
     def run_unpadded(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
-        """Call `run` eagerly and without padding the query."""
+        """Call `run` eagerly, without padding the query."""
         return LanguageModel.run(self, query_token_ids, kv_cache, **options)
 
     def join(self, other: "LanguageModel") -> None:
-        """Add the rows of `other`; both must read tokens only."""
+        """Append the rows of `other`; both models must read only tokens."""
         super().join(other)
         if self.max_position is not None and other.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
@@ -258,7 +258,7 @@ def _is_split(model: PreTrainedModel) -> bool:
 
 
 def cache_name(module: nn.Module) -> str:
-    """Return the name of the forward's cache argument; empty if it takes no cache."""
+    """Return the name of the forward's cache argument; empty if the forward takes no cache."""
     parameters = inspect.signature(type(module).forward).parameters
     name = next((name for name in CACHE_NAMES if name in parameters), "")
     if (
@@ -269,12 +269,12 @@ def cache_name(module: nn.Module) -> str:
         hands_on = any(
             parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
         )
-        return CACHE_NAME if hands_on else ""  # `generate` passes it under the new name in any case
+        return CACHE_NAME if hands_on else ""  # `generate` always passes it under the new name
     return name
 
 
 def has_attention(model: PreTrainedModel) -> bool:
-    """Return whether a model has attention layers, with or without recurrent ones."""
+    """Return whether a model has attention layers, with or without recurrent layers."""
     name = cache_name(model)
     if name in OLD_CACHE_NAMES:  # cache_params belonged to models without attention layers
         return name != "cache_params"
@@ -285,14 +285,14 @@ def has_attention(model: PreTrainedModel) -> bool:
 def device_of(model: PreTrainedModel) -> torch.device:
     """Return the device for input ids.
 
-    Offloaded models report "meta"; use the first real parameter's device.
+    Offloaded models report "meta", so the device of the first real parameter is used.
     """
     device = model.device
     return device if device.type != "meta" else module_device(model, torch.device("cpu"))
 
 
 def module_device(module: nn.Module, default: torch.device) -> torch.device:
-    """Return the device of a module's weights, or the one used by accelerate's offloading hooks."""
+    """Return the device of a module's weights, or the device that its offloading hooks load to."""
     weights = (weight for weights in (module.parameters(), module.buffers()) for weight in weights)
     device = next((weight.device for weight in weights if weight.device.type != "meta"), None)
     if device is not None:
@@ -303,28 +303,28 @@ def module_device(module: nn.Module, default: torch.device) -> torch.device:
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:
-    """Return whether weights are loaded for every forward, from another device or from disk."""
+    """Return whether weights are loaded from another device or from disk for every forward."""
     is_placed = getattr(model, "hf_device_map", None) is not None
     return is_placed and any(weight.is_meta for weight in model.parameters())
 
 
 def _loading_hooks(module: nn.Module) -> list[Any]:
-    """Return accelerate's hooks on a module; they load offloaded weights."""
+    """Return accelerate's hooks that load the offloaded weights of a module."""
     hook = getattr(module, "_hf_hook", None)
     return list(getattr(hook, "hooks", (hook,)))
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of a model's states, from its first unquantised weight."""
+    """Return the dtype of a model's states, which is the dtype of its first unquantised weight."""
     dtypes = (weight.dtype for weight in model.parameters() if weight.dtype in COMPUTE_DTYPES)
     return next(dtypes, None) or getattr(model.config, "dtype", None) or torch.get_default_dtype()
 
 
 def input_table(model: PreTrainedModel) -> Any:
-    """Return the token embeddings of a model; None if its class names none."""
+    """Return the token embeddings of a model; None if its class does not name them."""
     try:
         return model.get_input_embeddings()
-    except NotImplementedError:  # raised by transformers for a class without a named table
+    except NotImplementedError:  # transformers raises it for a class that names no table
         return None
 
 
@@ -335,7 +335,7 @@ def plain_weight(module: nn.Module | None) -> Tensor | None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether a model's forward takes position ids, by itself or for its text decoder."""
+    """Return whether a model's forward takes position ids for itself or its text decoder."""
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
@@ -352,12 +352,12 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def counts_columns(model: PreTrainedModel) -> bool:
-    """Return whether a model places tokens by cache column; its rows cannot be shifted."""
+    """Return whether a model positions tokens by cache column, so that rows cannot be shifted."""
     config = model.config.get_text_config(decoder=True)
     if not has_attention(model):  # recurrent models have no positions
         return False
     if config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
-        return True  # its temperature grows with the column, whatever the position
+        return True  # its attention temperature grows with the column, not with the position
     has_biases = hasattr(config, "relative_attention_num_buckets") or limit_reason(
         model, Limit.DISTANCES_ONLY
     )

@@ -8,7 +8,7 @@ _UNKNOWN_MEMORY_BYTES = 8 << 30
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the total memory of a device, or of the host, in bytes."""
+    """Return the total memory of a device or of the host in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:

@@ -1,7 +1,7 @@
 """Module walk: find modules, parameters, forward hooks and compiled forwards in one plain loop.
 
-torch's `modules()` and `parameters()` also build names, in a generator for every level. They take
-four to eight times as long, a noticeable cost in each call of a deep model.
+torch's `modules()` and `parameters()` also build names, with one generator per level. They take
+four to eight times as long, which is noticeable in each call with a deep model.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return the module and its descendants, each once, level by level."""
+    """Return the module and its descendants, each once and level by level."""
     seen: dict[nn.Module, None] = {module: None}
     walk = [module]
     for parent in walk:
@@ -34,8 +34,8 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
 def weight_bytes(weight: Tensor) -> int:
     """Return the storage size of a weight in bytes.
 
-    A packed weight reports the shape and dtype of the unpacked one, so its inner tensors are
-    counted.
+    A packed weight reports the shape and dtype of the unpacked weight, so its inner tensors are
+    counted instead.
     """
     if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "device_mesh"):
         return weight.numel() * weight.element_size()
@@ -43,7 +43,7 @@ def weight_bytes(weight: Tensor) -> int:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether the caller compiled the forward of the model or of one of its modules."""
+    """Return whether the user compiled the forward of the model or of one of its modules."""
     for attributes in map(vars, modules_of(model)):
         is_wrapped = hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
         has_compiled_call = attributes.get("_compiled_call_impl") is not None
@@ -70,7 +70,7 @@ def forward_hook_ids(model: nn.Module) -> tuple[int, ...]:
 
 
 def has_hooks_of_others(model: nn.Module) -> bool:
-    """Return whether the model has forward hooks besides transformers' output recorders."""
+    """Return whether the model has forward hooks other than transformers' output recorders."""
     hook_dicts = (
         hooks
         for module in modules_of(model)

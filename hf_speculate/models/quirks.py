@@ -1,7 +1,7 @@
-"""Tested model types, and limitations of single types.
+"""Tested model types, and limitations of individual types.
 
-A model of an untested type, or of a class outside transformers, is compared with plain decoding at
-its first speculative call, see `hf_speculate.options.self_test.compare`.
+A model of an untested type, or of a class outside transformers, is compared with plain decoding in
+its first speculative call; see `hf_speculate.options.self_test.compare`.
 """
 
 from enum import Enum
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.compat import is_tested_since
 
-_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # packages with known module classes
+_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # packages whose module classes are known
 _GROWING_TYPES = ("dynamic", "longrope")
 
 
@@ -40,11 +40,11 @@ class Limit(Enum):
 
 
 class Quirk(NamedTuple):
-    """A limitation of models of one type."""
+    """A limitation of one model type."""
 
     model_type: str
     limit: Limit
-    reason: str  # its subject is the model's layers, or its forward
+    reason: str  # predicate about the model's layers or its forward
 
 
 QUIRKS = (
@@ -141,14 +141,14 @@ mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next z
 """
 _SINCE_5_23 = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
 _SINCE_5_24 = "moss_transcribe_diarize omniasr"
-# Model type -> oldest tested version of transformers; `compat` has the newest.
+# Model type -> oldest tested version of transformers; `compat` holds the newest one.
 TESTED_TYPES = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(
     _SINCE_5_23.split(), "5.23.0"
 )
 TESTED_TYPES |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 
 
-# Packages of `transformers.models`: their models take a dict of masks by layer type as
+# Packages in `transformers.models` whose models take a dict of masks by layer type as
 # `attention_mask`.
 _MASK_BY_TYPE_NAMES = """
 afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32
@@ -160,8 +160,8 @@ nemotron_h olmo3 olmo_hybrid qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qw
 qwen3_5_moe qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7 unlimited_ocr vaultgemma zamba
 zamba2 zaya
 """
-# Packages of models with a comparison of the attention's name with "sdpa"; another name changes
-# their mask or path.
+# Packages of models that compare the name of the attention with "sdpa". Any other name changes
+# their mask or code path.
 _COMPARES_ATTENTION_NAMES = """
 axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 hy_v4_vl
 minimax_m3_vl mistral_large4
@@ -177,7 +177,7 @@ def takes_mask_by_type(model: PreTrainedModel) -> bool:
 
 
 def may_compare_attention(module_class: type[nn.Module]) -> bool:
-    """Return whether a class may compare the attention's name; True outside transformers."""
+    """Return whether a class may compare the name of the attention; True outside transformers."""
     bases = [base for base in module_class.__mro__ if issubclass(base, nn.Module)]
     is_foreign = any(base.__module__.partition(".")[0] not in _KNOWN_ROOTS for base in bases)
     return is_foreign or not _COMPARES_ATTENTION.isdisjoint(_package_of(base) for base in bases)
@@ -190,7 +190,7 @@ def _package_of(module_class: type) -> str:
 
 
 def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
-    """Return why a limit holds for a model, by its types; empty if it does not."""
+    """Return why a limitation applies to the types of a model; empty if it does not apply."""
     types = model_types(model)
     return next(
         (quirk.reason for quirk in QUIRKS if quirk.limit is limit and quirk.model_type in types), ""
@@ -198,7 +198,7 @@ def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
 
 
 def token_without_position(model: PreTrainedModel) -> int | None:
-    """Return the padding id if it shifts the positions of later tokens in a forward, else None."""
+    """Return the padding id if it shifts the positions of later tokens in a forward; else None."""
     if not limit_reason(model, Limit.PADDING_HAS_NO_POSITION):
         return None
     pad: int | None = model.config.get_text_config(decoder=True).pad_token_id
@@ -206,13 +206,13 @@ def token_without_position(model: PreTrainedModel) -> int | None:
 
 
 def model_types(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the model's type and its text decoder's."""
+    """Return the type of the model and the type of its text decoder."""
     types = (model.config.model_type, model.config.get_text_config(decoder=True).model_type)
     return tuple(dict.fromkeys(types))
 
 
 def is_known_type(model: PreTrainedModel) -> bool:
-    """Return whether the test suite covers the model's type with some version of transformers."""
+    """Return whether the test suite covers the model's type with any version of transformers."""
     is_of_transformers = type(model).__module__.startswith("transformers.models.")
     return is_of_transformers and all(name in TESTED_TYPES for name in model_types(model))
 
@@ -225,9 +225,9 @@ def is_tested_type(model: PreTrainedModel) -> bool:
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
-    """Return the type of a growing rotary embedding, and its maximum length; None for other types.
+    """Return the type and maximum length of a growing rotary embedding; None for other types.
 
-    Past this length its frequencies change, for cached tokens too.
+    Past this length, its frequencies change, even for cached tokens.
     """
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}

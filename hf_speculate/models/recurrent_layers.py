@@ -1,4 +1,4 @@
-"""Recurrent layers: detect them, and find out whether their states can be rolled back."""
+"""Recurrent layers: detect them and check whether their states can be rolled back."""
 
 import importlib
 
@@ -12,7 +12,7 @@ _MIXERS = "hf_speculate.options.recurrent.mixers"  # imported for a model with r
 
 
 def recurrent_cache(model: PreTrainedModel) -> Cache | None:
-    """Return an empty cache of the model; None if no layer is recurrent."""
+    """Return an empty cache for the model; None if no layer is recurrent."""
     config = model.config.get_text_config(decoder=True)
     if only_attends(config):
         return None
@@ -25,7 +25,7 @@ def recurrent_cache(model: PreTrainedModel) -> Cache | None:
 
 
 def rollback_obstacle(model: PreTrainedModel) -> str:
-    """Return why recurrent states cannot be rolled back; empty if they can, or without any."""
+    """Return why recurrent states cannot be rolled back; empty if they can or there are none."""
     cache = recurrent_cache(model)
     if cache is None:
         return "outside a transformers cache" if is_stateful(model) else ""
@@ -45,7 +45,10 @@ def reads_prompts_in_chunks(model: PreTrainedModel) -> bool:
 
 
 def reads_prompts_otherwise(model: PreTrainedModel) -> bool:
-    """Return whether tokens read with the prompt get other states than in steps, with none lost."""
+    """Return whether one forward over several tokens computes other states than single steps.
+
+    The result is False if such a forward loses earlier states.
+    """
     cache = recurrent_cache(model)
     if cache is None:
         return False

@@ -15,19 +15,19 @@ GRAPH_BACKENDS = {"cuda": "hf_speculate.options.compiled.graphs:CudaGraphs"}
 class CompiledUnits:
     """Functions compiled for one model.
 
-    All calls share them. They take the model as an argument, so it can be freed. A copy or a pickle
-    is empty: its model is compiled again.
+    All calls share the functions, which take the model as an argument so that it can be freed. A
+    copy or a pickle is empty, so its model is compiled again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: dict[Hashable, Callable[..., Any]] = {}
-        # reasons of failed compilations by settings; not tried again
+        # reasons for failed compilations by settings; these are not tried again
         self.failures: dict[Hashable, str] = {}
 
     @classmethod
     def of(cls, model: nn.Module) -> "CompiledUnits":
-        """Return the functions of a model."""
+        """Return the compiled functions of a model."""
         return model_state(model).get(cls, cls)
 
     def __reduce__(self) -> tuple[type["CompiledUnits"], tuple[()]]:

@@ -1,4 +1,4 @@
-"""Find the text decoder inside a multimodal model, and the model inside a PEFT wrapper."""
+"""Find the text decoder in a multimodal model and the model in a PEFT wrapper."""
 
 import sys
 from typing import Any
@@ -9,7 +9,7 @@ from hf_speculate.errors import UnsupportedModelError
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the innermost decoder; it makes the masks of the text layers."""
+    """Return the innermost decoder, which makes the masks for the text layers."""
     decoder: Any = model.base_model
     while isinstance(decoder, PreTrainedModel):
         inner: Any = decoder.get_decoder()
@@ -20,7 +20,7 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unwrapped(model: Any, role: str = "model") -> Any:
-    """Return the model inside a PEFT wrapper, with its adapters; other objects unchanged.
+    """Return the model inside a PEFT wrapper with its adapters; other objects are unchanged.
 
     Raises:
         UnsupportedModelError: The wrapper adds a learned prompt or an activated LoRA to each

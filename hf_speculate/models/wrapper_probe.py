@@ -1,8 +1,8 @@
-"""Wrapper probe: find the arguments passed on unchanged to a model's text decoder.
+"""Wrapper probe: find the arguments that a model passes on unchanged to its text decoder.
 
-A forward may take a 4D mask, or positions missing from its signature, only if they reach the text
-decoder. The probe builds the model on the meta device, from its config with one layer in each part,
-and calls it with text up to the decoder. No user code runs, and no weights are allocated.
+A forward can take a 4D mask, or positions that its signature lacks, only if they reach the text
+decoder. The probe builds the model on the meta device from its config, with one layer in each part,
+and runs it on text until the decoder is called. No user code runs, and no weights are allocated.
 """
 
 import copy
@@ -23,22 +23,22 @@ from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.text_decoder import text_decoder
 
-# rows, tokens in the cache and new tokens of the probe's forward
+# number of rows, cached tokens and new tokens in the probe's forward
 _NUM_ROWS, _NUM_CACHED, _NUM_QUERY = 2, 3, 2
 _META = torch.device("meta")
 _LAYER_TYPES = ("full_attention", "sliding_attention")  # layer types with different masks
 
 
 class HandedOn(NamedTuple):
-    """Arguments passed on unchanged to the text decoder."""
+    """Arguments that are passed on unchanged to the text decoder."""
 
-    mask: bool = True  # a 4D mask, or one for each layer type
-    positions: bool = True  # position ids, by name or as further keyword arguments
-    failure: str = ""  # error of a failed probe
+    mask: bool = True  # whether a 4D mask, or one per layer type, is passed on
+    positions: bool = True  # whether position ids are passed on, by name or in **kwargs
+    failure: str = ""  # error of a failed probe; empty if it succeeded
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "HandedOn":
-        """Return the arguments passed on by the model, probed once per class.
+        """Return the arguments that the model passes on, probed once per class.
 
         Enabling a model between calls may change its class.
         """
@@ -49,14 +49,14 @@ EVERYTHING = HandedOn()
 
 
 class _StopForward(Exception):
-    """End of the probe's forward, no error."""
+    """Ends the probe's forward; not an error."""
 
 
 def find_handed_on(model: PreTrainedModel) -> HandedOn:
-    """Probe a model for the arguments passed on to its decoder; all of them without a wrapper.
+    """Find the arguments that a model passes on to its decoder; all of them without a wrapper.
 
-    Encoder-decoders need no probe: their caches are dynamic, and their forwards name their position
-    arguments.
+    Encoder-decoders need no probe, because their caches are dynamic and their forwards name the
+    position arguments.
     """
     if text_decoder(model) is model.base_model or model.config.is_encoder_decoder:
         return EVERYTHING
@@ -77,7 +77,7 @@ def find_handed_on(model: PreTrainedModel) -> HandedOn:
 
 
 def _probed(meta_model: PreTrainedModel, has_two_masks: bool) -> HandedOn:
-    """Run a model on the meta device after cached text, and return the arguments it passes on."""
+    """Run a meta-device model after cached text, and return the arguments that it passes on."""
     cache = DynamicCache()
     state = torch.empty(_NUM_ROWS, 1, _NUM_CACHED, 1, device=_META)
     cache.update(state, state, 0)
@@ -119,7 +119,7 @@ def _names_positions(model: PreTrainedModel) -> bool:
 def _shortened(config: PreTrainedConfig, num_layers: int | None) -> PreTrainedConfig:
     """Return a copy of a config with `num_layers` layers in each part, and lists of this length.
 
-    None keeps all layers. The copy uses eager attention, to need neither a package nor a device.
+    None keeps all layers. The copy uses eager attention, which needs no package and no device.
     """
     config = copy.deepcopy(config)
     for sub_config in _parts_of(config):

@@ -1,16 +1,17 @@
-"""Block processing: a LogitsProcessorList on all K+1 positions of a round at once.
+"""Block processing: run a LogitsProcessorList on all K+1 positions of a round at once.
 
-Position j of row b gets the scores of transformers' own list for the prefix `input_ids[b,
-:prefix_lens[b]]` followed by `draft_token_ids[b, :j]`. The list keeps its order. A processor is
-called once for all (row, position) pairs with equally many visible tokens. One call is enough if it
-reads the scores only, if the last few tokens decide, or if prefixes can be padded to one length;
-otherwise each prefix length is a call. A processor with state is called K+1 times, from left to
-right, and must be rolled back after the round.
+Position j of row b gets the scores that transformers' own list computes for the prefix
+`input_ids[b, :prefix_lens[b]]` followed by `draft_token_ids[b, :j]`. The order of the list is kept.
+A processor is called once for all (row, position) pairs with the same number of visible tokens. A
+single call is enough if the processor reads only the scores, if the last few tokens determine the
+result, or if prefixes can be padded to one length. Otherwise, there is one call per prefix length.
+A processor with state is called K+1 times, from left to right, and must be rolled back after the
+round.
 
-The results are bit-equal to position-by-position ones wherever torch reduces a row in the same
-order for any number of rows. There are two exceptions. A CPU sums the entropies of
-TypicalLogitsWarper and EtaLogitsWarper in one piece per thread for a single row of 32768 or more
-entries (differences of 5e-7 to 2e-6). A GPU's cumulative sums differ too.
+The results are bit-equal to position-by-position results if torch reduces a row in the same order
+for any number of rows. There are two exceptions. For a single row with 32768 or more entries, a CPU
+sums the entropies in TypicalLogitsWarper and EtaLogitsWarper in one piece per thread (differences
+of 5e-7 to 2e-6). On a GPU, cumulative sums also differ.
 """
 
 import copy
@@ -51,21 +52,22 @@ from hf_speculate.rows.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
-# Maps device and processor to the module with a faster path. The module is imported on first use.
+# Maps a device and a processor to the module with a faster path, which is imported on first use.
 _FAST_PATHS: dict[tuple[str, type], str] = {
     ("cpu", TopKLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
     ("cpu", TopPLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
     ("cuda", TopPLogitsWarper): "hf_speculate.options.cuda.top_p",
 }
 
-# They read the scores only, and never the host.
+# These processors read only the scores, and never the host.
 _CAPTURABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class BlockLogitsProcessorList(LogitsProcessorList):
     """LogitsProcessorList for one position or a block.
 
-    Scores [B, K+1, V] are processed as a block. With scores [B, V] it is the plain list.
+    Scores [B, K+1, V] are processed as a block. For scores [B, V], the class behaves like the plain
+    list.
     """
 
     def __call__(
@@ -80,19 +82,19 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
         Args:
             input_ids: [B, T] int64, right-padded. Row b's prefix is its first `prefix_lens[b]` ids.
-            scores: [B, V], or [B, K+1, V] of any floating dtype. A block is never written to.
-            draft_token_ids: [B, K] int64 for a block; None if K = 0. Ids behind a row's draft
-                length may have any value; scores at the positions after them are meaningless.
-            prefix_lens: B lengths in 0..T; None for T in every row.
-            **kwargs: further arguments of processors, without a block only.
+            scores: [B, V], or [B, K+1, V] of any floating-point dtype. A block is never modified.
+            draft_token_ids: [B, K] int64 for a block; None if K = 0. Ids past a row's draft length
+                may have any value, and the scores at later positions are then meaningless.
+            prefix_lens: [B] lengths in 0..T; None for T in every row.
+            **kwargs: further arguments for processors; not supported for a block.
 
         Returns:
-            [B, V] as from transformers, or [B, K+1, V] float32. An unchanged block may be `scores`
-            itself.
+            [B, V] as from transformers, or [B, K+1, V] float32. If the block is unchanged, the
+            result may be `scores` itself.
 
         Raises:
-            ShapeError: the shapes of a block do not fit each other.
-            UnsupportedGenerationError: a processor is not row-wise, and scores are a block.
+            ShapeError: the shapes of a block do not match.
+            UnsupportedGenerationError: a processor is not row-wise, and `scores` is a block.
         """
         if scores.dim() != 3:
             plain: Callable[..., Tensor] = super().__call__
@@ -140,7 +142,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
     @property
     def keep_nan(self) -> bool:
-        """Whether the scores of a position are NaN where its logits are."""
+        """Whether the scores of a position are NaN wherever its logits are."""
         return all(keeps_nan(processor) for processor in self)
 
     @property
@@ -151,11 +153,11 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
     @property
     def foreign(self) -> list[Any]:
-        """Processors for position-by-position calls as in plain `generate()`, in list order."""
+        """Processors that are called position by position, as in plain `generate()`."""
         return [processor for processor in self if find_reads(processor) is None]
 
     def forced_texts(self, tokens: TokenRows, is_asked: Sequence[bool]) -> list[str]:
-        """Return the forced text of each row, [B], of the first processor with one."""
+        """Return the forced texts [B], each from the first processor that forces one in the row."""
         offering = [processor for processor in self if offers_forced_text(processor)]
         texts = [""] * len(is_asked)
         for row, length in enumerate(tokens.lens if offering else ()):
@@ -166,23 +168,23 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return texts
 
     def row_wise_part(self) -> "BlockLogitsProcessorList":
-        """Return the pure row-wise processors. They may run on any model."""
+        """Return the pure row-wise processors, which may run on any model."""
         parts = [p for p in self if find_reads(p) not in (None, Reads.HISTORY, Reads.ROW)]
         return BlockLogitsProcessorList(map(_unsized, parts))
 
     def by_row(self, num_rows: int) -> "BlockLogitsProcessorList":
-        """Return the list for `num_rows` rows, with values per prompt repeated for its rows."""
+        """Return the list for `num_rows` rows, with the values of each prompt repeated per row."""
         return BlockLogitsProcessorList(by_row(processor, num_rows) for processor in self)
 
     def for_draft(self) -> "BlockLogitsProcessorList":
-        """Return the processors for the draft model: pure ones, and forks of those with state."""
+        """Return the processors for the draft model: pure ones, and forks of stateful ones."""
         parts = [
             _ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None
         ]
         return BlockLogitsProcessorList(_unsized(p) for p in parts)
 
     def forked(self) -> "BlockLogitsProcessorList":
-        """Return the list with forks in place of processors with state; itself without them."""
+        """Return the list with forks of stateful processors; the list itself if there are none."""
         if not any(map(_has_state, self)):
             return self
         return BlockLogitsProcessorList(p.fork() if _has_state(p) else p for p in self)
@@ -194,7 +196,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return self, {}
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Take back the last `num_calls` [B] calls of each row in processors with state."""
+        """Take back the last `num_calls` [B] calls of each row in stateful processors."""
         if any(num_calls):
             for processor in filter(_has_state, self):
                 processor.rollback(num_calls)
@@ -202,19 +204,19 @@ class BlockLogitsProcessorList(LogitsProcessorList):
     def rows(self, indices: Sequence[int] | Tensor) -> "BlockLogitsProcessorList":
         """Return the list for the rows `indices` [N], in this order.
 
-        Processors with state drop the other rows in place.
+        Stateful processors drop the other rows in place.
         """
         row_indices = RowIndices.of(indices.tolist() if isinstance(indices, Tensor) else indices)
         return BlockLogitsProcessorList(_for_rows(processor, row_indices) for processor in self)
 
     def join(self, other: Any) -> None:
-        """Do nothing: `other` has the same processors."""
+        """Do nothing, because `other` has the same processors."""
 
 
 class _ForkedProcessor(PerRow):
-    """Draft model's stand-in for a processor with state.
+    """Stand-in for a stateful processor on the draft model.
 
-    Each draft calls a new fork. The target's list rolls the processor itself back.
+    Each draft calls a new fork. The target's list rolls back the processor itself.
     """
 
     def __init__(self, processor: RollbackProcessor):
@@ -224,7 +226,7 @@ class _ForkedProcessor(PerRow):
         return self.fork()(input_ids, scores)
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Do nothing: a fork is discarded after its draft."""
+        """Do nothing, because a fork is discarded after its draft."""
 
 
 def _forced_text(processor: Any, row: int, input_ids: Tensor) -> str:
@@ -241,9 +243,9 @@ def _forced_text(processor: Any, row: int, input_ids: Tensor) -> str:
 def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
     """Run one processor on scores [B, K+1, V] float32.
 
-    It may return them, but not write to them.
+    The result may be `block` itself, which is never modified.
     """
-    # [N, V] of all N pairs of row and position
+    # [N, V] for all N pairs of a row and a position
     reads, flat = find_reads(processor), block.flatten(0, 1)
     if reads is Reads.HISTORY:
         return _run_by_position(processor, prefixes, block)
@@ -264,7 +266,7 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
 
 
 def _run_fast(processor: Any, scores: Tensor) -> Tensor | None:
-    """Return a processor's scores [N, V] from a bit-equal faster path.
+    """Compute a processor's scores [N, V] with a faster path that is bit-equal.
 
     The result is None if there is no such path.
     """
@@ -276,7 +278,7 @@ def _run_fast(processor: Any, scores: Tensor) -> Tensor | None:
 
 
 def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
-    """Call a processor once per position of a block [B, K+1, V], without writing to it."""
+    """Call a processor once per position of a block [B, K+1, V], which is not modified."""
     processed = torch.empty_like(block)
     last = prefixes.num_positions - 1
     whole_rows = range(last, len(prefixes.lens), last + 1)
@@ -284,20 +286,20 @@ def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor) -> Tenso
     for position in range(last + 1):
         # [B, T'+j]
         seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (last - position)].contiguous()
-        # The user's code may write into its arguments.
+        # User code may modify its arguments.
         processed[:, position] = processor(seen_ids, block[:, position].clone())
     return processed
 
 
 def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | None:
-    """Call a processor once, with filler ids in front of short prefixes.
+    """Call a processor once, with padding ids before short prefixes.
 
     Returns:
-        Scores [N, V]; None if the filler would change them.
+        Scores [N, V]; None if the padding would change them.
     """
     shortest, longest, fill = min(prefixes.lens), max(prefixes.lens), None
     ignored_lens = _ignored_lens_by_row(processor)
-    if ignored_lens is not None:  # the processor ignores the filler too
+    if ignored_lens is not None:  # the processor then ignores the padding as well
         missing = upload([longest - length for length in prefixes.lens], flat.device)
         ignored_lens = (
             ignored_lens.to(flat.device).repeat_interleave(prefixes.num_positions) + missing
@@ -306,26 +308,29 @@ def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | No
             processor.penalty, prompt_ignore_length=ignored_lens
         )
     elif type(processor) is NoRepeatNGramLogitsProcessor and shortest >= processor.ngram_size > 1:
-        fill = _NO_TOKEN  # no n-gram with this id repeats another one
+        fill = _NO_TOKEN  # no n-gram with this id repeats another n-gram
     elif (
         type(processor) is not RepetitionPenaltyLogitsProcessor
         or processor.prompt_ignore_length
         or not shortest
     ):
-        return None  # otherwise the first id is repeated: a token seen twice is punished once
+        return None  # otherwise, the first id is repeated, as a repeated token is penalised once
     return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), longest, fill), flat))
 
 
 def _run_by_group(
     processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor
 ) -> Tensor:
-    """Call a processor once per group of pairs with equally many visible tokens; return [N, V]."""
+    """Call a processor once per group of pairs with the same number of visible tokens.
+
+    Return scores [N, V].
+    """
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1:
         (seen_len,) = groups
         if not reads_ids:
             return cast(Tensor, processor(any_ids(len(flat), seen_len, flat.device), flat))
-        # The user's code may write into its arguments.
+        # User code may modify its arguments.
         return cast(
             Tensor, processor(prefixes.last_ids(range(len(flat)), seen_len), flat.clone())
         ).to(flat)
@@ -344,9 +349,9 @@ def _run_by_group(
 
 
 def _ignored_lens_by_row(processor: Any) -> Tensor | None:
-    """Return the ignored tokens of each row, [B] int64, usually padding.
+    """Return how many tokens of each row a processor ignores, [B] int64; usually padding.
 
-    The result is None without such counts.
+    The result is None if the processor has no such counts.
     """
     if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(
         processor.prompt_ignore_length, Tensor
@@ -360,7 +365,7 @@ def _for_rows(processor: Any, row_indices: RowIndices) -> Any:
         note_lost_rows(processor)
         processor.rows(list(row_indices))
         return processor
-    if find_reads(processor) is Reads.ROW:  # other lists hold this object too
+    if find_reads(processor) is Reads.ROW:  # other lists also hold this object
         processor_copy = copy.copy(processor)
         processor_copy.rows(row_indices)
         return processor_copy
@@ -385,9 +390,9 @@ def _has_state(processor: Any) -> bool:
 
 
 def _unsized(processor: Any) -> Any:
-    """Copy a processor with lazy buffers.
+    """Copy a processor whose buffers are allocated lazily.
 
-    Its first call sizes them for the draft model's V and device.
+    The first call of the copy allocates them for the draft model's V and device.
     """
     if type(processor) not in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         return processor

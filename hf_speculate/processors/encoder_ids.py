@@ -1,8 +1,8 @@
 """Logits processors over the encoder's ids, with one entry per row of the batch.
 
-transformers' own hold one entry per prompt, in the order of the prompts, and are called with every
-row at once. Here N rows of scores are N / B positions of each of the B rows, one row after the
-other.
+transformers' own processors hold one entry per prompt, in the order of the prompts, and are called
+with all rows at once. Here, the N rows of scores are N / B positions for each of the B rows, one
+row after the other.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from hf_speculate.transfers import upload
 
 
 class EncoderNoRepeatNGramByRow(PerRow, OwnProcessor):
-    """Ban of n-grams of the row's prompt."""
+    """Bans the n-grams of the row's prompt."""
 
     BY_ROW = ("_followers",)
     reads = Reads.ROW
 
     def __init__(self, ngram_size: int, followers: Sequence[dict[tuple[int, ...], list[int]]]):
-        self.num_ids_read = ngram_size - 1  # number of last ids read per prefix
-        self._followers = list(followers)  # by row: n-1 ids of the prompt -> the next ids
+        self.num_ids_read = ngram_size - 1  # number of last ids to read per prefix
+        self._followers = list(followers)  # by row: n-1 ids of the prompt -> ids that follow them
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Mask the banned tokens in scores [N, V] after ids [N, n]."""
@@ -41,7 +41,7 @@ class EncoderNoRepeatNGramByRow(PerRow, OwnProcessor):
             (score_index, token_id)
             for score_index, tail in enumerate(tails)
             for token_id in self._followers[score_index // num_positions].get(tuple(tail), ())
-            if token_id < vocab_size  # a draft model may have fewer ids
+            if token_id < vocab_size  # a draft model may have a smaller vocabulary
         ]
         scores = scores.clone()
         if banned:
@@ -51,7 +51,7 @@ class EncoderNoRepeatNGramByRow(PerRow, OwnProcessor):
 
 
 class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
-    """Penalty on ids of the row's prompt."""
+    """Penalises the ids of the row's prompt."""
 
     TENSORS = ("_encoder_ids",)
     reads = Reads.ROW
@@ -60,7 +60,7 @@ class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
     def __init__(self, penalty: float, encoder_ids: Tensor, num_ids: int):
         self._penalty = penalty  # the inverse of the argument, as in transformers' processor
         self._encoder_ids = encoder_ids  # [B, L] int64
-        self._num_ids = num_ids  # largest id + 1
+        self._num_ids = num_ids  # largest prompt id + 1
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scale the scores [N, V] of the prompt's ids, without reading `input_ids`."""
@@ -68,7 +68,7 @@ class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
         # [N, L]
         encoder_ids = encoder_ids.repeat_interleave(len(scores) // len(encoder_ids), dim=0)
         vocab_size = scores.shape[1]
-        if self._num_ids > vocab_size:  # a draft model may have fewer ids
+        if self._num_ids > vocab_size:  # a draft model may have a smaller vocabulary
             scores = pad(scores, (0, self._num_ids - vocab_size))
         prompt_scores = scores.gather(1, encoder_ids)
         prompt_scores = torch.where(
@@ -79,9 +79,9 @@ class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
 
 @cache
 def _repeats_prompts() -> bool:
-    """Return whether transformers' penalty serves all rows of a prompt.
+    """Return whether transformers' penalty applies to all rows of a prompt.
 
-    Old versions serve the first.
+    In old versions, it applies only to the first row.
     """
     prompt: Any = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     scores = torch.ones(2, 1, device="cpu")
@@ -89,9 +89,9 @@ def _repeats_prompts() -> bool:
 
 
 def by_row(processor: Any, num_rows: int) -> Any:
-    """Replace transformers' processor by the one here if all prompts have equally many rows.
+    """Replace transformers' processor with ours if all prompts have the same number of rows.
 
-    Other processors are returned as they are.
+    Other processors are returned unchanged.
     """
     if (
         type(processor) is EncoderNoRepeatNGramLogitsProcessor

@@ -1,4 +1,4 @@
-"""Protocols of processors and criteria for batches with leaving and joining rows."""
+"""Protocols of processors and criteria for batches whose rows leave and join."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class RowProcessors(Protocol):
-    """Logits processors of B rows, for K+1 positions."""
+    """Logits processors for B rows and K+1 positions."""
 
     @property
     def can_join(self) -> bool:
@@ -22,7 +22,7 @@ class RowProcessors(Protocol):
         draft_token_ids: Tensor | None = None,
         prefix_lens: Sequence[int] | None = None,
     ) -> Tensor:
-        """Process a block, see `BlockLogitsProcessorList.__call__`; return [B, K+1, V] float32."""
+        """Process a block and return [B, K+1, V] float32; see `BlockLogitsProcessorList`."""
 
     @property
     def reads_token_ids(self) -> bool:
@@ -30,34 +30,35 @@ class RowProcessors(Protocol):
 
     @property
     def keep_nan(self) -> bool:
-        """Whether the scores of a position are NaN where its logits are."""
+        """Whether the scores of a position are NaN wherever its logits are."""
 
     @property
     def capture_key(self) -> Hashable | None:
-        """Settings of processors for a device graph; equal ones launch the same operators.
+        """Key of the processors for a device graph; equal keys launch the same operators.
 
-        None if a processor reads more than the scores, or may read the host.
+        None if a processor reads more than the scores or may read the host.
         """
 
     def forced_texts(self, tokens: "TokenRows", is_asked: Sequence[bool]) -> list[str]:
-        """Return the forced text of each row, [B]; "" for rows with a choice or not asked for."""
+        """Return the forced texts [B]; "" for rows that have a choice or are not asked for."""
 
     def forked(self) -> "RowProcessors":
-        """Return the processors of one draft, with a fork in place of each one with state."""
+        """Return the processors for one draft, with a fork of each stateful processor."""
 
     def split_warp(self) -> tuple["RowProcessors", dict[str, Any]]:
-        """Return the processors before a last fused warper, and the arguments of its `warp_logits`.
+        """Split off a fused warper at the end of the list.
 
-        Without such a warper, return all processors and no arguments.
+        Return the processors before it and its `warp_logits` arguments. Without such a warper,
+        return all processors and no arguments.
         """
 
     def rollback(self, num_calls: Sequence[int]) -> None:
         """Take back the last `num_calls` [B] calls of each row."""
 
     def rows(self, indices: Sequence[int]) -> "RowProcessors":
-        """Return the processors of the rows `indices`, in this order.
+        """Return the processors for the rows `indices`, in this order.
 
-        `self` is not used afterwards.
+        `self` must not be used afterwards.
         """
 
     def join(self, other: Any) -> None:
@@ -75,17 +76,17 @@ class TokenRows(Protocol):
 
 
 class StopVerdict(NamedTuple):
-    """New tokens and end of each row."""
+    """The number of new tokens and the end of each row."""
 
-    num_emitted: list[int]  # [B] new tokens of token-by-token decoding; 0 only for an empty block
+    num_emitted: list[int]  # [B] new tokens in token-by-token decoding; 0 only for an empty block
     is_done: list[bool]  # [B] whether token-by-token decoding stops there; False for an empty block
 
 
 class RowCriteria(Protocol):
-    """Stopping criteria of B rows."""
+    """Stopping criteria for B rows."""
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
-        """Cut each row's new tokens behind the first prefix at which any criterion stops."""
+        """Cut each row's new tokens after the first prefix at which any criterion stops."""
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in this order."""

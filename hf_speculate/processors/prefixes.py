@@ -1,4 +1,4 @@
-"""Prefixes: the visible ids of a logits processor at each position of a round."""
+"""Prefixes: the ids visible to a logits processor at each position of a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from hf_speculate.transfers import upload
 
 @dataclass
 class Prefixes:
-    """Prefixes of all pairs of row and position.
+    """Prefixes for all pairs of a row and a position.
 
-    There are N = B * (K+1) pairs, and the index of a pair is row * (K+1) + position.
+    There are N = B * (K+1) pairs. The index of a pair is row * (K+1) + position.
     """
 
     input_ids: Tensor  # [B, T] int64, right-padded
     draft_token_ids: Tensor  # [B, K] int64, all in the vocabulary
-    row_lens: Sequence[int]  # B lengths in 0..T, without drafted tokens
+    row_lens: Sequence[int]  # [B] lengths in 0..T, without drafted tokens
 
     @property
     def num_positions(self) -> int:
@@ -27,7 +27,7 @@ class Prefixes:
 
     @cached_property
     def lens(self) -> list[int]:
-        """[N] lengths of the prefixes."""
+        """[N] length of each prefix."""
         return [
             row_len + position
             for row_len in self.row_lens
@@ -36,9 +36,9 @@ class Prefixes:
 
     @cached_property
     def full_ids(self) -> Tensor:
-        """[B, T'+K] int64: each row, then its drafted tokens, then undefined ids.
+        """[B, T'+K] int64: the ids of each row, followed by its drafted tokens and undefined ids.
 
-        T' is the longest row.
+        T' is the length of the longest row.
         """
         drafts, longest = self.draft_token_ids.to(self.input_ids), max(self.row_lens)
         full_ids = torch.cat([self.input_ids[:, :longest], drafts], dim=1)  # [B, T'+K]
@@ -53,16 +53,16 @@ class Prefixes:
         """Return the last `num_ids` ids of each pair's prefix, as a new tensor [M, n] int64.
 
         Args:
-            pairs: M indices of pairs.
-            num_ids: n; a shorter prefix is filled up on the left.
-            fill: id in front of shorter prefixes; None for the first id of the row.
+            pairs: [M] indices of pairs.
+            num_ids: n; shorter prefixes are padded on the left.
+            fill: padding id for shorter prefixes; None for the first id of the row.
         """
         if (
             self.num_positions == 1
             and len(pairs) == len(self.lens)
             and min(self.lens) == max(self.lens) >= num_ids
         ):
-            return self.full_ids[:, self.lens[0] - num_ids :].clone()  # uploads no indices
+            return self.full_ids[:, self.lens[0] - num_ids :].clone()  # avoids uploading indices
         corners = [[pair // self.num_positions, self.lens[pair] - num_ids] for pair in pairs]
         # [M, 1] each
         rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)

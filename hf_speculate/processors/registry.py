@@ -1,10 +1,10 @@
-"""Registry of processors and criteria, by their use on blocks of tokens.
+"""Registry of processors and criteria that can run on blocks of tokens.
 
-*Pure*: the result depends on the arguments alone, not on earlier calls. *Row-wise*: row b of the
-result depends on row b of the arguments alone. Only then may a round ask about many prefixes at
-once, in any order, and ask again. Membership goes by exact type: a subclass may do anything.
-Processors with state fit too if they can take calls back: they have the methods of
-`RollbackProcessor`.
+The result of a *pure* class depends only on the arguments, not on earlier calls. In the result of a
+*row-wise* class, row b depends only on row b of the arguments. Only pure and row-wise classes can
+be called on many prefixes at once, in any order and repeatedly. Membership is decided by exact
+type, because a subclass may do anything. Processors with state are also supported if they can take
+calls back with the methods of `RollbackProcessor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,40 +25,42 @@ AnyClass = TypeVar("AnyClass", bound=type)
 class RollbackProcessor(Protocol):
     """Row-wise logits processor with state and rollback.
 
-    Its state follows the text. Such a processor runs at all K+1 positions of a round, and on the
-    draft model, whose drafts then obey it; rows need not move in lock step. Any class with these
-    four methods is one. Under plain `generate()` only `__call__` is used, in lock step `fork` too.
-    Each call shows every row one token more than its previous call:
+    Its state follows the text. Such a processor runs at all K+1 positions of a round and on the
+    draft model, whose drafts then obey it. Rows need not move in lock step. Any class with these
+    four methods qualifies. Plain `generate()` uses only `__call__`; decoding in lock step also uses
+    `fork`. In each call, every row has one more token than in the previous call:
 
-    - the first call of all shows the prompts, as plain `generate()` does;
-    - a round's first call shows each row's newest token, the next K calls its drafted ones, from
-      left to right;
-    - `rollback` follows the round and takes back the calls with a rejected newest token. It never
-      asks for more calls than there were since the last `rollback`, so nothing older need be kept.
-      If the target's logits are NaN for a drafted token, it takes back all calls of the round,
-      and the round is shown again;
-    - before each draft, `fork` gives the draft model a copy. The copy is discarded after the draft.
+    - The very first call passes the prompts, as in plain `generate()`.
+    - The first call of a round adds each row's newest token. The next K calls add the drafted
+      tokens from left to right.
+    - After the round, `rollback` takes back the calls whose newest token was rejected. It never
+      takes back more calls than were made since the last `rollback`, so no older state needs to be
+      kept. If the target's logits are NaN for a drafted token, `rollback` takes back all calls of
+      the round, and the calls are repeated.
+    - Before each draft, `fork` makes a copy for the draft model. The copy is discarded after the
+      draft.
 
-    An object serves one call: its rows leave as they finish, and a later call with it raises an
-    error.
+    An object can be used for only one call to `generate()`: its rows leave as they finish, and
+    using it again raises an error.
 
-    A round may show a row a token just forbidden by the processor. The ids after it, as after a
-    drafted EOS, are meaningless; scores for them are never read, and those calls are taken back. So
-    a call must not fail for any ids, and each call counts.
+    A round may pass a token that the processor has just forbidden. The ids after this token, and
+    the ids after a drafted EOS, are meaningless. Their scores are never read, and these calls are
+    taken back. A call must therefore not fail for any ids, and each call counts for `rollback`.
 
-    A processor may also have `forced_text(row, input_ids) -> str`, as row-wise ones may. It returns
-    the forced text after `input_ids` [n] int64, "" if there is a choice. The ids are on the host,
-    and are those of the row in the next `__call__`. The row's newest token was not shown before.
-    The method does not change the state. `grammar_draft` drafts this text.
+    Like any row-wise processor, the class may also have a method `forced_text(row, input_ids) ->
+    str`. It returns the text that must follow `input_ids` [n] int64, or "" if there is a choice.
+    The ids are on the host and equal the row's ids in the next `__call__`; the processor has not
+    seen the newest of them yet. The method must not change the state. `grammar_draft` drafts the
+    returned text.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Process the scores of each row's next token.
 
         Args:
-            input_ids: [B, n] int64, each row ending in the last column. Shorter rows are filled up
-                on the left with their first id. It is the padding id if the row has padding.
-            scores: [B, V] float32; it may be written to. A fork gets the draft model's V.
+            input_ids: [B, n] int64; each row ends in the last column. Shorter rows are padded on
+                the left with their first id, which is the padding id if the row has padding.
+            scores: [B, V] float32; may be modified in place. A fork gets the draft model's V.
 
         Returns:
             [B, V] float32.
@@ -68,31 +70,31 @@ class RollbackProcessor(Protocol):
         """Take back each row's last calls.
 
         Args:
-            num_calls: [B] calls of each row, 0 or more.
+            num_calls: [B] number of calls to take back for each row, >= 0.
         """
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in this order, and forget the others; these are finished."""
+        """Keep the rows `indices` in this order, and forget the other rows, which are finished."""
 
     def fork(self) -> "RollbackProcessor":
-        """Return an independent copy of the state. It is never rolled back."""
+        """Return a copy with an independent state; the copy is never rolled back."""
 
 
 class Reads(Enum):
-    """Inputs of a row-wise processor besides the scores.
+    """Inputs of a row-wise processor other than the scores.
 
-    Processors of all kinds but the last are pure.
+    Processors of all kinds except `HISTORY` are pure.
     """
 
-    NOTHING = "nothing"  # any number of rows in one call
-    LENGTH = "length"  # input_ids.shape[-1] only
-    PREFIX = "prefix"  # the ids of its row
-    ROW = "row"  # stored values of the row, and perhaps its last ids: see `encoder_ids`
-    HISTORY = "history"  # earlier calls; it can take calls back
+    NOTHING = "nothing"  # no inputs; a call may have any number of rows
+    LENGTH = "length"  # only input_ids.shape[-1]
+    PREFIX = "prefix"  # the ids of the row
+    ROW = "row"  # stored values of the row, and possibly its last ids; see `encoder_ids`
+    HISTORY = "history"  # earlier calls, which the processor can take back
 
 
-# RepetitionPenaltyLogitsProcessor may hold one number per row: see rows() in block.py.
-# WatermarkLogitsProcessor seeds its generator anew from the prefix before every draw.
+# RepetitionPenaltyLogitsProcessor may hold one number per row; see rows() in block.py.
+# WatermarkLogitsProcessor reseeds its generator from the prefix before every draw.
 _NAMES = {
     Reads.NOTHING: """
         BarkEosPrioritizerLogitsProcessor EpsilonLogitsWarper EtaLogitsWarper
@@ -115,7 +117,7 @@ READS: dict[type, Reads] = {
 
 
 class OwnProcessor:
-    """Base of logits processors of this library.
+    """Base class for logits processors of this library.
 
     `reads` declares its inputs. NaN logits give NaN scores.
     """
@@ -124,13 +126,13 @@ class OwnProcessor:
 
 
 def _at(length: int, prefix_len: int) -> int:
-    """Return the shortest length with the same order to `length` as `prefix_len`: <, = or >."""
+    """Return the shortest length that compares to `length` as `prefix_len` does: <, = or >."""
     return 0 if prefix_len < length else min(prefix_len, length + 1)
 
 
-# Maps a class to a function of processor and prefix length. It returns the number of last tokens
-# with the result of the whole prefix. Classes outside of this table need all tokens. Positions with
-# equal numbers share a call.
+# Maps a class to a function of the processor and the prefix length. The function returns how many
+# last tokens give the same result as the whole prefix. Classes that are not in this table need all
+# tokens. Positions with the same number of tokens share a call.
 _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.ExponentialDecayLengthPenalty: lambda p, n: 0 if n <= p.regulation_start else n,
     logits_process.ForcedBOSTokenLogitsProcessor: lambda p, n: _at(1, n),
@@ -147,7 +149,7 @@ _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.WatermarkLogitsProcessor: lambda p, n: min(n, p.context_width),
 }
 
-# These classes may turn NaN logits into numbers, or fail for them. Nothing is known about classes
+# These classes may turn NaN logits into numbers or fail on them. Nothing is known about classes
 # outside `READS`.
 _LOSES_NAN = (
     *(logits_process.ForcedBOSTokenLogitsProcessor, logits_process.ForcedEOSTokenLogitsProcessor),
@@ -158,7 +160,7 @@ _LOSES_NAN = (
     ),
 )
 
-# Maps a class to the reason for calling it position by position, as plain `generate()` does.
+# Maps a class to the reason why it is called position by position, as plain `generate()` does.
 NOT_ROW_WISE: dict[type, str] = {
     logits_process.ClassifierFreeGuidanceLogitsProcessor: (
         "it mixes rows: conditional with unconditional ones"
@@ -192,22 +194,22 @@ _REGISTERED: set[type] = set()
 
 
 def register_row_wise(cls: AnyClass) -> AnyClass:
-    """Declare a class of processors or stopping criteria pure and row-wise.
+    """Declare a class of processors or stopping criteria as pure and row-wise.
 
-    Such a class runs at all positions of a round at once, rows of equal prefix length together; its
-    processors run on the draft model too. The declaration covers this very class, not its
-    subclasses. Usable as a decorator.
+    Such a class runs at all positions of a round at once, with one call per prefix length.
+    Processors of the class also run on the draft model. The declaration covers only the class
+    itself, not its subclasses. The function can be used as a decorator.
 
     Args:
         cls: a subclass of transformers' `LogitsProcessor` or `StoppingCriteria`. Its `__call__`
-            receives `input_ids` [N, n] int64 and `scores` [N, V] float32, for any number N of rows.
-            A criterion gets None as `scores`.
+            receives `input_ids` [N, n] int64 and `scores` [N, V] float32 for any number N of rows.
+            A criterion gets None for `scores`.
 
     Returns:
         The class itself, unchanged.
 
     Raises:
-        ConfigError: `cls` is anything else, or a class of transformers known not to be row-wise.
+        ConfigError: `cls` is anything else, or a transformers class known not to be row-wise.
     """
     if not (isinstance(cls, type) and issubclass(cls, (LogitsProcessor, StoppingCriteria))):
         raise ConfigError(
@@ -224,12 +226,12 @@ def register_row_wise(cls: AnyClass) -> AnyClass:
 
 
 def is_registered(obj: object) -> bool:
-    """Return whether the object's exact class was declared with `register_row_wise`."""
+    """Return whether the exact class of the object was declared with `register_row_wise`."""
     return type(obj) in _REGISTERED
 
 
 def unfit_reason(foreign: Sequence[object]) -> str:
-    """Explain why processors or criteria do not fit into a block, with a next step for the user."""
+    """Explain why processors or criteria cannot run on a block, with a next step for the user."""
     known = [
         f"{name_of(processor)}: {NOT_ROW_WISE[type(processor)]}"
         for processor in foreign
@@ -242,9 +244,9 @@ def unfit_reason(foreign: Sequence[object]) -> str:
 
 
 def find_reads(processor: object) -> Reads | None:
-    """Find the inputs of a processor besides the scores.
+    """Find the inputs of a processor other than the scores.
 
-    The result is None if it is not known to fit into a block.
+    The result is None if the processor is not known to run on blocks.
     """
     if isinstance(processor, OwnProcessor):
         return processor.reads
@@ -258,23 +260,23 @@ def offers_forced_text(processor: object) -> bool:
 
 
 def keeps_nan(processor: object) -> bool:
-    """Return whether a processor accepts NaN logits and keeps them NaN."""
+    """Return whether a processor accepts NaN logits and returns NaN for them."""
     if isinstance(processor, OwnProcessor):
         return True
     return type(processor) in READS and type(processor) not in _LOSES_NAN
 
 
 def find_context_len(processor: object, prefix_len: int) -> int:
-    """Find how many last tokens give the result of the whole prefix of `prefix_len` tokens."""
+    """Find how many last tokens give the same result as a whole prefix of `prefix_len` tokens."""
     seen_len = _SEEN_LEN.get(type(processor))
     return prefix_len if seen_len is None else seen_len(processor, prefix_len)
 
 
 def any_ids(num_rows: int, num_ids: int, device: torch.device) -> Tensor:
-    """Make placeholder ids [N, n] without memory, for objects that only count ids."""
+    """Make placeholder ids [N, n] that use no memory, for objects that only count ids."""
     return torch.zeros((1, 1), dtype=torch.int64, device=device).expand(num_rows, num_ids)
 
 
 def name_of(obj: object) -> str:
-    """Name a processor or criterion in messages: by its class, or its name if it is a function."""
+    """Return the name of a processor or criterion for messages: of its class, or its function."""
     return str(getattr(obj, "__name__", type(obj).__name__))

@@ -1,4 +1,4 @@
-"""Stopping criteria on blocks: the token at which token-by-token decoding would stop."""
+"""Stopping criteria on blocks: find the token at which token-by-token decoding would stop."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -22,17 +22,17 @@ from hf_speculate.rows.per_row import PerRow
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _HOST = torch.device("cpu")
-# StopStringCriteria matches ids past its vocabulary with nothing
+# StopStringCriteria never matches an id past its vocabulary
 _NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 class BlockStoppingCriteria(PerRow):
-    """Stopping criteria on every prefix of a block.
+    """Stopping criteria that run on every prefix of a block.
 
-    transformers' own are known by exact type; time is checked once per block. Classes declared with
-    `register_row_wise` are called on all prefixes of equal length together, with `scores=None`. Any
-    other is foreign and must not be called on blocks. All rows share the criteria, so none change
-    as rows leave.
+    transformers' own criteria are recognised by exact type, and the time is checked once per block.
+    Classes declared with `register_row_wise` are called on all prefixes of equal length together,
+    with `scores=None`. Any other criterion is foreign and must not be called on blocks. All rows
+    share the criteria, so none of them change as rows leave.
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
@@ -58,26 +58,26 @@ class BlockStoppingCriteria(PerRow):
 
     @property
     def reads_text_alone(self) -> bool:
-        """Whether the text alone decides its end, without a clock or users' code."""
+        """Whether the text alone determines its end, without a clock or user code."""
         return not (self._max_time_criteria or self._registered or self._foreign)
 
     @property
     def foreign(self) -> list[Any]:
-        """Criteria for token-by-token calls as in plain `generate()`, in list order."""
+        """Criteria that are called token by token as in plain `generate()`, in list order."""
         return self._foreign
 
     @property
     def max_length(self) -> int | None:
-        """Length of a row at its end, padding included; None without a MaxLengthCriteria."""
+        """Maximum length of a row, including padding; None without a MaxLengthCriteria."""
         return min((c.max_length for c in self._max_length_criteria), default=None)
 
     @property
     def eos_token_ids(self) -> frozenset[int] | None:
-        """All EOS ids; None without one."""
+        """All EOS ids; None without an EOS criterion."""
         return self._eos_token_ids or None
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
-        """Cut each row's new tokens behind the first prefix at which any criterion stops."""
+        """Cut each row's new tokens after the first prefix at which any criterion stops."""
         if self._foreign:
             raise UnsupportedGenerationError(
                 "a block must meet row-wise stopping criteria only, got "
@@ -90,7 +90,7 @@ class BlockStoppingCriteria(PerRow):
             return StopVerdict(num_emitted, is_done)
 
         def cut(ends: Iterable[tuple[int, int]]) -> None:
-            """End rows after these numbers of new tokens, unless they ended earlier."""
+            """End rows after the given numbers of new tokens, unless they ended earlier."""
             for row, length in ends:
                 num_emitted[row], is_done[row] = min(num_emitted[row], length), True
 
@@ -127,7 +127,7 @@ class BlockStoppingCriteria(PerRow):
                 criterion.max_position_embeddings is not None
                 and unfinished_len > criterion.max_position_embeddings
             ):
-                _ask([criterion], any_ids(1, unfinished_len, _HOST))  # warns, once
+                _ask([criterion], any_ids(1, unfinished_len, _HOST))  # the criterion warns once
 
     def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         for row, ids in enumerate(new_ids):
@@ -144,7 +144,7 @@ class BlockStoppingCriteria(PerRow):
     def _find_stop_strings(
         self, tokens: TokenRows, new_ids: Sequence[list[int]]
     ) -> Iterator[tuple[int, int]]:
-        """Call a criterion on all prefixes of a block at once: it reads their last few tokens."""
+        """Call a criterion that reads only last tokens on all prefixes of a block at once."""
         for criterion in self._stop_string_criteria:
             width = max(1, criterion.maximum_token_len)
             windows = _tails(tokens, new_ids, width).unfold(1, width, 1)  # [B, N, width]
@@ -170,7 +170,7 @@ class BlockStoppingCriteria(PerRow):
             )
             for num_tokens in range(1, num_row_tokens + 1):
                 rows_by_len.setdefault(prefix_len + num_tokens, []).append(row)
-        # A list: a generator would turn a StopIteration of the user's code into a RuntimeError.
+        # A list, because a generator would turn a StopIteration in user code into a RuntimeError.
         answers = [
             _ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()
         ]
@@ -184,26 +184,26 @@ class BlockStoppingCriteria(PerRow):
 def _ask(
     criteria: Iterable[Any], input_ids: Tensor, scores: tuple[Tensor, ...] | None = None
 ) -> Tensor:
-    """Call criteria on ids [N, n].
+    """Call criteria on ids [N, n] and return their answers [N] bool.
 
-    Return [N] bool. A criterion's single bool counts for every row.
+    If a criterion returns a single bool, it applies to every row.
     """
     plain: Callable[..., Tensor] = StoppingCriteriaList(criteria)
     return as_flags(plain(input_ids, scores))  # [N]
 
 
 def as_flags(answers: Tensor) -> Tensor:
-    """Convert answers [N] of criteria to bool.
+    """Convert the answers [N] of criteria to bool.
 
-    Integers count by their lowest bit, as in `generate`.
+    Only the lowest bit of an integer counts, as in `generate`.
     """
     return answers if answers.dtype == torch.bool else (answers & 1).bool()
 
 
 def _tails(tokens: TokenRows, new_ids: Sequence[list[int]], width: int) -> Tensor:
-    """Join each row's last W-1 tokens and its new ones, [B, W-1+N] int64.
+    """Join each row's last W-1 tokens and its new tokens, [B, W-1+N] int64.
 
-    Other columns hold an id outside every vocabulary.
+    The remaining columns hold an id outside every vocabulary.
     """
     num_new = max(map(len, new_ids))
     rows = []

@@ -1,4 +1,4 @@
-"""Used processors: their state has lost rows in a call, so they cannot serve another call."""
+"""Used processors: reject processors whose state has lost rows in an earlier call."""
 
 import contextlib
 import weakref
@@ -8,21 +8,21 @@ from typing import Any
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.processors.registry import name_of
 
-_lost_rows: dict[int, "weakref.ref[Any]"] = {}  # by id, as a processor need not have a hash
+_lost_rows: dict[int, "weakref.ref[Any]"] = {}  # by id, because processors may not be hashable
 
 
 def note_lost_rows(processor: Any) -> None:
-    """Remember the loss of rows of a processor's state, if the processor has weak references."""
+    """Record that a processor's state has lost rows if the processor supports weak references."""
     number = id(processor)
     with contextlib.suppress(TypeError):
         _lost_rows[number] = weakref.ref(processor, lambda _: _lost_rows.pop(number, None))
 
 
 def check_unused(processors: Iterable[Any]) -> None:
-    """Raise for a processor with the last rows of an earlier call.
+    """Raise an error if a processor's state has lost rows in an earlier call.
 
     Raises:
-        UnsupportedGenerationError: rows have left its state.
+        UnsupportedGenerationError: rows have left the state of a processor.
     """
     for processor in processors:
         reference = _lost_rows.get(id(processor))

@@ -1,4 +1,4 @@
-"""Row lists: select and join the rows of objects with an entry for each row of the batch."""
+"""Row lists: select and join rows in objects that hold one entry per row of the batch."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,9 +11,9 @@ from hf_speculate.transfers import upload
 
 
 class RowIndices(list[int]):
-    """Indices of selected rows, in their new order.
+    """Indices of the selected rows, in their new order.
 
-    All members of a batch share one upload per device.
+    All members of a batch share one upload of the indices per device.
     """
 
     def __init__(self, indices: Sequence[int]):
@@ -22,36 +22,36 @@ class RowIndices(list[int]):
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "RowIndices":
-        """Convert indices to this class, unless they are of it."""
+        """Convert indices to `RowIndices` if they are of another type."""
         return indices if isinstance(indices, cls) else cls(indices)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the indices as a tensor [N] int64."""
+        """Return the indices as a tensor [N] int64 on a device."""
         if device not in self._on:
             self._on[device] = upload(self, device)
         return self._on[device]
 
     def select(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Select rows of a tensor along `dim`: [N, ...] for the first dimension."""
+        """Select rows of a tensor along `dim`; the result is [N, ...] for the first dimension."""
         return tensor.index_select(dim, self.on(tensor.device))
 
 
 class PerRow:
-    """An object with members per row.
+    """An object whose members hold one entry per row.
 
-    `rows` and `join` update the members declared by name. A member is skipped while it is None or
-    an empty list.
+    `rows` and `join` update the members that are declared by name. A member is skipped while it is
+    None or an empty list.
     """
 
     BY_ROW: ClassVar[tuple[str, ...]] = ()
-    """Lists with one entry for each row."""
+    """Lists with one entry per row."""
     TENSORS: ClassVar[tuple[str, ...]] = ()
-    """Tensors [B, ...], or lists, tuples and dictionaries of such."""
+    """Tensors [B, ...], or lists, tuples and dictionaries of such tensors."""
     PARTS: ClassVar[tuple[str, ...]] = ()
-    """Members with `rows` and `join` methods; an object with two names counts once."""
+    """Members with `rows` and `join` methods. An object with two names is updated once."""
 
     REPLACED: ClassVar[tuple[str, ...]] = ()
-    """Members replaced by the result of their `rows`."""
+    """Members that are replaced with the result of their `rows` method."""
 
     def rows(self, indices: Sequence[int]) -> None:
         """Select the rows `indices`, in this order."""
@@ -69,7 +69,7 @@ class PerRow:
         self.forget()
 
     def join(self, other: Any) -> None:
-        """Append the rows of `other`, of the same class; it must not be used afterwards."""
+        """Append the rows of `other`, an object of the same class that must not be used again."""
         for name in self.BY_ROW:
             values = getattr(self, name)
             if values:
@@ -81,7 +81,7 @@ class PerRow:
         self.forget()
 
     def forget(self) -> None:
-        """Drop values derived from the rows; called after each change of the rows."""
+        """Drop the values derived from the rows; called after each change to the rows."""
 
     def _part_names(self) -> list[str]:
         first = {

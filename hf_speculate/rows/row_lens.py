@@ -9,15 +9,15 @@ from torch import Tensor
 from hf_speculate.rows.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
-# integers that a cache holds beyond those asked for first; they double when they are exceeded
+# Number of integers in a cache beyond those requested first. It doubles whenever it is exceeded.
 _FIRST_VALUES = 512
 
 
 class SpanLess(NamedTuple):
-    """Consecutive integers less the padding of each row."""
+    """Consecutive integers minus the padding of each row."""
 
     pads: Tensor  # [B, 1]
-    first: int  # the first integer, before the padding is subtracted
+    first: int  # the first integer before the padding is subtracted
     values: Tensor  # [B, N]
 
     def holds(self, start: int, num: int) -> bool:
@@ -31,8 +31,8 @@ class ArangeCache:
         self.device = torch.device(device)
         self.dtype = dtype
         self._first = self._end = 0
-        self._values: Tensor | None = None  # [N], the integers from `_first` to before `_end`
-        self._less: SpanLess | None = None  # the newest result of `span_less`
+        self._values: Tensor | None = None  # [N], the integers from `_first` up to `_end` - 1
+        self._less: SpanLess | None = None  # the latest result of `span_less`
 
     def span(self, start: int, num_values: int) -> Tensor:
         """Return a read-only view of `num_values` integers from `start` on."""
@@ -48,11 +48,11 @@ class ArangeCache:
         return self._values[start - self._first : end - self._first]
 
     def span_less(self, start: int, num: int, pads: Tensor) -> Tensor:
-        """Return [B, num], the integers of `span` less pads [B, 1], read-only.
+        """Return the integers of `span` minus pads [B, 1], as a read-only tensor [B, num].
 
-        They are made for several spans at once.
+        The result is computed for several spans at once.
         """
-        self.span(start, num)  # extends the numbers if it must
+        self.span(start, num)  # extends the integers if necessary
         if self._less is None or self._less.pads is not pads or not self._less.holds(start, num):
             width = min(max(num, _FIRST_VALUES), self._end - start)
             self._less = SpanLess(pads, start, self.span(start, width) - pads)
@@ -64,18 +64,18 @@ class RowCounts(NamedTuple):
     """A count for each of B rows."""
 
     on_host: Sequence[int]  # [B]
-    # [B] int32 or int64, the counts minus `common`; None if not on the device
+    # [B] int32 or int64, the counts minus `common`; None if they are not on the device
     per_row: Tensor | None = None
     common: int = 0
 
 
 class RowLens(PerRow):
-    """Lengths of B rows, on host and device.
+    """Lengths of B rows on the host and a device.
 
-    Decisions read the host's numbers, arithmetic a tensor on the device. There a length is an entry
-    of the tensor plus a number shared by all rows, so adding one count to all rows launches no
-    kernel. The tensor is uploaded when it is next read, without a wait, unless the counts are on
-    the device already.
+    Decisions read the numbers on the host, and arithmetic uses a tensor on the device. On the
+    device, a length is an entry of the tensor plus a number shared by all rows, so adding the same
+    count to all rows launches no kernel. The tensor is uploaded when it is next read, without
+    waiting, unless the counts are already on the device.
     """
 
     BY_ROW = ("on_host",)
@@ -85,7 +85,8 @@ class RowLens(PerRow):
         self.aranges = aranges
         self._per_row: Tensor | None = None  # [B] int64
         self._common = 0
-        # Lengths whose tensor is shared when it is read; their numbers, and the difference to them
+        # Other lengths whose tensor is shared when it is read, with their numbers and the
+        # difference to them; None if no tensor is shared
         self._like: tuple[RowLens, list[int], int] | None = None
 
     @property
@@ -94,11 +95,11 @@ class RowLens(PerRow):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the device holds the lengths, because they were read there before."""
+        """Whether the device holds the lengths because they have been read there."""
         return self._per_row is not None
 
     def copy(self) -> "RowLens":
-        """Return a copy, independent of later changes."""
+        """Return a copy that is independent of later changes."""
         row_lens = RowLens(self.on_host, self.aranges)
         row_lens._per_row, row_lens._common = self._per_row, self._common
         row_lens._like = self._like
@@ -114,14 +115,14 @@ class RowLens(PerRow):
         return self._tensor() + self._common
 
     def summands(self) -> tuple[Tensor, Tensor]:
-        """Return two read-only tensors [B] int64 whose sum is the lengths, without a kernel."""
+        """Return two read-only tensors [B] int64 that add up to the lengths, without a kernel."""
         num_rows = len(self.on_host)
         per_row = self.aranges.span(0, 1) if self.is_even else self._tensor()
         common = self.on_host[0] if self.is_even and self.on_host else self._common
         return per_row.expand(num_rows), self.aranges.span(common, 1).expand(num_rows)
 
     def less(self, other: "RowLens") -> tuple[Tensor, int]:
-        """Subtract other lengths: return [B] int64 on the device, and a number to add to each."""
+        """Subtract other lengths; return [B] int64 on the device and a number to add to each."""
         if other.is_even:
             return self._tensor(), self._common - other.on_host[0]
         if self.is_even:
@@ -130,7 +131,7 @@ class RowLens(PerRow):
         return mine - theirs, self._common - other._common
 
     def columns(self, num_tokens: int, offset: int = 0) -> Tensor:
-        """Return the columns of `num_tokens` tokens from each row's end plus `offset` on.
+        """Return the columns of `num_tokens` tokens, starting `offset` columns past each row's end.
 
         Returns:
             [B or 1, num_tokens] int64, read-only.
@@ -143,7 +144,7 @@ class RowLens(PerRow):
         return per_row + self.aranges.span(self._common + offset, num_tokens)
 
     def positions(self, num_tokens: int, offset: int = 0, pads: Tensor | None = None) -> Tensor:
-        """Return `columns` minus the padding `pads` [B, 1], in new memory, safe to pass to models.
+        """Return `columns` minus the padding `pads` [B, 1] in new memory, safe to pass to models.
 
         Returns:
             [B or 1, num_tokens] int64.
@@ -159,7 +160,7 @@ class RowLens(PerRow):
         return self.columns(num_tokens, offset)
 
     def add(self, num_tokens: int) -> None:
-        """Lengthen all rows by `num_tokens`; a negative number shortens them."""
+        """Lengthen all rows by `num_tokens`; a negative number shortens the rows."""
         self.on_host = [length + num_tokens for length in self.on_host]
         self._common += num_tokens
         if self._like is not None:
@@ -186,7 +187,7 @@ class RowLens(PerRow):
     def set(self, lens: Sequence[int], like: "RowLens | None" = None) -> None:
         """Replace the lengths [B].
 
-        If all differ from `like` by the same number, its tensor on the device is shared.
+        If all lengths differ from `like` by the same number, the device tensor of `like` is shared.
         """
         self.on_host, self._per_row, self._like = list(lens), None, None
         if like is None or like.aranges.device != self.aranges.device:
@@ -211,7 +212,7 @@ class RowLens(PerRow):
         """Return the lengths minus `_common`, [B] int64."""
         if self._per_row is None and self._like is not None:
             like, numbers, gap = self._like
-            if like.on_host is numbers:  # unchanged since
+            if like.on_host is numbers:  # the other lengths have not changed since
                 self._per_row, self._common = like._tensor(), like._common + gap
         if self._per_row is None:
             self._common = min(self.on_host)

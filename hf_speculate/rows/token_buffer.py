@@ -1,4 +1,4 @@
-"""Token buffer: rows of token ids with different lengths, in one growing tensor."""
+"""Token buffer: rows of token ids with different lengths in one growing tensor."""
 
 import copy
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from hf_speculate.transfers import upload
 class TokenBuffer(PerRow):
     """B rows of token ids with different lengths.
 
-    They start as copies of `token_ids` [B, T] int64.
+    The rows start as copies of `token_ids` [B, T] int64.
     """
 
     TENSORS = ("token_ids",)
@@ -25,10 +25,10 @@ class TokenBuffer(PerRow):
         batch_size, length = token_ids.shape
         self._token_ids = token_ids.new_zeros(batch_size, max(capacity, length))
         self._token_ids[:, :length] = token_ids
-        self._pending: list[list[int]] = []  # [B] tokens that are not uploaded yet; empty if none
+        self._pending: list[list[int]] = []  # [B] tokens not uploaded yet; empty if there are none
         self.row_lens = RowLens([length] * batch_size, ArangeCache(token_ids.device))
-        # [B, N] int64, the last tokens of each row, gathered at these lengths: each change makes a
-        # new list
+        # [B, N] int64, the last tokens of each row, and the lengths at which they were gathered;
+        # each change of the lengths makes a new list
         self._gathered: tuple[list[int], Tensor] | None = None
 
     @property
@@ -55,7 +55,7 @@ class TokenBuffer(PerRow):
 
         Args:
             token_ids: [B, N] int64.
-            counts: [B] tokens of each row to append. None for all N.
+            counts: [B] number of tokens to append to each row. None for all N.
         """
         num_tokens = token_ids.shape[1]
         if self._pending:
@@ -72,28 +72,29 @@ class TokenBuffer(PerRow):
             self.row_lens.add_counts(counts)
 
     def append_later(self, new_ids: Sequence[list[int]], num_new: RowCounts) -> None:
-        """Append tokens of the host. They are uploaded when `token_ids` is read next.
+        """Append tokens from the host, which are uploaded when `token_ids` is next read.
 
         Args:
-            new_ids: [B] tokens of each row.
-            num_new: [B] their numbers.
+            new_ids: [B] list of the new tokens of each row.
+            num_new: [B] number of new tokens in each row.
         """
         pending = self._pending or [[] for _ in new_ids]
         self._pending = [ids + more for ids, more in zip(pending, new_ids, strict=True)]
         self.row_lens.add_counts(num_new)
 
     def know_last(self, token_ids: Tensor | None) -> None:
-        """Take the last tokens of each row from elsewhere on the device.
+        """Take over each row's last tokens from another tensor on the device.
 
         Args:
-            token_ids: [B, N] int64, right until the lengths change. None if they are overwritten.
+            token_ids: [B, N] int64, valid until the lengths change. None if the tensor has been
+                overwritten.
         """
         self._gathered = None if token_ids is None else (self.lens, token_ids)
 
     def last(self, num_tokens: int) -> Tensor:
         """Return the last `num_tokens` tokens of each row, [B, num_tokens] int64.
 
-        A shorter row is filled on the left with its first token.
+        A shorter row is padded on the left with its first token.
         """
         gathered = self._gathered
         if gathered is None or gathered[0] is not self.lens or gathered[1].shape[1] < num_tokens:
@@ -110,7 +111,7 @@ class TokenBuffer(PerRow):
         return gathered[1][:, num_surplus:] if num_surplus else gathered[1]
 
     def copy(self) -> "TokenBuffer":
-        """Return a copy with separate lengths and shared tokens; do not append to either."""
+        """Return a copy with separate lengths and shared tokens; append to neither buffer."""
         if self._pending:
             self._upload_pending()
         token_buffer = copy.copy(self)

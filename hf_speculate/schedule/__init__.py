@@ -1,4 +1,4 @@
-"""Schedules: choose how many tokens to draft in the next round."""
+"""Schedules: choose the number of tokens to draft in the next round."""
 
 from hf_speculate.schedule.adaptive import AdaptiveSchedule
 from hf_speculate.schedule.base import (

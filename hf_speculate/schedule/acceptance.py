@@ -11,31 +11,31 @@ from typing import NamedTuple
 class Tuning:
     """Weights of the acceptance model.
 
-    Chosen by the table of means of tests/schedule/laboratory.
+    Chosen from the table of means in tests/schedule/laboratory.
     """
 
     decay: float = 0.95  # factor of the counts per round
     slow_decay: float = 0.99  # factor of the first position's long-run counts per round
     plain_decay: float = 0.99  # factor of the counts per plain step, as texts change
     weight: float = 5.0  # weight of the previous position's rate, in observations
-    first: tuple[float, float] = (1.6, 2.0)  # accepted and drafted first tokens before any round
-    optimism: float = 0.5  # added to a rate of one observation in a trial
+    first: tuple[float, float] = (1.6, 2.0)  # prior counts of accepted and drafted first tokens
+    optimism: float = 0.5  # added in a trial to a rate based on one observation
 
 
 TUNING = Tuning()
 
 
 class DraftedRow(NamedTuple):
-    """A row drafted by a model or head."""
+    """A row whose draft came from a model or head."""
 
     num_accepted: int
-    num_drafted: int  # requested tokens, within the room of the row
+    num_drafted: int  # number of requested tokens, limited by the row's room
 
 
 class Acceptance:
-    """Acceptance-rate estimate by draft position.
+    """Estimates of the acceptance rate by draft position.
 
-    A position never reached has the estimate of the previous position.
+    A position that was never reached gets the estimate of the previous position.
 
     Args:
         max_draft_tokens: K_max, >= 1.
@@ -47,7 +47,7 @@ class Acceptance:
         self._long_run = TUNING.first
 
     def observe(self, rows: Sequence[DraftedRow]) -> None:
-        """Add the rows of a round; positions after the source's stop count as rejected."""
+        """Add the rows of a round; the position at which a draft stops early counts as rejected."""
         self._forget(TUNING.decay)
         accepted, drafted = (TUNING.slow_decay * count for count in self._long_run)
         for row in rows:
@@ -64,7 +64,7 @@ class Acceptance:
         self._forget(TUNING.plain_decay)
 
     def probabilities(self, is_optimistic: bool = False) -> list[float]:
-        """Return the probabilities [K_max] of accepting each token and all before it."""
+        """Return the probabilities [K_max] of accepting each token and all tokens before it."""
         bonus = TUNING.optimism if is_optimistic else 0.0
         rate, rates = self._long_run[0] / self._long_run[1], []
         for accepted, drafted in zip(self._accepted, self._drafted, strict=True):

@@ -1,14 +1,14 @@
-"""Adaptive schedule: draft if it is expected to end the call sooner.
+"""Adaptive schedule: draft if drafting is expected to end the call sooner.
 
-Free proposals (prompt lookup, a suffix store) are known before the round: the best width saves more
-seconds than it adds to the verification. A model or head drafts with the best K for ending the call
-soon, including the time to read its prompt. If no K gains, the source is tried again after
-4, 8, ... 256 plain steps, counted across calls.
+Free proposals (prompt lookup, a suffix store) are known before the round. Their width is chosen to
+save the most seconds beyond its cost in the verification. A model or head drafts with the K that is
+expected to end the call soonest, including the time to read its prompt. If no K gains anything, the
+source is tried again after 4, 8, ... 256 plain steps, counted across calls.
 
-One account over all calls of a type limits the loss by drafting: at most `LOSS_SHARE` of the
-counted seconds plus `MAX_LOSS` plain steps. A round counts at most twice its expected seconds, and
-reading a prompt no more than expected. Pauses of the process and the first forwards of a compiled
-size are thus not counted in full. A plain step counts with its last measurement.
+One account for all calls of a type limits the loss from drafting to `LOSS_SHARE` of the counted
+seconds plus `MAX_LOSS` plain steps. A round counts for at most twice its expected seconds, and
+reading a prompt for no more than expected. Pauses of the process and the first forwards of a
+compiled size are therefore not counted in full. A plain step counts with its last measured time.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from hf_speculate.schedule.costs import TUNING as COST_TUNING
 from hf_speculate.schedule.free import FIRST_PACE, best_width, row_worths
 from hf_speculate.schedule.memory import FIRST_WAIT, ScheduleMemory
 
-LOSS_SHARE = 0.02  # largest long-run loss, as a share of the counted seconds
-MAX_LOSS = 24.0  # largest loss beyond this share, in plain steps
-MAX_GAIN = 96.0  # largest balance in plain steps; it pays for reading long prompts
+LOSS_SHARE = 0.02  # maximum long-run loss as a share of the counted seconds
+MAX_LOSS = 24.0  # maximum loss beyond this share, in plain steps
+MAX_GAIN = 96.0  # maximum balance in plain steps, which pays for reading long prompts
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Weights of the choice.
+    """Weights for choosing a draft.
 
-    Chosen by the table of means of tests/schedule/laboratory.
+    Chosen from the table of means in tests/schedule/laboratory.
     """
 
-    max_wait: int = 256  # maximum plain steps between trials
+    max_wait: int = 256  # maximum number of plain steps between trials
     paying_wait: int = 32  # the same while past gains pay for trials
-    least_trial_gain: float = 1.1  # minimum gain of a trial, estimated optimistically
+    least_trial_gain: float = 1.1  # minimum optimistic estimate of the gain for a trial
     pace_weight: float = 0.05  # weight of the newest round in the pace
     row_weight: float = 0.1  # weight of the newest round in a row's pace
 
@@ -44,12 +44,13 @@ TUNING = Tuning()
 
 
 class AdaptiveSchedule(Schedule):
-    """A schedule by measured seconds and acceptance rates.
+    """Schedule based on measured seconds and acceptance rates.
 
     Args:
-        memory: Estimates and account of the calls of this type.
-        max_model_tokens: Maximum tokens drafted by a model or head; 0 if all proposals are free.
-        refills_rows: Whether new rows replace finished ones; all tokens of a round then have the
+        memory: Estimates and account for calls of this type.
+        max_model_tokens: Maximum number of tokens drafted by a model or head; 0 if all proposals
+            are free.
+        refills_rows: Whether new rows replace finished ones. All tokens of a round then have the
             same value.
     """
 
@@ -58,10 +59,10 @@ class AdaptiveSchedule(Schedule):
     ) -> None:
         self.memory = memory
         self._max_model_tokens, self._refills_rows = max_model_tokens, refills_rows
-        self._rows: Sequence[RowAhead] = ()  # rows of the newest choice
+        self._rows: Sequence[RowAhead] = ()  # rows of the latest choice
         self._choice = PLAIN_STEP
         self._num_unread = 0
-        self._paces: dict[int, float] = {}  # recent tokens per round of each row
+        self._paces: dict[int, float] = {}  # recent number of tokens per round, by row
         self._is_trial_open = False  # whether the last drafted round was a trial
 
     def begin(self, prefill_s: float, num_read: int) -> None:
@@ -93,11 +94,11 @@ class AdaptiveSchedule(Schedule):
             return choice
         if choice.is_trial:
             self.memory.num_plain = 0
-        choice = Choice(self._best_width(num_rows, lengths)[0])  # proposals alone
+        choice = Choice(self._best_width(num_rows, lengths)[0])  # free proposals only
         return choice if self._can_afford(num_rows, choice) else PLAIN_STEP
 
     def _best(self, num_rows: int, lengths: Sequence[int]) -> tuple[Choice, float]:
-        """Return the best draft of these lengths, and the seconds it saves per plain step."""
+        """Return the best draft among these lengths and the seconds it saves per plain step."""
         step_s = self.memory.costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return PLAIN_STEP, 0.0
@@ -115,23 +116,23 @@ class AdaptiveSchedule(Schedule):
         return Choice(num_tokens, num_tokens, is_trial), step_s * (1 - 1 / gain)
 
     def _best_width(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float]:
-        """Return the best width of the free proposals, and the seconds it saves."""
+        """Return the best width for free proposals and the seconds it saves."""
         verifications_s = self.memory.costs.verifications_s(num_rows)
         return best_width(
             self._rows, self._worths(), self._token_s(num_rows), verifications_s, lengths
         )
 
     def _worths(self) -> list[float]:
-        """Return the plain steps [N] saved by one more token of each row."""
+        """Return how many plain steps one more token of each row saves, [N]."""
         rows = self._rows
         return [1 / len(rows)] * len(rows) if self._refills_rows else row_worths(rows, self._paces)
 
     def _token_s(self, num_rows: int) -> float:
-        """Return the value of a plain step in seconds, at the recent pace."""
+        """Return the value of a plain step in seconds at the recent pace."""
         return (self.memory.costs.plain_s(num_rows) or 1.0) / max(self.memory.pace, 1.0)
 
     def _choose_length(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float, bool]:
-        """Return the K of a model or head, its gain, and whether the round is a trial."""
+        """Return K for a model or head, its gain and whether the round is a trial."""
         memory, costs = self.memory, self.memory.costs
         num_left = max(row.num_left for row in self._rows)
         max_tokens = min(self._max_model_tokens, num_left - 1)
@@ -156,9 +157,9 @@ class AdaptiveSchedule(Schedule):
         return (best, gain, True) if gain > TUNING.least_trial_gain else (0, 1.0, False)
 
     def _outweighs(self, num_rows: int, num_tokens: int, saved_s: float) -> bool:
-        """Return whether a draft of the model saves more than proposals alone.
+        """Return whether a draft from the model saves more than free proposals alone.
 
-        In a drafted round each row uses the better of the two.
+        In a round with such a draft, each row uses the better of the two.
         """
         costs = self.memory.costs
         expected = sum(self.memory.acceptance.probabilities()[:num_tokens])
@@ -172,18 +173,18 @@ class AdaptiveSchedule(Schedule):
     def _compiled(
         self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float
     ) -> Choice:
-        """Return a draft of a compiled size; a new size once the missed savings cover its start."""
+        """Return a draft of a compiled size, or a new size if missed savings cover its start-up."""
         memory, costs = self.memory, self.memory.costs
         compiled = [draft_len for draft_len in lengths if costs.is_measured(num_rows, draft_len)]
         other, other_saved_s = self._best(num_rows, compiled)
         if choice.is_trial and compiled:
-            return other  # one size is enough to find a source without gain
+            return other  # one size is enough to detect a source without gain
         size = num_rows, costs.size_of(choice.num_draft_tokens)
         memory.missed_s[size] = memory.missed_s.get(size, 0.0) + max(saved_s - other_saved_s, 0.0)
         return choice if memory.missed_s[size] >= costs.start_s else other
 
     def _can_afford(self, num_rows: int, choice: Choice) -> bool:
-        """Return whether the account stays above its limit if the whole draft is rejected."""
+        """Return whether the account stays above its limit even if the whole draft is rejected."""
         if not choice.num_draft_tokens:
             return True
         step_s = self.memory.costs.plain_s(num_rows) or 1.0
@@ -191,7 +192,7 @@ class AdaptiveSchedule(Schedule):
         return self.memory.account - max_s / step_s >= -MAX_LOSS
 
     def _max_s(self, num_rows: int, num_drafted: int, num_tokens: int) -> float:
-        """Return the maximum seconds counted for a round."""
+        """Return the maximum number of seconds to count for a round."""
         costs, read_s = self.memory.costs, 0.0
         seconds = costs.verifications_s(num_rows)[num_drafted]
         if num_tokens:
@@ -225,7 +226,7 @@ class AdaptiveSchedule(Schedule):
             self._paces[row.row_id] = pace + TUNING.row_weight * (row.num_emitted - pace)
 
     def _count_trial(self, num_tokens: int) -> None:
-        """Double the wait after a trial without a following draft; reset it after a good trial."""
+        """Double the wait if no draft follows a trial; reset the wait after a good trial."""
         memory, is_trial = self.memory, self._choice.is_trial and num_tokens > 0
         if self._is_trial_open and not is_trial:
             memory.wait = FIRST_WAIT if num_tokens else min(2 * memory.wait, TUNING.max_wait)
@@ -236,7 +237,7 @@ class AdaptiveSchedule(Schedule):
         self._is_trial_open = is_trial
 
     def _book(self, outcome: RoundOutcome) -> None:
-        """Add the gain of a round to the account, and update the pace."""
+        """Add the gain of a round to the account and update the pace."""
         memory, num_rows = self.memory, outcome.num_rows
         step_s = memory.costs.plain_s(num_rows) or 1.0
         num_drafted, num_tokens = outcome.num_draft_tokens, outcome.num_model_tokens
@@ -251,7 +252,7 @@ class AdaptiveSchedule(Schedule):
         memory.account = min(memory.account + gained_steps + LOSS_SHARE * took_steps, MAX_GAIN)
 
     def _num_steps(self, outcome: RoundOutcome) -> float:
-        """Return the plain steps replaced by a round, for the longest row or as the mean of all."""
+        """Return how many plain steps a round replaces, for the longest row or on average."""
         num_emitted = {row.row_id: row.num_emitted for row in outcome.rows}
         if self._refills_rows:
             return sum(num_emitted.values()) / outcome.num_rows

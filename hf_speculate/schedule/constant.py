@@ -1,21 +1,21 @@
-"""Schedules of transformers: a constant draft length, and a heuristic rule."""
+"""Schedules from transformers: a constant draft length and a heuristic rule."""
 
 from collections.abc import Sequence
 
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.schedule.base import PLAIN_STEP, Choice, RoundOutcome, RowAhead, Schedule
 
-_MIN_LEFT = 32  # minimum remaining tokens: a plain step then costs at most 3 % of the call
+_MIN_LEFT = 32  # minimum number of remaining tokens, so a plain step costs at most 3 % of the call
 
 
 class ConstantSchedule(Schedule):
-    """A schedule with a constant K.
+    """Schedule with a constant K.
 
     Args:
-        num_draft_tokens: K; 0 decodes token by token.
-        max_model_tokens: Maximum tokens of these drafted by a model or head. None for all.
-        begins_plain: Whether the first round is a plain step, to measure plain decoding. Short
-            calls have none.
+        num_draft_tokens: K; 0 to decode token by token.
+        max_model_tokens: Maximum number of these tokens that a model or head drafts. None for all.
+        begins_plain: Whether the first round is a plain step that measures plain decoding. Short
+            calls have no such step.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class ConstantSchedule(Schedule):
 
 
 class HeuristicSchedule(ConstantSchedule):
-    """transformers' heuristic rule for K.
+    """Heuristic rule for K from transformers.
 
     K grows by two after a fully accepted draft and shrinks by one after a rejection. A batch counts
-    as fully accepted if at least half of its rows were. With "heuristic", transformers keeps K for
-    the next call; here every call starts from the same K under both names.
+    as fully accepted if at least half of its rows were fully accepted. With "heuristic",
+    transformers keeps K for the next call. Here, every call starts from the same K under either
+    name of the rule.
     """
 
     def update(self, outcome: RoundOutcome) -> None:

@@ -1,4 +1,4 @@
-"""Draft length of a model or head: choose the best K for ending the call soon."""
+"""Draft length for a model or head: choose the K that is expected to end the call soonest."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -7,9 +7,9 @@ from typing import NamedTuple
 class RoundCosts(NamedTuple):
     """Expected seconds of the next rounds."""
 
-    step_s: float  # a plain step of all rows
-    rounds_s: Sequence[float]  # [K_max + 1] a round of all rows by K
-    read_s: float  # reading unread tokens with the source
+    step_s: float  # a plain step with all rows
+    rounds_s: Sequence[float]  # [K_max + 1] a round with all rows, by K
+    read_s: float  # time for the source to read its unread tokens
 
 
 def best_length(
@@ -20,10 +20,10 @@ def best_length(
     The gain is the ratio of plain seconds to speculative seconds for the rest of the call.
 
     Args:
-        probabilities: [K_max] of accepting each token and all before it.
-        num_left: Tokens the longest row may still emit.
+        probabilities: [K_max] probabilities of accepting each token and all tokens before it.
+        num_left: Number of tokens that the longest row may still emit.
         costs: Expected seconds of the next rounds.
-        lengths: Allowed K.
+        lengths: Allowed values of K.
     """
     mean_tokens, best, best_gain = 1.0, 0, 0.0
     for draft_len, probability in enumerate(probabilities, 1):

@@ -1,4 +1,4 @@
-"""Cost model: estimate seconds of verifications, draft steps and prompt reads from past rounds."""
+"""Cost model: estimate the time of verifications, draft steps and prompt reads from past rounds."""
 
 import math
 from bisect import bisect_left
@@ -14,34 +14,35 @@ from hf_speculate.schedule.base import DraftPrior
 class Tuning:
     """Weights of the cost model.
 
-    Chosen by the table of means of tests/schedule/laboratory.
+    Chosen from the table of means in tests/schedule/laboratory.
     """
 
-    num_samples: int = 30  # newest rounds of a size in the median
-    slope: float = 0.03  # plain steps per draft token of a verification, before a measurement
+    num_samples: int = 30  # number of latest rounds of a size in the median
+    slope: float = 0.03  # plain steps per draft token of a verification, before any measurement
     unknown_slope: float = 0.3  # the same if the target's weights are quantised
     line_weight: float = 3.0  # weight of the fitted line, in samples
-    untried: float = 0.99  # factor of the seconds of an unmeasured size
-    stale: int = 150  # drafted rounds before plain steps are measured again
-    max_factor: float = 2.0  # upper bound of a round's seconds, relative to the expected ones
-    changed: float = 0.02  # relative change of a median before estimates are updated
+    untried: float = 0.99  # factor for the estimated seconds of an unmeasured size
+    stale: int = 150  # number of drafted rounds before plain steps are measured again
+    max_factor: float = 2.0  # upper bound on a round's seconds, relative to the expected seconds
+    changed: float = 0.02  # relative change of a median that updates the estimates
 
 
 TUNING = Tuning()
-_FEW_SAMPLES = 3  # with fewer plain steps, a faster verification shows that they were slow
-_LONG_READ = 16  # minimum tokens with a noticeable reading time
+_FEW_SAMPLES = 3  # with fewer plain steps, a faster verification means that they were slow
+_LONG_READ = 16  # minimum number of tokens that take noticeable time to read
 
 
 class Costs:
     """Estimated seconds of rounds by B and K.
 
-    B is the number of rows, K the draft length. The estimates are medians, shrunk towards a line.
+    B is the number of rows, and K is the draft length. The estimates are medians that are shrunk
+    towards a line.
 
     Args:
-        prior: Costs before any drafted round.
+        prior: Prior costs before any drafted round.
         max_draft_tokens: K_max, >= 1.
-        sizes: Ascending draft lengths of compiled or captured forwards; other lengths run as the
-            next larger one. None if all lengths run as they are.
+        sizes: Ascending draft lengths of compiled or captured forwards. Other lengths run with the
+            next larger size. None if all lengths run as they are.
     """
 
     def __init__(
@@ -49,23 +50,23 @@ class Costs:
     ) -> None:
         self.prior, self.max_draft_tokens = prior, max_draft_tokens
         self.sizes = sizes
-        self.num_since_plain = 0  # drafted rounds since the last plain step
+        self.num_since_plain = 0  # number of drafted rounds since the last plain step
         self.start_s = 0.0  # extra seconds of the first forward of a new size
-        # seconds of verifications, by B and K
+        # latest seconds of verifications, by B and K
         self._samples: dict[tuple[int, int], deque[float]] = {}
         self._medians: dict[tuple[int, int], float] = {}  # medians in use, by B and K
         self._plain: dict[int, float | None] = {}  # results of `plain_s`, by B
-        # first seconds of each size, without a bound
+        # first measured seconds of each size, not clipped
         self._first_s: dict[tuple[int, int], float] = {}
         self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
         self._step_medians: dict[int, float] = {}  # medians in use, by B
-        self._reads: deque[float] = deque(maxlen=3)  # seconds per token read by the draft
-        self._prefill_token_s = 0.0  # seconds per token of each row in the target's prefill
+        self._reads: deque[float] = deque(maxlen=3)  # seconds per token that the draft reads
+        self._prefill_token_s = 0.0  # seconds per token and row in the target's prefill
         self._verifications: dict[int, list[float]] = {}  # results of `verifications_s`, by B
 
     def begin(self, prefill_s: float, num_tokens: int) -> None:
-        """Record the seconds of the target's prefill of `num_tokens` tokens of each row."""
-        if num_tokens < _LONG_READ:  # the cache was passed, or an encoder reads the text
+        """Record the seconds of the target's prefill with `num_tokens` tokens per row."""
+        if num_tokens < _LONG_READ:  # a cache was passed, or an encoder reads the text
             return
         token_s = prefill_s / num_tokens
         known_s = self._prefill_token_s
@@ -78,12 +79,15 @@ class Costs:
         return self.sizes[min(bisect_left(self.sizes, num_draft_tokens), len(self.sizes) - 1)]
 
     def is_measured(self, num_rows: int, num_draft_tokens: int) -> bool:
-        """Return whether a verification of this size was measured."""
+        """Return whether a verification of this size has been measured."""
         return (num_rows, self.size_of(num_draft_tokens)) in self._samples
 
     @property
     def is_plain_due(self) -> bool:
-        """Whether plain steps were never measured, only while they were compiled, or long ago."""
+        """Whether plain steps need a measurement.
+
+        They do if they were never measured, only measured during compilation, or long ago.
+        """
         num_known = sum(
             len(samples) for (_, draft_len), samples in self._samples.items() if draft_len == 0
         )
@@ -91,7 +95,7 @@ class Costs:
         return num_known < min_known or self.num_since_plain >= TUNING.stale
 
     def add_verification(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
-        """Add the seconds of a verification or a plain step; clip pauses to a likely value."""
+        """Add the seconds of a verification or plain step; clip pauses to a plausible value."""
         key = num_rows, self.size_of(num_draft_tokens)
         samples = self._samples.get(key)
         if self.plain_s(num_rows) is None:
@@ -104,7 +108,7 @@ class Costs:
             samples = self._samples[key] = deque(maxlen=TUNING.num_samples)
             self._first_s[key] = seconds
         if not num_draft_tokens and self.num_since_plain >= TUNING.stale:
-            for _ in range(len(samples) - 2):  # the machine's speed may have changed since
+            for _ in range(len(samples) - 2):  # the machine's speed may have changed since then
                 samples.popleft()
         samples.append(min(seconds, max_s))
         self.num_since_plain = self.num_since_plain + 1 if num_draft_tokens else 0
@@ -119,13 +123,13 @@ class Costs:
             self._plain.clear()
 
     def add_draft(self, num_rows: int, num_draft_tokens: int, num_fed: int, seconds: float) -> None:
-        """Add the seconds of a draft, with `num_fed` tokens of each row read before it."""
+        """Add the seconds of a draft that began by reading `num_fed` tokens per row."""
         num_steps = 1 if self.prior.is_parallel else num_draft_tokens
         if num_fed < _LONG_READ:
-            # A source reads a few missing tokens with its first step.
+            # A source reads a few missing tokens as part of its first step.
             steps = self._steps.setdefault(num_rows, deque(maxlen=TUNING.num_samples))
             known_s = self._step_medians.get(num_rows)
-            # `step_s` takes the nearest number of rows if this one is new.
+            # `step_s` uses the nearest number of rows if this number is new.
             expected_s = self.step_s(num_rows) or math.inf
             steps.append(min(seconds / num_steps, TUNING.max_factor * expected_s))
             median_s = median_low(steps)
@@ -140,13 +144,13 @@ class Costs:
         self._reads.append(read_s / (num_rows * num_fed))
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Return the seconds of a plain step of B rows; None before any measurement."""
+        """Return the seconds of a plain step with B rows; None before any measurement."""
         if num_rows not in self._plain:
             self._plain[num_rows] = self._between(num_rows)
         return self._plain[num_rows]
 
     def _between(self, num_rows: int) -> float | None:
-        """Interpolate the seconds of a plain step of B rows between the nearest measured ones."""
+        """Interpolate the seconds of a plain step with B rows between the nearest measured B."""
         known = sorted(rows for rows, draft_len in self._medians if draft_len == 0)
         if not known:
             return None
@@ -161,7 +165,7 @@ class Costs:
         return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
 
     def _plain_s(self, num_rows: int) -> float:
-        """Return the median of a measured number of rows, limited by those of longer forwards."""
+        """Return the median for a measured number of rows, limited by those of longer forwards."""
         plain_s = self._medians[num_rows, 0]
         if len(self._samples[num_rows, 0]) >= _FEW_SAMPLES:
             return plain_s
@@ -173,14 +177,14 @@ class Costs:
         return min([plain_s, *longer])
 
     def step_s(self, num_rows: int) -> float:
-        """Return the seconds of a draft step of B rows."""
+        """Return the seconds of a draft step with B rows."""
         if not self._step_medians:
             return self.prior.draft_steps(1) * (self.plain_s(num_rows) or 1.0)
         nearest = min(self._step_medians, key=lambda rows: abs(rows - num_rows))
         return self._step_medians[nearest]
 
     def drafts_s(self, num_rows: int) -> list[float]:
-        """Return the seconds [K_max + 1] of a draft by K, without reading a prompt."""
+        """Return the seconds [K_max + 1] of a draft by K, without reading the prompt."""
         step_s, lens = self.step_s(num_rows), range(self.max_draft_tokens + 1)
         return [
             step_s * (min(draft_len, 1) if self.prior.is_parallel else draft_len)
@@ -188,7 +192,7 @@ class Costs:
         ]
 
     def read_s(self, num_rows: int, num_tokens: int) -> float:
-        """Return the draft's seconds for reading `num_tokens` tokens of each row."""
+        """Return the seconds that the draft takes to read `num_tokens` tokens per row."""
         if num_tokens < _LONG_READ:
             return 0.0
         if self._reads:  # noqa: SIM108  # one line would be too long
@@ -198,17 +202,18 @@ class Costs:
         return max(num_tokens * token_s, self.step_s(num_rows))
 
     def verifications_s(self, num_rows: int) -> list[float]:
-        """Return seconds [K_max + 1] of a verification by K; before any round in plain steps."""
+        """Return a verification's seconds [K_max + 1] by K, in plain steps before any round."""
         known = self._verifications.get(num_rows)
         if known is None:
             known = self._verifications[num_rows] = self._fit(num_rows)
         return known
 
     def _fit(self, num_rows: int) -> list[float]:
-        """Fit the seconds [K_max + 1] of a verification: least squares over the medians by K.
+        """Fit the seconds [K_max + 1] of a verification with least squares over the medians by K.
 
-        The plain step and a prior slope count as two samples each. With few samples of this number
-        of rows, the fit uses the nearest measured number of rows, scaled by the plain steps.
+        The plain step and the prior slope count as two samples each. If there are few samples for
+        this number of rows, the fit uses the nearest measured number of rows, scaled by the ratio
+        of the plain steps.
         """
         plain_s = self.plain_s(num_rows) or 1.0
         counts: dict[int, int] = {}

@@ -1,22 +1,22 @@
-"""Width of free proposals: keep the tokens worth their verification."""
+"""Width of free proposals: keep only tokens that are worth their verification."""
 
 import math
 from collections.abc import Container, Mapping, Sequence
 
 from hf_speculate.schedule.base import RowAhead
 
-FIRST_PACE = 1.2  # tokens per round of a row before its first round
+FIRST_PACE = 1.2  # assumed tokens per round for a row before its first round
 
 
 def row_worths(rows: Sequence[RowAhead], paces: Mapping[int, float]) -> list[float]:
-    """Return the plain steps [N] saved by one more token of each row.
+    """Return how many plain steps one more token of each row saves, [N].
 
-    A token of the last row to end saves a whole step. The last row is uncertain, so each row gets a
-    share, by the distance of its expected end from the latest one.
+    A token of the row that ends last saves a whole step. It is uncertain which row ends last, so
+    each row gets a share based on the distance between its expected end and the latest one.
 
     Args:
         rows: Live rows.
-        paces: Tokens per round of each row, by row id.
+        paces: Number of tokens per round, by row id.
     """
     rounds = [row.num_left / paces.get(row.row_id, FIRST_PACE) for row in rows]
     last = max(rounds)
@@ -31,11 +31,11 @@ def best_width(
     verifications_s: Sequence[float],
     lengths: Container[int],
 ) -> tuple[int, float]:
-    """Return the best width of the round, and the seconds it saves; 0 and 0.0 if none saves any.
+    """Return the best width and the seconds it saves; 0 and 0.0 if no width saves any.
 
     Args:
         rows: Live rows with the probabilities of their proposals.
-        worths: [N] plain steps saved by a token of each row.
+        worths: [N] number of plain steps that a token of each row saves.
         step_s: Value of a plain step in seconds.
         verifications_s: [K_max + 1] seconds of a verification by width.
         lengths: Allowed widths.

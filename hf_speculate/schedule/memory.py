@@ -1,4 +1,4 @@
-"""Memory of a schedule: estimates kept for later calls of one type with the same target."""
+"""Schedule memory: estimates kept for later calls of the same type with the same target."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -12,17 +12,17 @@ from hf_speculate.schedule.acceptance import Acceptance
 from hf_speculate.schedule.base import DraftPrior
 from hf_speculate.schedule.costs import Costs
 
-_MAX_CALL_TYPES = 64  # maximum per draft source; each takes a few hundred numbers
-FIRST_WAIT = 4  # plain steps before the first trial
+_MAX_CALL_TYPES = 64  # maximum per draft source; each type takes a few hundred numbers
+FIRST_WAIT = 4  # number of plain steps before the first trial
 
 
 class ScheduleMemory:
-    """Costs, acceptance and account of a call type.
+    """Costs, acceptance rates and account for a call type.
 
-    Threads may share it; the schedule holds `lock` while it reads or writes.
+    Threads may share the memory; the schedule holds `lock` while it reads or writes.
 
     Args:
-        prior: Costs of the draft source before any round.
+        prior: Prior costs of the draft source before any round.
         max_draft_tokens: K_max, >= 1.
         sizes: See `Costs`.
     """
@@ -36,19 +36,19 @@ class ScheduleMemory:
         self.lock = threading.Lock()
         self.costs = Costs(prior or DraftPrior(), max_draft_tokens, sizes)
         self.acceptance = Acceptance(max_draft_tokens)
-        # balance of drafting in plain steps: past gains, and the allowed share of loss
+        # balance of drafting in plain steps: past gains plus the allowed share of loss
         self.account = 0.0
-        self.pace = 1.0  # recent number of plain steps replaced in the seconds of one
-        self.wait = FIRST_WAIT  # plain steps between trials
-        self.num_plain = FIRST_WAIT  # plain steps since the last trial
+        self.pace = 1.0  # recent number of plain steps replaced in the time of one plain step
+        self.wait = FIRST_WAIT  # number of plain steps between trials
+        self.num_plain = FIRST_WAIT  # number of plain steps since the last trial
         self.missed_s: dict[tuple[int, int], float] = {}
-        """Savings missed in seconds, because a size is not compiled yet; by B and K."""
+        """Seconds of savings missed because a size is not compiled yet, by B and K."""
 
 
 class MemoryStore:
-    """Memories of one target's calls.
+    """Schedule memories for the calls of one target.
 
-    The keys are the drafter, held weakly, and the call type.
+    They are stored by drafter, which is held weakly, and by call type.
     """
 
     def __init__(self) -> None:
@@ -59,21 +59,21 @@ class MemoryStore:
 
     @classmethod
     def of(cls, model: nn.Module) -> "MemoryStore":
-        """Return the memories of a target."""
+        """Return the memory store of a target."""
         return model_state(model).get(cls, cls)
 
     def get(
         self, draft: object | None, call_type: Hashable, make: Callable[[], ScheduleMemory]
     ) -> ScheduleMemory:
-        """Return the memory of a call type; make it on first use.
+        """Return the memory for a call type, which is made on first use.
 
-        Beyond 64 call types with a drafter, the least recently used one is dropped.
+        If a drafter has more than 64 call types, the least recently used type is dropped.
 
         Args:
             draft: The drafter, held weakly. None if the source keeps no object between calls.
-            call_type: Key of further influences on a round's seconds besides rows and K, such as
-                the cache.
-            make: Makes a new memory.
+            call_type: Key for influences on a round's seconds other than rows and K, such as the
+                cache.
+            make: Function that makes a new memory.
         """
         with self._lock:
             by_type = self._by_draft.setdefault(self if draft is None else draft, {})

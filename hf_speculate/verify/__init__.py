@@ -1,4 +1,4 @@
-"""Verifiers: rules that decide which drafted tokens are accepted."""
+"""Verifiers: rules for accepting drafted tokens."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The verifier protocol, and the registry of verifiers by name."""
+"""Verifier protocol, and the registry of verifiers by name."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -11,10 +11,10 @@ from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 
 
 class Verifier(Protocol):
-    """Rule that accepts drafted tokens and appends one.
+    """Rule that accepts drafted tokens and appends one token.
 
-    A device graph may capture a verifier whose attribute `is_capturable` is true: it never reads
-    the host, and equal verifiers launch the same operators.
+    A device graph may capture a verifier whose attribute `is_capturable` is true. Such a verifier
+    never reads the host, and equal verifiers launch the same operators.
     """
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
@@ -23,8 +23,8 @@ class Verifier(Protocol):
         Args:
             target_logits: [B, K+1, V], processed. Position i holds the distribution of the token
                 after i drafted tokens.
-            draft: K drafted tokens per row. The first `draft.lens` of a row count.
-            keys: keys of the round's noise.
+            draft: K drafted tokens per row. Only the first `draft.lens` tokens of a row are valid.
+            keys: noise keys of the round.
 
         Returns:
             The accepted tokens and the token after them.
@@ -35,7 +35,7 @@ VerifierFactory = Callable[[SpeculationConfig], Verifier]
 
 
 class VerifierTraits(NamedTuple):
-    """Registration of a verifier, see `register_verifier`."""
+    """Registration of a verifier; see `register_verifier`."""
 
     factory: VerifierFactory
     is_lossless: bool
@@ -57,23 +57,25 @@ def register_verifier(
     draft_stream: Stream = Stream.DRAFT,
     reads_keys: bool = True,
 ) -> None:
-    """Register a verifier as `verifier=name`.
+    """Register a verifier for `verifier=name`.
 
-    `examples/custom_verifier.py` is an example; `keep_prefix` builds its verdict.
+    `examples/custom_verifier.py` shows an example, which builds its verdict with `keep_prefix`.
 
     Args:
-        name: name in calls and configs.
-        factory: function from a call's resolved settings to a verifier. It runs once per call.
+        name: name of the verifier in calls and configs.
+        factory: function that makes a verifier from a call's resolved settings. It runs once per
+            call.
         lossless: whether the output has the target's distribution.
-        replace: whether to replace a registered verifier of the same name.
-        reads_draft_logits: whether it reads `DraftOut.token_logits`. If not, drafters keep none.
-        draft_stream: noise stream of the drafts: DRAFT, or RACE if the rule samples its tokens with
-            RACE and accepts equal drafts.
-        reads_keys: whether it reads the keys of the noise. If not, a call without other draws
-            computes none.
+        replace: whether to replace a registered verifier with the same name.
+        reads_draft_logits: whether the verifier reads `DraftOut.token_logits`. If not, drafters do
+            not keep them.
+        draft_stream: noise stream for drafts: DRAFT, or RACE if the rule samples its tokens with
+            RACE and accepts drafted tokens that are identical.
+        reads_keys: whether the verifier reads the noise keys. If not, a call without other draws
+            does not compute them.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is already registered.
     """
     if name in _REGISTRY and not replace:
         raise ConfigError(
@@ -85,12 +87,12 @@ def register_verifier(
 
 
 def make_verifier(config: SpeculationConfig) -> Verifier:
-    """Make the verifier of a resolved config."""
+    """Make the verifier named by a resolved config."""
     return _entry(config).factory(config)
 
 
 def check_verifier(config: SpeculationConfig) -> None:
-    """Raise unless a resolved config names a verifier, and a lossy one if restricted to spans."""
+    """Check that a resolved config names a verifier, which must be lossy if restricted to spans."""
     if _entry(config).is_lossless and config.relax_only_inside is not None:
         lossy = ", ".join(name for name in sorted(_REGISTRY) if not _REGISTRY[name].is_lossless)
         raise ConfigError(
@@ -103,7 +105,8 @@ def check_verifier(config: SpeculationConfig) -> None:
 def traits_of(config: SpeculationConfig) -> VerifierTraits:
     """Return the traits of a call's verifier.
 
-    A verifier restricted to spans has a lossless one beside it. That one may read logits and keys.
+    A verifier that is restricted to spans is combined with a lossless one, which may read logits
+    and keys.
     """
     traits = _entry(config)
     return (
@@ -114,14 +117,14 @@ def traits_of(config: SpeculationConfig) -> VerifierTraits:
 
 
 def is_lossless(config: SpeculationConfig) -> bool:
-    """Return whether the output of the named verifier has the target's distribution."""
+    """Return whether the output of the config's verifier has the target's distribution."""
     return _entry(config).is_lossless
 
 
 def depends_on_draft(config: SpeculationConfig) -> bool:
     """Return whether the output depends on the draft.
 
-    It does not if every token is the target's argmax, or drawn by RACE.
+    It does not if every token is the target's argmax or is sampled with RACE.
     """
     traits = _entry(config)
     return not traits.is_lossless or (traits.reads_keys and traits.draft_stream is not Stream.RACE)

@@ -1,7 +1,7 @@
-"""Coupled verification: the target must sample the drafted token with the same noise.
+"""Coupled verification: accept a drafted token if the target samples it with the same noise.
 
-The target's token is the winner of an exponential race on its distribution, with noise keyed by row
-seed, position and token id. Drafts are sampled with the same noise, so they agree often.
+The target's token is the winner of an exponential race on the target distribution, with noise keyed
+by row seed, position and token id. Drafts are sampled with the same noise, so they often agree.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from hf_speculate.verify.kernel import KernelVerifier
 
 @dataclass(frozen=True)
 class CoupledVerifier(KernelVerifier):
-    """Lossless verifier with noise shared by the draft.
+    """Lossless verifier that shares its noise with the draft.
 
-    The output depends on row seed and prompt only, whatever is drafted.
+    The output depends only on the row seed and the prompt, not on the draft.
 
     Source:
         Daliri et al. (arXiv:2408.07978).

@@ -1,6 +1,6 @@
-"""Greedy verification: a drafted token is accepted if it is the argmax of the target's logits.
+"""Greedy verification: accept a drafted token if it is the argmax of the target's logits.
 
-The token after the accepted ones is the argmax at their position. Ties go to the lowest id.
+The token after the accepted tokens is the argmax at the next position. Ties go to the lowest id.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from hf_speculate.verify.kernel import KernelVerifier
 
 @dataclass(frozen=True)
 class GreedyVerifier(KernelVerifier):
-    """Argmax verifier, lossless for `do_sample=False`."""
+    """Argmax verifier that is lossless for `do_sample=False`."""
 
     backend: str = "auto"  # kernel backend
 

@@ -1,4 +1,4 @@
-"""Prefix verdicts: verdicts of rules with an independent decision for every position."""
+"""Prefix verdicts: verdicts for rules that decide about every position independently."""
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from hf_speculate.types import DraftOut, Status, Verdict
 def keep_prefix(
     target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_token_ids: Tensor
 ) -> Verdict:
-    """Keep each row's drafted tokens before the first rejected one, and append one token.
+    """Keep each row's drafted tokens before the first rejected token, and append one token.
 
-    A drafted token is rejected whatever `accepted` says if it lies past `draft.lens`, its id is
-    outside [0, V), its target probability is 0, or the logits at its position define no
+    Regardless of `accepted`, a drafted token is rejected if it lies past `draft.lens`, its id is
+    outside [0, V), its target probability is 0, or the logits at its position do not define a
     distribution.
 
     Args:
-        target_logits: [B, K+1, V], any float dtype, processed.
-        draft: the proposal.
+        target_logits: [B, K+1, V], processed logits of any floating-point dtype.
+        draft: the drafted tokens.
         accepted: [B, K] bool, the decision at each position.
         next_token_ids: [B, K+1] int64. Entry i is appended after i accepted tokens.
 

@@ -1,8 +1,8 @@
-"""Typical acceptance: lossy verification by a threshold falling with the target's entropy.
+"""Typical acceptance: lossy verification with a threshold that falls with the target's entropy.
 
 With target distribution p and its entropy H(p) in nats, token x is accepted if p(x) >
-min(posterior_threshold, posterior_alpha * exp(-H(p))). The token after the accepted ones is the
-argmax of p or a sample from p at their position.
+min(posterior_threshold, posterior_alpha * exp(-H(p))). The token after the accepted tokens is the
+argmax of p, or a sample from p, at the next position.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class TypicalVerifier(KernelVerifier):
 
     posterior_threshold: float = 0.09  # in (0, 1)
     posterior_alpha: float = 0.3  # > 0
-    entropy_epsilon: float = 0.0  # >= 0, added inside the entropy's logarithm
-    correction: str = "argmax"  # choice of the next token, "argmax" or "sample"
+    entropy_epsilon: float = 0.0  # >= 0, added inside the logarithm of the entropy
+    correction: str = "argmax"  # how to choose the next token, "argmax" or "sample"
     backend: str = "auto"  # kernel backend
 
     operation = staticmethod(verify_typical)
