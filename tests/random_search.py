@@ -56,7 +56,7 @@ _OF_TRANSFORMERS = ("prefill chunking without a cache", "can only be called on A
 class Result(NamedTuple):
     outcome: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
     detail: str = ""
-    num_accepted: int = 0  # drafted tokens over all turns, if the outputs are equal
+    num_accepted: int = 0  # accepted draft tokens over all turns, if the outputs are equal
     num_rejected: int = 0
     fallbacks: tuple[str, ...] = ()  # reasons for fallbacks, if the outputs are equal
 
