@@ -1,5 +1,4 @@
-"""Test the defaults set by `enable(model, ...)`: every call uses them without changing the
-model."""
+"""Test the defaults set by `enable(model, ...)`: all calls use them, and the model is the same."""
 
 import copy
 import pickle
