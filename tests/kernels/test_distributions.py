@@ -127,7 +127,7 @@ def test_several_draws_equal_those_of_sample(
     for draw in range(NUM_DRAWS):
         with torch.profiler.profile() as profile:
             ids = round_.draw(logits[:, draw])
-        # noise is computed once for each draw that needs it
+        # count the computations of noise
         num_made += sum(event.name == "aten::log1p_" for event in profile.events())
         keys_there = keys._replace(positions=keys.positions + draw)
         alone = sample(logits[:, draw], keys=keys_there, stream=stream, backend="torch")
