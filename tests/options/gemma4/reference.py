@@ -20,8 +20,7 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(heads: Tensor, position: int, layer_type: str) -> Tensor:
-    """Rotate heads [N, D] for a position; dimensions i and i + D/2 pair, and only the first
-    rotate."""
+    """Rotate heads [N, D] for a position: the first pairs of dimensions i and i + D/2 turn."""
     half = heads.shape[1] // 2
     turning = int(ROTATED[layer_type] * heads.shape[1]) // 2
     angles = torch.zeros(half, dtype=torch.float64)
@@ -60,8 +59,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], drafted: Sequence[int], num: int) -> Tensor:
-        """Return logits [K, V] for the first `num` drafts, each given the ones in `drafted` before
-        it."""
+        """Return logits [K, V] for the first `num` drafts, which follow the tokens in `drafted`."""
         assistant, table = self.assistant, self.target.get_input_embeddings().weight
         read, newest = list(text[:-1]), text[-1]
         output = self.target(

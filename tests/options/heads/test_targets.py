@@ -87,8 +87,7 @@ PAIRS += [(name, "embeddings") for name in OTHERS[1:]]
 
 @pytest.fixture(scope="module")
 def load_kind(tmp_path_factory):
-    """Return a function that makes a head by kind, its target, and a function to reload the
-    head."""
+    """Return a function that makes a head by kind, its target, and a function to reload it."""
 
     @functools.cache
     def load(name):
