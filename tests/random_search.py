@@ -233,7 +233,7 @@ def search(
 ) -> Counter[str]:
     """Run the numbered cases, print those that differ, and count the cases of each kind."""
     counts: Counter[str] = Counter()
-    with contextlib.suppress(KeyboardInterrupt):  # keeps the counts so far
+    with contextlib.suppress(KeyboardInterrupt):  # keep the counts so far
         for index in numbers:
             case = draw_case(seed, index, families, faults)
             result = run_case(case)

@@ -36,7 +36,7 @@ FLOORS = {
 KERNELS = "hf_speculate.kernels"
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 FILE_LAYER = 5  # top-level files that are not listed: above the listed files, below the packages
-# Annotations alone may import from higher layers, except from these.
+# Only annotations may import from higher layers, and never from these.
 NOT_CORE = ("hf_speculate", "hf_speculate.tools", "hf_speculate.options")
 
 

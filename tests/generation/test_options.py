@@ -107,7 +107,7 @@ class Recorder(LogitsProcessor):
 class StopAtSum(StoppingCriteria):
     """Custom criterion that ends a row if its last three ids add up to a multiple of seven.
 
-    It answers in the given form.
+    It returns its result in the given form.
     """
 
     def __init__(self, answer=lambda stops: stops):

@@ -90,8 +90,7 @@ def test_states_within_a_call_are_inference_tensors(keeps_states):
 
 
 def test_positions_past_the_bound_are_clamped_by_row():
-    """Score tokens past a table of eight positions, which neither fails nor changes earlier
-    ones."""
+    """Score tokens past a table of eight positions; it neither fails nor changes earlier ones."""
     model = make_model("gpt2", n_positions=8)
     ids, mask = torch.arange(1, 25).view(2, 12), torch.ones(2, 12, dtype=torch.int64)
     mask[1, :6] = 0

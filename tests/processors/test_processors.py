@@ -1,4 +1,4 @@
-"""Compare blocks with transformers' own list, run position by position."""
+"""Compare blocks of positions with transformers' processor list, run position by position."""
 
 import inspect
 from collections.abc import Callable

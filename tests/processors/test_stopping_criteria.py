@@ -1,4 +1,4 @@
-"""Compare blocks with transformers' own criteria, called after every token."""
+"""Compare blocks of tokens with transformers' criteria, called after every token."""
 
 import inspect
 import time

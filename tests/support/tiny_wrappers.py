@@ -236,7 +236,7 @@ def _generating(name: str) -> str:
     return f"{name}ForConditionalGeneration"
 
 
-# The latter in older versions.
+# Older versions use the second name.
 _FEATURE_LAYERS = {"vision_feature_layer": [-2, -1], "vision_feature_layers": [-2, -1]}
 _ALL = {
     "vipllava": _of(

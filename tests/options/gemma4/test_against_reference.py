@@ -113,7 +113,7 @@ def window_of(stats):
 
 
 def assert_drafts_are_the_references(reference, records, ends=()):
-    """Compare the drafts of rows that have not ended."""
+    """Compare drafts with the reference in rows that have not ended."""
     for record in records:
         num = record.draft.token_ids.shape[1]
         for row, (text, ids) in enumerate(

@@ -170,7 +170,7 @@ def states_of_row(
 def recorded(
     head: Any, inputs: dict[str, Tensor], model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[list[Any], Tensor, Any]:
-    """Return a head's drafts in a call, its output, and its statistics."""
+    """Return the drafts of a head in one call, and the call's output and statistics."""
     records: list[Any] = []
     stats = hf_speculate.SpeculationStats()
     draft_options = {

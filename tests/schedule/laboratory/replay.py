@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Rounds of a call."""
+    """Rounds of one call."""
 
     seconds: float  # average time
     widths: list[int]  # one per round

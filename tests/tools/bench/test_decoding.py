@@ -105,7 +105,7 @@ def test_near_tie_with_plain_decoding_is_not_wrong(batch):
         next(token_id for token_id in range(1, 64) if not any(token_id in text for text in plain)),
     )
     head = model.get_output_embeddings().weight
-    head[tied] = head[best]  # as likely wherever the best token is
+    head[tied] = head[best]  # equally likely wherever the best token is
     plain = plain_texts(model, batch)
     replacement = tied if plain[row][0] == best else best
     worst = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
