@@ -104,7 +104,7 @@ def _fixed_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _named_fallbacks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Raise on every fallback not allowed by a marker of the test; texts would not show it."""
+    """Raise on every fallback that no marker of the test allows; texts do not reveal them."""
     words = [word for marker in request.node.iter_markers("fallback") for word in marker.args]
     with importlib.import_module("tests.support.fallbacks").only_fallbacks(*words):
         yield

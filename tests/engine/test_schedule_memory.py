@@ -1,4 +1,4 @@
-"""Test the prior knowledge about a draft source, and the key of its measurements."""
+"""Test the prior for a draft source, and the key under which measurements are stored."""
 
 from functools import partial
 

@@ -85,7 +85,7 @@ class Counts(TorchDispatchMode):
 def counts(
     source: str, vocab_size: int = V, num_layers: int = L, num_prompt: int = T, **options: Any
 ) -> Counts:
-    """Count the second call of a pair that accepts all drafts.
+    """Count the work in the second call of a pair whose drafts are all accepted.
 
     Without a draft model, the call drafts nothing.
     """

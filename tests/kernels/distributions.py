@@ -13,8 +13,7 @@ from hf_speculate.kernels import NoiseKeys, Sampled, Stream, Verdict, row_seeds,
 # Seeds are fixed, so results never change. For a correct distribution, the p-value falls below PASS
 # for one seed in 10,000.
 PASS_P_VALUE = 1e-4
-# The p-value of a negative control must fall below this threshold, which no correct distribution
-# does.
+# A negative control must have a p-value below this. No correct distribution has one.
 FAIL_P_VALUE = 1e-9
 # Cells with smaller expected counts are merged, because the chi-square test needs large counts.
 MIN_EXPECTED = 10.0

@@ -23,7 +23,7 @@ class Fault(NamedTuple):
 
 
 def mutants_of(faults: dict[tuple[str, str], dict[str, Fault]]) -> tuple[Mutant, ...]:
-    """Make mutants from named faults, which share the file and by default its tests."""
+    """Make mutants from named faults, with the file and its tests as defaults."""
     return tuple(
         Mutant(f"{Path(path).stem}: {name}", path, fault.old, fault.new, fault.tests or tests)
         for (path, tests), named in faults.items()

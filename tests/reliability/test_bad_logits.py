@@ -1,4 +1,4 @@
-"""Test logits without a distribution: those of the target end sampling, others do not."""
+"""Test that logits without a distribution end sampling in the target, but not in the draft."""
 
 import pytest
 import torch

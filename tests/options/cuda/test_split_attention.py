@@ -1,4 +1,4 @@
-"""Test the library's attention kernel for few queries, used on a GPU after a passed trial."""
+"""Test the attention kernel for few queries, which a GPU uses after a successful trial."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

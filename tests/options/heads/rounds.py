@@ -63,7 +63,7 @@ def random_texts(
 
 @hf_speculate.register_row_wise
 class BySum(LogitsProcessor):
-    """Processor that prefers one token, chosen by the sum of all ids before it with padding."""
+    """Processor that prefers one token, chosen by the sum of all previous ids and padding."""
 
     def __call__(self, input_ids, scores):
         return scores.scatter(1, (input_ids + 1).sum(1, keepdim=True) % VOCAB_SIZE, 1e3)

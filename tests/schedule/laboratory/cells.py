@@ -107,7 +107,7 @@ def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:
 
 
 def scenes(traces: Traces) -> Iterator[Cell]:
-    """Return cells that differ from rows starting together on a steady machine."""
+    """Return cells for settings other than rows that start together on a steady machine."""
     yield from _heads(traces)
     yield from _long_prompts()
     yield from _refilled(traces)
