@@ -1,4 +1,4 @@
-"""Compare passed and returned KV caches with plain `generate`, and check texts while buffers grow."""
+"""Compare passed and returned KV caches with plain `generate`, and texts while buffers grow."""
 
 import copy
 import warnings
