@@ -28,7 +28,7 @@ STAND_INS = {
 }
 # the model cards leave the names of models open
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))
-# Blocks that need the reader's head or assistant, a server, or a library. Blocks of libraries run in
+# Blocks that need the reader's head or assistant, a server, or a library. The last kind runs in
 # make test-integrations.
 NOT_RUN = (
     "adapter = hf_speculate.UnoAdapter(",

@@ -97,7 +97,7 @@ EndsAtSevenths = hf_speculate.register_row_wise(type("EndsAtSevenths", (StopsAtS
 
 
 def test_logits_past_the_common_end_are_not_checked():
-    """Let stopped rows run, without EOS, until all have stopped: one may be ahead by then."""
+    """Let stopped rows run, without EOS, until all have stopped, when one may be ahead."""
     target, draft = pair("llama")
     inputs = ragged_prompts(3, seed=2)
     options = {

@@ -29,7 +29,7 @@ def compile_config(backend="eager", **options):
 
 
 def compiled_and_eager(target, draft, inputs, config, **options):
-    """Return the ids of compiled and of eager rounds, and the statistics of the compiled ones."""
+    """Return the ids of compiled and of eager rounds, and the statistics of the compiled call."""
     options = {"max_new_tokens": 24, "num_assistant_tokens": K, "assistant_model": draft, **options}
     eager = target.generate(**inputs, **options)
     stats = hf_speculate.SpeculationStats()

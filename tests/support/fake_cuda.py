@@ -281,7 +281,7 @@ class FakeCuda:
         self._transfers = [entry for entry in self._transfers if entry[0] > num_begun]
 
     def attend(self, *args: Any, **kwargs: Any) -> FakeCudaTensor:
-        """Compute `scaled_dot_product_attention` with the backend that torch 2.11 picks on sm_90."""
+        """Compute attention with the backend that torch 2.11 chooses on sm_90."""
         call, output = sdpa_call(*_unwrapped(args), **_unwrapped(kwargs))
         self._book(call)
         return FakeCudaTensor(output)

@@ -188,7 +188,7 @@ def is_open_after(ids, was_open):
 
 
 def one_after_the_other(lossy, exact, target, draft, keys, was_open):
-    """Verify one row [1, K+1, V] by definition; return ids, number of accepted ones and status."""
+    """Verify one row [1, K+1, V] by definition; return ids, accepted count and status."""
     ids, is_open = [], was_open
     for at in range(int(draft.lens) + 1):
         counts = at < int(draft.lens)

@@ -75,7 +75,7 @@ def test_the_joint_distribution_is_the_targets(verifier, top_p, tmp_path):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_one_draft_token_is_the_targets_next_one(do_sample, tmp_path):
-    """Sample with coupled verification too, so draft and target draw from the same numbers."""
+    """Sample with coupled verification, where draft and target draw from the same numbers."""
     target, adapter = make_pair(tmp_path)
     stats, options = hf_speculate.SpeculationStats(), {"verifier": "coupled", "seed": 3}
     target.generate(
