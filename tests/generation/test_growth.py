@@ -16,7 +16,7 @@ from hf_speculate.options.cuda import attention_backends
 from tests.support.tiny import make_model, noisy_copy
 from tests.support.tiny_tokenizers import letters_tokenizer
 
-V, L, T = 4096, 2, 300  # chunk sizes for prompts are chosen from 256 tokens on
+V, L, T = 4096, 2, 300  # T exceeds the minimum chunk size of 256 tokens
 FIRST_LETTER = 0x4E00
 SOURCES = ["draft", "another vocabulary", "lookup", "early exit"]
 TOP_P = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 1}
