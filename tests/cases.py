@@ -1,4 +1,4 @@
-"""Provide model pairs with partial acceptance, and calls compared with plain decoding."""
+"""Provide pairs of models with partial acceptance, and compare calls with plain decoding."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -16,13 +16,13 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 from tests.support.tiny import make_model, noisy_copy
 
-DRAFT_NOISE = 0.05  # gives an acceptance of about 0.5 to 0.9, so rounds of all lengths occur
-ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise of an equal and of an unrelated draft
+DRAFT_NOISE = 0.05  # gives an acceptance rate of about 0.5 to 0.9, so rounds of all lengths occur
+ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise for an identical and for an unrelated draft
 Pair = tuple[tuple[str, str], tuple[str, str]]  # (axis, value) twice
 
 
 class Unchanged(LogitsProcessor):
-    """Custom processor without effect.
+    """Custom processor that changes nothing.
 
     It is not registered as row-wise, so rows move in lock step.
     """
@@ -50,9 +50,9 @@ class Streamed:
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Context that records `scaled_dot_product_attention` calls.
+    """Context that records calls of `scaled_dot_product_attention`.
 
-    It holds the query and the keys of each call.
+    It keeps the query and the keys of each call.
     """
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ VERIFIERS: dict[str, dict[str, Any]] = {
 }
 CACHES = ("auto", "dynamic", "preallocated")
 
-# Options of a call by axis. Rows of `tests/pairs.json` hold every pair of values, and
-# `generation/test_matrix.py` decodes each. To add a feature, add a value here and run
-# `python -m tests.pairs`.
+# Options of a call by axis. The rows of `tests/pairs.json` contain every pair of values, and
+# `generation/test_matrix.py` decodes each row. To add a feature, add a value here and run `python
+# -m tests.pairs`.
 AXES: dict[str, tuple[str, ...]] = {
     "family": (
         "llama",
@@ -132,7 +132,7 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 _RECURRENT, _READS_ENCODER = "it has recurrent layers", "it attends to an encoder"
 MAMBA_CACHE: Pair = (("family", "mamba2"), ("outputs", "passed cache"))
-# Unsupported pairs with their reasons.
+# Unsupported pairs and the reasons.
 EXCLUDED: dict[Pair, str] = {
     **{
         (("family", family), ("drafter", "early exit")): "its layers cannot be left out"
@@ -162,15 +162,15 @@ EXCLUDED: dict[Pair, str] = {
     (("cache", "static"), ("outputs", "passed cache")): "transformers takes one or the other",
 }
 
-# pairs supported by newer versions of transformers
+# pairs that newer versions of transformers support
 SERVED_NOW = {MAMBA_CACHE} if CACHE_NAME == "cache" else set()
 
 
 def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test with every value of every axis, but not with every combination.
 
-    The values take turns. Choices with a common effect meet in the rows of `AXES`; a test of one
-    mechanism needs no product.
+    The values take turns. The rows of `AXES` combine choices that affect each other; a test of a
+    single mechanism needs no product.
     """
     values = [list(axis) for axis in axes.values()]
     rows = [
@@ -184,7 +184,7 @@ def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
 def pair(
     family: str, noise: float = DRAFT_NOISE, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return the models of `new_pair`, shared between tests: change neither."""
+    """Return the models of `new_pair`. Tests share them: change neither."""
     return new_pair(family, noise, seed, dtype=dtype)
 
 
@@ -199,9 +199,10 @@ def new_pair(
 def plain_and_ours(
     target: PreTrainedModel, draft: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
 ) -> tuple[Any, Any]:
-    """Run a call plainly, then with the draft, `num_assistant_tokens` and our fields.
+    """Run a call plainly, then with the draft, `num_assistant_tokens` and the fields for drafting.
 
-    `num_assistant_tokens` is 5 by default: the adaptive schedule never calls drafts of target size.
+    `num_assistant_tokens` is 5 by default, because the adaptive schedule never calls drafts of the
+    target's size.
     """
     draft_options: dict[str, Any] = {"num_assistant_tokens": 5}
     draft_options |= {
@@ -236,9 +237,10 @@ def assert_decodes_as_plain(
     inputs: Mapping[str, Any],
     **options: Any,
 ) -> hf_speculate.SpeculationStats:
-    """Assert ids of plain decoding for a call with `draft` and return its statistics.
+    """Assert that a call with `draft` gives the ids of plain decoding, and return its statistics.
 
-    Plain decoding gets no `OWN_FIELDS`. As in `plain_and_ours`, 5 tokens are drafted by default.
+    Plain decoding does not get `OWN_FIELDS`. As in `plain_and_ours`, 5 tokens are drafted by
+    default.
     """
     stats = hf_speculate.SpeculationStats()
     own = {"num_assistant_tokens": 5, "speculation_stats": stats, "assistant_model": draft}
@@ -249,7 +251,7 @@ def assert_decodes_as_plain(
 
 
 def assert_equal_ids(plain: Tensor, ours: Tensor) -> None:
-    """Assert equal shapes and ids of two tensors [B, T] int64."""
+    """Assert that two tensors [B, T] int64 have the same shape and ids."""
     assert plain.shape == ours.shape, f"{list(plain.shape)} against {list(ours.shape)}"
     assert torch.equal(plain, ours), (
         f"rows {(plain != ours).any(1).nonzero().flatten().tolist()} differ"

@@ -1,11 +1,11 @@
-"""Print the size of the library's code. Nothing bounds it.
+"""Print the size of the library's code; no limit is enforced.
 
     python -m tests.code_size
 
-The report begins with the files run and loaded by one plain greedy call with a tiny draft model. A
-file is run if one of its functions is called between the start and the end of `generate()`. The
-kernels and the `__init__` of packages do not count there. Then come the longest files and
-functions, and the lines of each package.
+The report begins with the files that one plain greedy call with a tiny draft model runs and loads.
+A file counts as run if one of its functions is called between the start and the end of
+`generate()`; kernels and the `__init__.py` files of packages are not counted. The report then lists
+the longest files and functions, and the number of lines per package.
 """
 
 import ast
@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import CO_OPTIMIZED  # flag of functions, absent from modules and classes
+from inspect import CO_OPTIMIZED  # code flag that functions have, but modules and classes do not
 from pathlib import Path
 
 import torch
@@ -24,14 +24,14 @@ from tests.support.tiny import make_model
 from tests.test_floors import library_files, package_of
 
 LIBRARY = Path(hf_speculate.__file__).parent
-# counted with the enclosing function or module
+# counted as part of the enclosing function or module
 PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 NUM_SHOWN = 10
 
 
 @contextmanager
 def called_files() -> Iterator[set[str]]:
-    """Collect the files with called functions, in any thread."""
+    """Collect the files whose functions are called, in any thread."""
     files = set()
 
     def record(frame, event, arg):
@@ -53,7 +53,7 @@ def num_lines(path: Path) -> int:
 
 
 def lines_by_file(files: Iterable[str | None]) -> dict[str, int]:
-    """Count lines of the library's files among `files`, by path below `hf_speculate`."""
+    """Count the lines of each library file in `files`, by path relative to `hf_speculate`."""
     paths = sorted(Path(file) for file in files if file is not None)
     own = [path for path in paths if path.is_relative_to(LIBRARY) and path.name != "__init__.py"]
     names = {path.relative_to(LIBRARY).as_posix(): path for path in own}
@@ -63,9 +63,9 @@ def lines_by_file(files: Iterable[str | None]) -> dict[str, int]:
 
 
 def traced_call() -> tuple[dict[str, int], dict[str, int]]:
-    """Return files run by a plain greedy call, and files loaded after it, with their lines."""
+    """Return the files run by a plain greedy call and all loaded files, with line counts."""
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=8))
-    draft = make_model("llama", num_hidden_layers=1)  # small enough for drafts in the first round
+    draft = make_model("llama", num_hidden_layers=1)  # small enough to draft in round one
     prompt, stats = torch.tensor([[5, 6, 7, 8]]), hf_speculate.SpeculationStats()
     with called_files() as called:
         target.generate(
@@ -81,7 +81,7 @@ def traced_call() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def lines_by_function(path: Path) -> dict[str, int]:
-    """Count lines of each function of a file, by name and first line."""
+    """Count the lines of each function in a file, keyed by its name and first line."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {

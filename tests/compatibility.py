@@ -45,7 +45,7 @@ WHERE = ("keyword", "passed config", "model's config")
 
 CONFIG_FIELDS = tuple(name for name in vars(GenerationConfig()) if not name.startswith("_"))
 SIGNATURE = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "kwargs"}
-# Arguments withheld from plain decoding. An output's statistics are never in a config.
+# Arguments that plain decoding does not get. A config never contains the statistics of an output.
 _OURS = {*FIELD_NAMES, "assistant_model", "assistant_early_exit"}
 _IN_CONFIGS = {*CONFIG_FIELDS, *FIELD_NAMES} - {"speculation_stats"}
 
@@ -87,7 +87,7 @@ TYPES = """\
 By `model_type` of the target's config, read from the library. Other types are compared with plain
 decoding in their first speculative call, see [what is supported](supported.md#model-types).
 """
-# Limits of model types in words.
+# Descriptions of the limits of model types.
 LIMITS = {
     Limit.NOT_SUPPORTED: "not supported",
     Limit.ONLY_PREALLOCATED: "preallocated KV cache only",
@@ -100,26 +100,26 @@ LIMITS = {
 
 @cache
 def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
-    """Return a plain model, an enabled one of the same weights, and a draft for them."""
+    """Return a plain model, an enabled copy with the same weights, and a draft model for them."""
     plain = make_model(family)
     return plain, hf_speculate.enable(make_model(family)), noisy_copy(plain)
 
 
 @cache
 def plain_text(family: str, batch_size: int) -> list[int]:
-    """Return the new ids of the first row in plain greedy decoding."""
+    """Return the new ids of the first row from plain greedy decoding."""
     prompts = prompts_of(batch_size)
     text = models(family)[0].generate(**prompts, max_new_tokens=NUM_NEW)
     return text[0, prompts["input_ids"].shape[1] :].tolist()
 
 
 def prompts_of(batch_size: int) -> dict[str, Tensor]:
-    """Return left-padded prompts, or no prompts for no rows."""
+    """Return left-padded prompts, or an empty dict if the call has no prompt."""
     return ragged_prompts(batch_size, seed=1, min_len=6) if batch_size else {}
 
 
 def keywords(call: Call) -> dict[str, Any]:
-    """Return all keywords of the call for `generate()` except the draft."""
+    """Return all keyword arguments of the call to `generate()` except the draft."""
     options = (
         call.options
         if not callable(call.options)
@@ -131,7 +131,7 @@ def keywords(call: Call) -> dict[str, Any]:
 
 @contextmanager
 def placed(model: PreTrainedModel, given: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield the keywords of a call with its fields in the named place; configs get no `None`."""
+    """Yield the keywords of a call, with config fields in the given place; a None is left out."""
     fields = {
         name: value for name, value in given.items() if name in _IN_CONFIGS and value is not None
     }
@@ -147,7 +147,7 @@ def placed(model: PreTrainedModel, given: dict[str, Any], where: str) -> Iterato
 
 
 def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword") -> Tensor:
-    """Return the ids of one call."""
+    """Return the ids that one call generates."""
     with placed(model, given, where) as arguments:
         torch.manual_seed(0)
         output = model.generate(**arguments)
@@ -155,7 +155,7 @@ def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword"
 
 
 def decode_plainly(call: Call, without: str | None = None) -> Tensor:
-    """Decode without a draft: with transformers or, for sampling, with `coupled` verification."""
+    """Decode without a draft: with transformers, or with `coupled` verification when sampling."""
     plain, enabled, _ = models(call.family)
     given = {name: value for name, value in keywords(call).items() if name != without}
     if call.samples:
@@ -164,7 +164,7 @@ def decode_plainly(call: Call, without: str | None = None) -> Tensor:
 
 
 def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor:
-    """Decode with an enabled model and a draft; `more` are further keywords."""
+    """Decode with an enabled model and a draft; `more` holds further keyword arguments."""
     _, enabled, draft = models(call.family)
     return decode(
         enabled,
@@ -174,14 +174,14 @@ def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor
 
 
 def refusal(call: Call, where: str = "keyword") -> str:
-    """Return the error message of the call."""
+    """Return the error message that the call raises."""
     with streams(), pytest.raises(SpeculateError) as caught:
         decode_with_draft(call, where)
     return str(caught.value)
 
 
 def streams() -> AbstractContextManager[object]:
-    """Replace streams of offloaded caches: without a driver, a CUDA build of torch makes none."""
+    """Replace the CUDA streams of offloaded caches, because torch creates none without a driver."""
     try:
         torch.Stream()
     except RuntimeError:
@@ -190,13 +190,13 @@ def streams() -> AbstractContextManager[object]:
 
 
 def pinned_version() -> str:
-    """Return the version of transformers in constraints.txt, on which the page is based."""
+    """Return the transformers version in constraints.txt, which the page describes."""
     (version,) = re.findall(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
     return version
 
 
 def render() -> str:
-    """Render the page for users; run every unsupported call."""
+    """Render the documentation page, and run every unsupported call."""
     parts = [
         INTRODUCTION,
         f"Written by `{COMMAND}` with transformers {transformers.__version__}.\n",
@@ -254,7 +254,7 @@ def _note(row: Row) -> str:
 
 
 def as_code(text: str) -> str:
-    """Format text as code of a table's cell."""
+    """Format text as code in a table cell."""
     escaped = text.replace("|", "\\|")
     return f"`` {escaped} ``" if "`" in text else f"`{escaped}`"
 
@@ -269,7 +269,7 @@ _WITH_PICTURES = (make_llava, make_qwen2_vl, make_qwen3_5_vl)
 
 
 def family_rows() -> list[tuple[str, str]]:
-    """Return each tested model class and its KV cache in a call."""
+    """Return every tested model class with the KV cache that it uses in a call."""
     rows = {
         _family_row(name)
         for name in (
@@ -297,7 +297,7 @@ def _family_row(name: str) -> tuple[str, str]:
 
 
 def _cache_of(target: PreTrainedModel, inputs: dict[str, Any]) -> str:
-    """Return the default KV cache of a call, with the reason if it is not the preferred one."""
+    """Return the default KV cache of a call, and the reason if it is not the preferred one."""
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 2, "prompt_lookup_num_tokens": 2, "speculation_stats": stats}
     hf_speculate.generate(target, **inputs, **options)
@@ -308,7 +308,7 @@ def _cache_of(target: PreTrainedModel, inputs: dict[str, Any]) -> str:
 
 
 def refused_rows() -> Iterator[tuple[str, str]]:
-    """Return each model class with unsupported recurrent states and its error message."""
+    """Return every model class with unsupported recurrent states and its error message."""
     for family in UNSUPPORTED_RECURRENT:
         model = AutoModelForCausalLM.from_config(unsupported_config(family))
         with pytest.raises(UnsupportedModelError) as caught:

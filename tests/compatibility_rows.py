@@ -1,4 +1,4 @@
-"""List everything `generate()` takes as supported, refused or not applicable, row by row.
+"""List every argument of `generate()` as supported, refused or not applicable, one per row.
 
 `tests/compatibility.py` renders the table as `docs/compatibility.md`, and
 `tests/test_compatibility.py` tests it.
@@ -25,7 +25,7 @@ from transformers.generation import SynthIDTextWatermarkingConfig
 from tests.cases import Streamed
 from tests.support.tiny_tokenizers import letters_tokenizer
 
-# one for each of the 64 ids
+# one entry for each of the 64 ids
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 TOKENIZER = letters_tokenizer(CHARACTERS, pad_token="a")
 
@@ -34,36 +34,36 @@ Options = Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """Call with a draft model, on tiny models in float64."""
+    """Call with a draft model, using tiny models in float64."""
 
-    options: Options  # keywords, or a function of the new ids of plain greedy decoding
-    rows: int = 1  # 0 leaves the prompt out
+    options: Options  # keyword arguments, or a function of the new ids of plain greedy decoding
+    rows: int = 1  # 0 for a call without a prompt
     family: str = "llama"  # model family, see `tests.support.tiny.KINDS`
-    # with `verifier="coupled"`, equal to decoding without a draft; else greedy
+    # True: `verifier="coupled"` must give the text of decoding without a draft; False: greedy
     samples: bool = False
-    # the text depends on the row's name, so a name without effect fails the test
+    # the name changes the text, so the test fails if the name has no effect
     changes: bool = True
     in_configs: bool = True  # the name is also valid in a `GenerationConfig`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One name in one state.
+    """One name and its state.
 
     `tests.compatibility.INTRODUCTION` explains the states. A name may have several rows.
     """
 
     name: str
     state: str
-    note: str  # explanation, calls that raise (empty: the call itself), or the reason of no effect
-    call: Call | None  # equal to plain decoding, raising, or unchanged without the name
+    note: str  # explanation; calls that raise (empty: the call itself); or why it has no effect
+    call: Call | None  # equals plain decoding, raises, or gives the same text without the name
 
 
 def _row(state: str, name: str, note: str = "", value: Any = None, **more: Any) -> Row:
     """Make a row, with a call if it has a value or further options.
 
-    `more` may hold fields of the call. A function or a mapping as the value holds all options of
-    the call.
+    `more` may contain fields of the call. If the value is a function or a mapping, it provides all
+    options of the call.
     """
     settings = {field.name: more.pop(field.name) for field in fields(Call) if field.name in more}
     is_whole = isinstance(value, FunctionType | Mapping)
@@ -75,23 +75,23 @@ def _row(state: str, name: str, note: str = "", value: Any = None, **more: Any) 
 supported, refused, ignored = (
     partial(_row, state) for state in ("supported", "not supported", "no effect")
 )
-same = partial(supported, changes=False)  # supported without a change of the text
+same = partial(supported, changes=False)  # supported, but does not change the text
 
 
 def _each(make: Callable[..., Row], names: str, *note_and_value: Any, **more: Any) -> list[Row]:
-    """Make one row like another for each of the names."""
+    """Copy one row for each of the names."""
     return [make(name, *note_and_value, **more) for name in names.split()]
 
 
 class Shift(LogitsProcessor):
-    """Custom processor that forbids the last id's successor."""
+    """Custom processor that forbids the successor of the last id."""
 
     def __call__(self, input_ids, scores):
         return scores.scatter(1, (input_ids[:, -1:] + 1) % scores.shape[1], -torch.inf)
 
 
 class StopAtSum(StoppingCriteria):
-    """Custom criterion over the last three ids.
+    """Custom criterion on the last three ids.
 
     It ends a row if their sum is a multiple of seven.
     """
@@ -265,7 +265,7 @@ FIELDS = (
     same("cache_implementation", COMPILED, "static"),
     *(refused("cache_implementation", value=name) for name in ("offloaded", "offloaded_static")),
     refused("cache_implementation", PAGED, "paged", in_configs=False),
-    *(  # older versions have no backend without a package
+    *(  # older versions have no backend that works without an extra package
         refused("cache_implementation", QUANTIZED, "quantized", cache_config={"backend": "fp8"})
         for _ in range(hasattr(cache_utils, "Fp8QuantizedLayer"))
     ),

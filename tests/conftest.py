@@ -1,4 +1,4 @@
-"""Configure all tests: no network, a fixed seed, and markers with reasons to skip."""
+"""Configure all tests: no network, a fixed seed, and markers that explain skipped tests."""
 
 import importlib
 import importlib.util
@@ -7,23 +7,23 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-# Set before the first import of transformers, because it reads the variable once.
+# Set before transformers is first imported, because it reads the variable only once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Processes started by tests use one thread, because the other core runs other tests.
+# Processes started by tests use one thread, because other tests run on the other core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-# Without a GPU, kernels run in Triton's interpreter. Triton too reads its variable once.
+# Without a GPU, kernels run in Triton's interpreter. Triton reads its variable only once, too.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
-# Tiny models gain nothing from threads, and threads wait for one another on a busy machine.
+# Tiny models do not benefit from threads, and threads wait for one another on a busy machine.
 torch.set_num_threads(1)
 
-if importlib.util.find_spec("hypothesis") is not None:  # its tests are skipped without it
+if importlib.util.find_spec("hypothesis") is not None:  # tests that need it are skipped without it
     import hypothesis
 
     hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # workers report to one process
+    # all workers report to one process
     if config.getoption("--fail-on-skip") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Unserved())
 
@@ -61,9 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Unserved:
-    """Plugin that fails runs with unexpected skips.
+    """Plugin that fails a run with unexpected skips.
 
-    Only a missing requirement of the machine allows a skip.
+    A test may be skipped only if the machine lacks something that the test requires.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Unserved:
 
 @pytest.fixture(autouse=True, scope="session")
 def _installed_transformers_is_tested() -> None:
-    """Treat a newer transformers as tested, without warnings or self-tests for its version."""
+    """Treat a newer transformers version as tested, so it triggers no warning and no self-test."""
     compat = importlib.import_module("hf_speculate.compat")
     if compat.is_newer_than_tested():
         compat._NEWEST = compat.transformers.__version__
@@ -104,7 +104,7 @@ def _fixed_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _named_fallbacks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Raise on fallbacks without a marker of the test, so no test passes with a dead drafter."""
+    """Raise on every fallback that no marker of the test allows; texts do not reveal them."""
     words = [word for marker in request.node.iter_markers("fallback") for word in marker.args]
     with importlib.import_module("tests.support.fallbacks").only_fallbacks(*words):
         yield
@@ -112,7 +112,7 @@ def _named_fallbacks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    """Unregister a test's verifiers after it."""
+    """Unregister the verifiers that a test has registered."""
     registered = importlib.import_module("hf_speculate.verify.base")._REGISTRY
     before = dict(registered)
     yield
@@ -122,9 +122,9 @@ def registry() -> Iterator[None]:
 
 @pytest.fixture
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Give later calls a schedule of changing draft lengths, with plain steps; return their list.
+    """Make later calls use a schedule of changing draft lengths and plain steps; return their list.
 
-    `parametrize("scripted", [lengths], indirect=True)` gives other lengths.
+    `parametrize("scripted", [lengths], indirect=True)` sets other lengths.
     """
     instances: list[object] = []
     module = importlib.import_module("tests.schedule.scripted")

@@ -1,8 +1,8 @@
-"""Run the core's tests with a copy of the library without options.
+"""Run the tests of the core with a copy of the library that has no options.
 
 `python -m tests.core_alone` links the library without `options/` into a new folder and runs the
-tests of the core's packages there. A test of an option fails because of a missing module; such
-tests are skipped and counted. All others must pass.
+tests of the core packages there. Tests that need an option fail on the missing module; they are
+skipped and counted. All other tests must pass.
 """
 
 import os
@@ -33,7 +33,7 @@ PACKAGES = (
 MISSING = f"No module named '{LIBRARY}.{OPTIONS}"
 REASON = "needs an option"
 FINDER = pytest.StashKey[Missing]()
-COPIED = ("tests", "pyproject.toml")  # pytest looks up their folders
+COPIED = ("tests", "pyproject.toml")  # pytest looks up conftest files in these folders
 
 
 def skipped(report: Any, path: str) -> Any:
@@ -67,7 +67,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def link(folder: Path) -> None:
-    """Link the library and its tests into `folder`, without the options."""
+    """Link the library without its options, and its tests, into `folder`."""
     (folder / LIBRARY).mkdir()
     for entry in (ROOT / LIBRARY).iterdir():
         if entry.name != OPTIONS:

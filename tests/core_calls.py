@@ -1,7 +1,8 @@
-"""Decode with copies of the library without options: without all of them, and without each one.
+"""Decode with copies of the library that lack all options, or one option each.
 
-`python -m tests.core_calls FOLDER` makes the copies in `FOLDER` from links and decodes with each in
-a separate process. It fails if a text differs from plain decoding, or if a deleted file is missed.
+`python -m tests.core_calls FOLDER` creates the copies in `FOLDER` from links and decodes with each
+copy in a separate process. It fails if a text differs from plain decoding, or if the library needs
+a file that was left out.
 """
 
 import multiprocessing
@@ -19,7 +20,8 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, OPTIONS = ROOT / "hf_speculate", "options"
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 0}
-# Draft source and settings of each call. A text is compared if plain decoding gives the same one.
+# Draft source and settings of each call. Its text is compared if plain decoding gives the same
+# text.
 CALLS = (
     ("model", GREEDY),
     (
@@ -45,7 +47,7 @@ CALLS = (
 
 
 def copy_without(options: Iterable[str], folder: Path) -> None:
-    """Copy the library into `folder` without these options."""
+    """Copy the library into `folder` without the given options."""
     for source, left_out in ((LIBRARY, {OPTIONS}), (LIBRARY / OPTIONS, set(options))):
         target = folder / source.relative_to(ROOT)
         target.mkdir(parents=True)
@@ -61,14 +63,14 @@ def decode(
     draft: PreTrainedModel,
     batch_sizes: Sequence[int],
 ) -> None:
-    """Decode every call with the copy in `folder`, without the options `left_out`."""
+    """Decode every call with the copy in `folder`, which lacks the options `left_out`."""
     sys.path.insert(0, str(folder))
     hide(left_out)
-    import hf_speculate  # only after the copy is on the path
+    import hf_speculate  # imported only after the copy is on the path
     from hf_speculate.models.foreign_code import KNOWN_PACKAGES
     from hf_speculate.types import DraftOut
 
-    KNOWN_PACKAGES.add("tests")  # the models have hooks of tests
+    KNOWN_PACKAGES.add("tests")  # the models have hooks that the tests installed
     assert Path(hf_speculate.__file__).is_relative_to(folder)
 
     class Repeats:
@@ -125,7 +127,7 @@ def main() -> None:
     target = make_model("llama", num_hidden_layers=2).double()
     draft = noisy_copy(target)
     for name in [name for name in sys.modules if name.partition(".")[0] == "hf_speculate"]:
-        del sys.modules[name]  # the copy is imported anew
+        del sys.modules[name]  # import the copy instead of the loaded library
     options = sorted(
         path.name for path in (LIBRARY / OPTIONS).iterdir() if (path / "__init__.py").is_file()
     )

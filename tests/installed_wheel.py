@@ -1,9 +1,9 @@
-"""Check an installed hf_speculate: its import, its command and one speculative call.
+"""Check an installed hf_speculate: its import, its command and one call with a draft.
 
     <environment>/bin/python -I tests/installed_wheel.py
 
-`-I` keeps the checkout off the path. The environment needs the wheel's requirements, no extra and
-no network.
+`-I` keeps the checkout off the path. The environment needs the wheel's requirements, but no extras
+and no network.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_speculate
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-PROMPTS = [[0, 0, 3, 4, 5], [6, 7, 8, 9, 10]]  # the first is padded on the left
+PROMPTS = [[0, 0, 3, 4, 5], [6, 7, 8, 9, 10]]  # the first row is left-padded
 NUM_NEW_TOKENS = 24
 
 
@@ -40,7 +40,7 @@ def check_command() -> None:
 
 
 def check_generate() -> hf_speculate.SpeculationStats:
-    """Compare a call of two rows with plain decoding; the draft is the first layer of two."""
+    """Compare a call with two rows with plain decoding; the draft is the first of two layers."""
     torch.manual_seed(0)
     target, draft = (
         LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num)).double().eval()

@@ -1,10 +1,10 @@
-"""Execute the cells of a notebook and keep their outputs.
+"""Execute the cells of a notebook and save their outputs.
 
     python -m tests.notebook    # writes the outputs of examples/tutorial.ipynb anew
 
-Cells run in order in one namespace, in the notebook's folder, as in Jupyter. The outputs of a cell
-are its printed text and the value of its last expression. A cell with the tag `times` shows
-seconds, so its outputs differ between runs.
+As in Jupyter, cells run in order, in one namespace and in the notebook's folder. The output of a
+cell is its printed text and the value of its last expression. A cell with the tag `times` prints
+seconds, so its output differs between runs.
 """
 
 import ast

@@ -2,7 +2,7 @@
 
     python -m tests.page_code docs/statistics.md
 
-A block with a missing extra may end in an error of one line with the extra's name. The line is
+If an extra is missing, a block may raise a one-line error that names the extra. The line is
 printed, and the next block runs.
 """
 
@@ -18,7 +18,7 @@ from tests.support.pages import EXAMPLES, ROOT, blocks, extras_named_in
 
 PAIR = ROOT / "examples" / "pair"
 FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md")
-# Models of the Hub on pages, and the bundled models in their place.
+# Models on the Hub named by pages, and the bundled models that replace them.
 STAND_INS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "target",
     "Qwen/Qwen3-8B": "target",
@@ -26,10 +26,10 @@ STAND_INS = {
     "meta-llama/Llama-3.1-8B-Instruct": "target",
     "meta-llama/Llama-3.2-1B-Instruct": "draft",
 }
-# the cards leave models' names open
+# the model cards leave the names of models open
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))
-# Blocks with a reader's head or assistant, a server, or a library of make test-integrations, where
-# they run.
+# Blocks that need the reader's head or assistant, a server, or a library. The last kind runs in
+# make test-integrations.
 NOT_RUN = (
     "adapter = hf_speculate.UnoAdapter(",
     "head = hf_speculate.load_drafter(",
@@ -46,7 +46,7 @@ NOT_RUN = (
 
 
 def names_of_the_example() -> dict[str, Any]:
-    """Return the names of the quick start; other pages continue from them."""
+    """Return the names that the quick start defines; other pages continue from them."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
     target, draft = (
         AutoModelForCausalLM.from_pretrained(PAIR / name) for name in ("target", "draft")
@@ -66,7 +66,7 @@ def names_of_the_example() -> dict[str, Any]:
 
 
 def run_blocks(page: str) -> Iterator[str]:
-    """Run a page's blocks in one namespace; yield the error of each block with a missing extra."""
+    """Run a page's blocks in one namespace; yield the error of each block that lacks an extra."""
     names = {} if page in FROM_NOTHING else names_of_the_example()
     if page in CARDS:
         names = {"target_name": str(PAIR / "target"), "draft_name": str(PAIR / "draft")}

@@ -1,8 +1,8 @@
-"""Choose rows with every pair of two axes' values; `python -m tests.pairs` writes those of `AXES`.
+"""Choose rows that contain every pair of values of two axes; `python -m tests.pairs` writes them.
 
-Write them again after adding a value or an axis. Rows stay, and rows for the missing pairs are added;
-from an empty list, all are chosen anew. Each row has the first seed of its prompts with an accepted
-and a rejected token, so the call rolls back the drafter and the cache.
+Write them again after adding a value or an axis. Existing rows stay, and rows are added for missing
+pairs; from an empty list, all rows are chosen anew. The seed of a row is the first one whose
+prompts lead to an accepted and a rejected token, so the call rolls back the drafter and the cache.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from tests.random_calls import Case, cache_of, draft_options, options_of, prompt
 from tests.random_search import eos_ids, run_case
 
 ROWS = Path(__file__).with_name("pairs.json")
-NUM_TRIES = 60  # random rows for each chosen one
-NUM_SEEDS = 200  # tried seeds of each row
-NUM_DRAFTED = 3  # per round
+NUM_TRIES = 60  # random rows for each chosen row
+NUM_SEEDS = 200  # seeds tried for each row
+NUM_DRAFTED = 3  # tokens per round
 Row = dict[str, str]
 
 
@@ -39,7 +39,7 @@ def pairs_of(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str]) ->
 
 
 def pairs_in(row: Row) -> set[Pair]:
-    """Return the pairs of one row."""
+    """Return the pairs that one row contains."""
     return set(itertools.combinations(row.items(), 2))
 
 
@@ -49,7 +49,7 @@ def cover(
     seed: int = 0,
     kept: Sequence[Row] = (),
 ) -> list[Row]:
-    """Add rows to `kept` for all required pairs: repeatedly take the best of some random rows."""
+    """Add rows to `kept` for all required pairs, taking the best of some random rows each time."""
     draw, rows = random.Random(seed), list(kept)
     missing = pairs_of(axes, excluded).difference(*map(pairs_in, rows))
     while missing:
@@ -72,7 +72,7 @@ def _filled(
     missing: set[Pair],
     draw: random.Random,
 ) -> Row | None:
-    """Fill all axes of the row with the values that add most missing pairs.
+    """Fill all axes of the row with the values that add the most missing pairs.
 
     Returns:
         The row, or None if every value of an axis is excluded.
@@ -92,7 +92,7 @@ def _filled(
 
 
 def case_of(row: Row, seed: int) -> Case:
-    """Return the call of a row, with a seed for its prompts and its sampling."""
+    """Return the call for a row, with a seed for its prompts and its sampling."""
     samples = VERIFIERS[row["verifier"]]["do_sample"]
     drafter = {"argmax": "model"}.get(row["drafter"], row["drafter"])
     warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
@@ -128,15 +128,15 @@ def case_of(row: Row, seed: int) -> Case:
 
 
 def has_plain_twin(row: Row) -> bool:
-    """Return True if plain decoding gives the row's text.
+    """Return True if plain decoding gives the text of the row.
 
-    For coupled verification, plain decoding is coupled decoding without a draft.
+    For coupled verification, plain decoding means coupled decoding without a draft.
     """
     return row["verifier"] in ("greedy", "coupled")
 
 
 def decode(case: Case, row: int | None = None, **more: Any) -> Any:
-    """Return the ids of a speculative call with a seed per row, or of one row alone."""
+    """Return the ids of a speculative call with a seed per row, or of a single row."""
     model, inputs = target_of(case.family)[0], prompts_of(case)
     options = options_of(case, eos_ids(case, inputs)) | draft_options(case) | more
     if case.passed != "no":
@@ -158,7 +158,7 @@ def find_seed(row: Row) -> int:
 
 
 def _count(row: Row, case: Case) -> tuple[int, int]:
-    """Count drafted tokens accepted and rejected in the call of a row."""
+    """Count the accepted and the rejected draft tokens in the call for a row."""
     if has_plain_twin(row):
         result = run_case(case)
         return result.num_accepted, result.num_rejected
@@ -173,7 +173,6 @@ def read() -> list[tuple[Row, int]]:
 
 
 def main() -> None:
-    """Write the file."""
     torch.set_num_threads(1)
     required = pairs_of(AXES, EXCLUDED)
     kept = [row for row, _ in read() if pairs_in(row) <= required]

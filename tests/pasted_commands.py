@@ -1,4 +1,4 @@
-"""Run a page's commands in order, in a copy of the tree equal to a clone."""
+"""Run the commands of a page in order, in a copy of the tree that looks like a fresh clone."""
 
 import os
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.support.pages import ROOT
 
-# Options to shorten commands or to run them without a GPU, by page and by the start of a command.
-# If an option is given twice, the last one counts.
+# Options that shorten commands or let them run without a GPU, keyed by page and by the start of a
+# command. If an option is given twice, the last value counts.
 FEW = "--num-prompts 2 --max-new-tokens 8"
 DEMO = 'DEMO_ARGS="--prompts 2 --max-new-tokens 8 --passes 1"'
 ADDED = {
@@ -51,7 +51,7 @@ def git(tree: Path, *words: str) -> str:
 
 
 def make_clone(tree: Path, environment: Path) -> None:
-    """Copy the tracked files to `tree`, as a repository with an installed environment."""
+    """Copy the tracked files to `tree` and make it a repository with an installed environment."""
     for name in git(ROOT, "ls-files", "-z").split("\0")[:-1]:
         if os.path.lexists(ROOT / name):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +62,9 @@ def make_clone(tree: Path, environment: Path) -> None:
     for path in environment.iterdir():
         if path.name not in STAMPS:
             (tree / ".venv" / path.name).symlink_to(path)
-    for stamp in STAMPS:  # newer than their prerequisites in `make`
+    for stamp in STAMPS:  # newer than their prerequisites, so `make` does not rebuild them
         (tree / ".venv" / stamp).touch()
-    # a block of Python makes it
+    # created by a block of Python on the page
     shutil.copytree(tree / "examples" / "pair" / "target", tree / "my-model")
 
 
@@ -75,9 +75,9 @@ def paste(
     variables: dict[str, str],
     left_out: Iterable[str] = (),
 ) -> Iterator[tuple[str, Result]]:
-    """Run a page's commands in order; yield each with its result.
+    """Run the commands of a page in order, and yield each command with its result.
 
-    Commands with a start in `left_out` are skipped.
+    Commands that start with an entry of `left_out` are skipped.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     environment["PATH"] = os.pathsep.join([str(clone / ".venv" / "bin"), os.environ["PATH"]])

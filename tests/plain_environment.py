@@ -1,9 +1,4 @@
-"""Run the pages in an environment of `pip install .`, or check the name of the missing extra.
-
-    make test-plain
-
-The target makes the environment and runs this file. No other target collects it.
-"""
+"""Run the pages in an environment of `pip install .`; commands of extras must name their extra."""
 
 import os
 import subprocess
@@ -25,7 +20,7 @@ from tests.support.pages import (
 from tests.support.shown_commands import problems_in
 
 PLAIN_PAGES = ("README.md", "examples/README.md", *(page for page in DOCS if page.count("/") == 1))
-# Skipped commands, by their start, with reasons.
+# Commands to skip, by how they start, with the reason.
 LEFT_OUT = {
     "pip install ": "makes the environment in which this runs",
     "make demo": "makes an environment with an extra; .ci/run begins with it",
@@ -49,10 +44,10 @@ LEFT_OUT = {
 }
 FEW = "--max-new-tokens 8 --num-assistant-tokens 3"
 ADDED_TO_SCRIPTS = {"custom_drafter.py": "--max-new-tokens 8", "custom_verifier.py": FEW}
-# Extras by words of a command, and by page for its Python.
+# Extras, keyed by words of a command, and by page for its Python code.
 EXTRA_OF_WORDS = {"--engine ray": {"ray"}, "torchrun ": {"ranks"}}
 EXTRAS_OF_CODE = {"docs/statistics.md": {"plot"}}
-# Commands of extras alone; they are in no plain environment.
+# Commands that only extras install; a plain environment has none of them.
 EXTRA_MODULES = (
     "accelerate",
     "datasets",
@@ -68,7 +63,7 @@ EXTRA_MODULES = (
 
 
 def shown_commands(page: str) -> list[str]:
-    """Return commands of a page: in blocks, complete ones in the text, scripts of a table."""
+    """Return the commands of a page: those in blocks, complete ones in its text, and scripts."""
     named = [command for command in named_commands(page) if not problems_in(command)]
     scripts = [
         name
@@ -87,7 +82,7 @@ def runs_something(page: str) -> bool:
 
 
 def extras_of(command: str) -> set[str]:
-    """Return the extras of a command, by the examples' table and `EXTRA_OF_WORDS`."""
+    """Return the extras that a command needs, from the table of examples and `EXTRA_OF_WORDS`."""
     needed = [extras for words, extras in EXTRA_OF_WORDS.items() if words in command]
     if "--tiny" not in command:
         needed += [
@@ -140,7 +135,7 @@ def test_commands_run_or_name_their_extra(page: str, environment: Path, tmp_path
 def test_python_blocks_run_or_name_their_extra(
     page: str, environment: Path, tmp_path: Path
 ) -> None:
-    for name in ("examples", "tests"):  # these import the installed library, not the tree's
+    for name in ("examples", "tests"):  # these import the installed library
         (tmp_path / name).symlink_to(ROOT / name)
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "examples"), "HF_HUB_OFFLINE": "1"}
     result = run(

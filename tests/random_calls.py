@@ -1,4 +1,4 @@
-"""Describe random `generate()` calls as plain values, and build their models and arguments."""
+"""Describe random `generate()` calls by plain values, and build their models and arguments."""
 
 import copy
 import random
@@ -28,7 +28,8 @@ from tests.support.tiny_families import FAMILIES, make_family
 from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
 from tests.support.tiny_wrappers import WRAPPERS
 
-LARGEST_PROMPT_ID = 48  # larger ids are pictures, sounds and Whisper's times; heads have 32 ids
+# larger ids stand for images, audio and Whisper's timestamps; heads have 32 ids
+LARGEST_PROMPT_ID = 48
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "t5": make_t5,
     "bart": make_bart,
@@ -44,7 +45,8 @@ _READERS = (
     READINGS | READERS | ENCODERS | {name: wrapper.make for name, wrapper in WRAPPERS.items()}
 )
 READER_NAMES = tuple(_READERS)
-HEAD_NAMES = tuple(f"{family} head" for family in HEADS)  # used as families, with their targets
+# used as families, together with their targets
+HEAD_NAMES = tuple(f"{family} head" for family in HEADS)
 FAMILY_NAMES = (*_MAKERS, *READER_NAMES, *HEAD_NAMES)
 
 PADDINGS = ("none", "left", "right", "holes", "empty row")
@@ -82,7 +84,7 @@ WARPERS = {"temperature": 0.6, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "typical_
 class Case:
     """One call, with the plainest values as defaults.
 
-    Shrinking moves fields to their defaults.
+    Shrinking resets fields to their defaults.
     """
 
     family: str
@@ -103,19 +105,20 @@ class Case:
     verifier: str = ""  # empty: greedy, or coupled if `samples`
     draft_sampling: str = ""
     num_return_sequences: int = 1
-    ends: tuple[int, ...] = ()  # EOS ids: the tokens at these indices of the plain text's first row
+    # EOS ids: the tokens at these indices in the first row of the plain text
+    ends: tuple[int, ...] = ()
     own_processor: bool = False
-    has_grammar: bool = False  # a grammar forces and drafts a part of the text
+    has_grammar: bool = False  # a grammar forces and drafts part of the text
     own_criterion: bool = False
     processors: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     prefill_chunk_size: int = 0
     embeds: bool = False
-    fault: str = ""  # draft fault, see `tests.reliability.bad_drafts`
+    fault: str = ""  # fault in the draft, see `tests.reliability.bad_drafts`
     fault_at: int = 1
 
     def simpler(self) -> list["Case"]:
-        """Yield the case with one field at its default, or with one entry less."""
+        """Yield the case with one field reset to its default, or with one entry removed."""
         cases, plain = [], Case(self.family)
         for name, value in vars(self).items():
             if value == getattr(plain, name):
@@ -141,7 +144,7 @@ class Case:
 def draw_case(
     seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, faults: tuple[str, ...] = ()
 ) -> Case:
-    """Draw the case of this number, the same each time, with one of the faults in its draft."""
+    """Draw the case with this number, always the same one, with one of the faults in its draft."""
     draw = random.Random(f"{seed}:{index}")
     family = families[index % len(families)]
     is_reader = family in _READERS
@@ -183,8 +186,8 @@ def draw_case(
     )
     if is_head:
         case = replace(case, drafter="head", embeds=False)
-    # drafting calls only: few models are refused "auto", and "adaptive" calls no draft of its
-    # target's size
+    # only calls that draft: few models refuse "auto", and "adaptive" calls no draft of the target's
+    # size
     if faults:
         cache_kind = "auto" if case.cache == "preallocated" else case.cache
         schedule = (
@@ -199,7 +202,7 @@ def draw_case(
 
 @cache
 def target_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return an enabled model and the fixed arguments of its prompt."""
+    """Return an enabled model and the fixed arguments for its prompt."""
     if family in HEAD_NAMES:
         return hf_speculate.enable(head_of(family)[1]), {}
     if family in _READERS:
@@ -218,7 +221,7 @@ def head_of(family: str) -> tuple[Any, PreTrainedModel]:
 
 @cache
 def uno_of(family: str) -> tuple[hf_speculate.UnoAdapter, Any]:
-    """Make a Uno adapter of the family's model, in a folder that lasts as long."""
+    """Make a Uno adapter for a model of the family, and return it with its folder."""
     folder = tempfile.TemporaryDirectory()
     tensors = make_tensors(target_of(family)[0])
     return hf_speculate.UnoAdapter(write_adapter(Path(folder.name), tensors)), folder
@@ -237,7 +240,7 @@ def other_draft() -> PreTrainedModel:
 
 
 def prompts_of(case: Case) -> dict[str, Any]:
-    """Return the first turn's arguments."""
+    """Return the arguments of the first turn."""
     model, inputs = target_of(case.family)
     if inputs:
         return dict(inputs)
@@ -271,7 +274,7 @@ def _padded(padding: str, batch_size: int, seed: int, num_ids: int) -> dict[str,
 
 
 def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
-    """Return the options shared with plain decoding."""
+    """Return the options that are shared with plain decoding."""
     options: dict[str, Any] = {"max_new_tokens": case.max_new_tokens}
     options |= {name: (PROCESSORS | WARPERS)[name] for name in case.processors}
     own = {
@@ -298,7 +301,7 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
 
 
 def draft_options(case: Case) -> dict[str, Any]:
-    """Return the speculative options of the call."""
+    """Return the options for speculative decoding."""
     options: dict[str, Any] = {"num_assistant_tokens": case.num_assistant_tokens}
     if case.drafter != "generator":
         options["num_assistant_tokens_schedule"] = case.schedule
@@ -340,7 +343,7 @@ def draft_options(case: Case) -> dict[str, Any]:
 
 
 def cache_of(case: Case) -> Any:
-    """Make a fresh cache to pass, or None to let transformers make one."""
+    """Make a new cache to pass, or return None to let transformers make one."""
     if case.passed == "no":
         return None
     model, _ = target_of(case.family)

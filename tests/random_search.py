@@ -2,9 +2,9 @@
 
     python -m tests.random_search --seed 1 --num 2000
 
-Ids, scores, logits, hidden states, attentions and the returned cache must be equal. A difference is
-shrunk and printed as a `Case` for `--case`. pytest does not collect this file, because it takes
-minutes to hours.
+Ids, scores, logits, hidden states, attentions and the returned cache must be equal. A failing case
+is shrunk and printed as a `Case` for `--case`. pytest does not collect this file, because a run
+takes minutes to hours.
 """
 
 import argparse
@@ -46,24 +46,25 @@ from tests.random_calls import (
     target_of,
 )
 
-# some families take softmax in float32 for every dtype
+# some families compute softmax in float32 for every dtype
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}
-# Only recurrent models raise these, because transformers cannot read their prompts in chunks.
+# Only recurrent models raise these errors, because transformers cannot read their prompts in
+# chunks.
 _OF_TRANSFORMERS = ("prefill chunking without a cache", "can only be called on Attention layers")
 
 
 class Result(NamedTuple):
     outcome: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
     detail: str = ""
-    num_accepted: int = 0  # drafted tokens of an equal case, in all turns
+    num_accepted: int = 0  # accepted draft tokens over all turns, if the outputs are equal
     num_rejected: int = 0
-    fallbacks: tuple[str, ...] = ()  # reasons in an equal case
+    fallbacks: tuple[str, ...] = ()  # reasons for fallbacks, if the outputs are equal
 
 
 def run_case(case: Case) -> Result:
-    """Run a case plainly and with a draft, and compare the two."""
+    """Run a case without and with a draft, and compare the results."""
     model, _ = target_of(case.family)
-    own, caches = draft_options(case), [cache_of(case), cache_of(case)]  # equal in all turns
+    own, caches = draft_options(case), [cache_of(case), cache_of(case)]  # the same in all turns
     inputs = prompts_of(case)
     eos: list[int] = []
     num_accepted = num_verified = 0
@@ -108,11 +109,11 @@ def _decode(
 ) -> Any:
     model, options = target_of(case.family)[0], options_of(case, eos) | own
     if model.config.is_encoder_decoder:
-        options.pop("prefill_chunk_size", None)  # plain decoding cuts the encoder's mask too
+        options.pop("prefill_chunk_size", None)  # plain decoding also crops the encoder's mask
     if cache is not None:
         options[CACHE_NAME] = cache
-    torch.manual_seed(0)  # some readers draw noise
-    return model.generate(**copy.deepcopy(inputs), **options)  # transformers expands some in place
+    torch.manual_seed(0)  # some multimodal models draw noise
+    return model.generate(**copy.deepcopy(inputs), **options)  # some are expanded in place
 
 
 def _both_fail(ours: Callable[[], Any], error: Exception) -> Result:
@@ -126,7 +127,7 @@ def _both_fail(ours: Callable[[], Any], error: Exception) -> Result:
 
 
 def eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
-    """Return EOS ids to end the case's text at its chosen places."""
+    """Return EOS ids that end the text of the case at the chosen positions."""
     if not case.ends:
         return []
     model, _ = target_of(case.family)
@@ -135,7 +136,7 @@ def eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
 
 
 def _longer(inputs: dict[str, Any], sequences: Tensor, vocab_size: int) -> dict[str, Any]:
-    """Return the next turn's prompt: the text so far and two tokens."""
+    """Return the prompt of the next turn: the text so far and two more tokens."""
     num_new = sequences.shape[1] - inputs["input_ids"].shape[1]
     more = (sequences[:, -1:] + torch.tensor([[1, 2]])) % min(LARGEST_PROMPT_ID, vocab_size)
     mask = inputs["attention_mask"]
@@ -147,7 +148,7 @@ def _longer(inputs: dict[str, Any], sequences: Tensor, vocab_size: int) -> dict[
 
 def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -> list[int]:
     """Count the new tokens of each row up to and including its EOS."""
-    own_eos = target_of(case.family)[0].generation_config.eos_token_id  # Whisper's
+    own_eos = target_of(case.family)[0].generation_config.eos_token_id  # for Whisper
     eos = eos or ([] if own_eos is None else [own_eos])
     positions = range(num_prompt, sequences.shape[1])
     is_end = torch.isin(sequences[:, num_prompt:], torch.tensor(eos))
@@ -158,9 +159,9 @@ def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -
 
 
 def compare(plain: Any, ours: Any, lens: list[int], tolerance: float, has_caches: bool) -> str:
-    """Name the difference, or return an empty string.
+    """Describe the difference, or return an empty string.
 
-    In each row, only the first `lens` [B] new tokens are compared by logits.
+    The logits of each row are compared only for its first `lens` [B] new tokens.
     """
     expected, actual = (_tensors(output, lens, has_caches) for output in (plain, ours))
     if expected.keys() != actual.keys():
@@ -179,7 +180,7 @@ def _is_close(one: Tensor | None, other: Tensor | None, tolerance: float) -> boo
 
 
 def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor]:
-    """Return a call's outputs by name."""
+    """Return the outputs of a call by name."""
     tensors = {"sequences": output.sequences}
     for name in ("scores", "logits"):
         for step, tensor in enumerate(getattr(output, name) or ()):
@@ -207,7 +208,7 @@ def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor
 
 
 def _is_tie(plain: Any, ours: Any) -> bool:
-    """Return True if the first different token was tied in plain decoding, in float32."""
+    """Return True if plain decoding had a float32 tie at the first different token."""
     num = min(plain.sequences.shape[1], ours.sequences.shape[1])
     differing = (plain.sequences[:, :num] != ours.sequences[:, :num]).T.nonzero().tolist()
     if not differing:
@@ -230,9 +231,9 @@ def shrunk(case: Case, detail: str) -> Case:
 def search(
     seed: int, numbers: range, families: tuple[str, ...], faults: tuple[str, ...] = ()
 ) -> Counter[str]:
-    """Run cases by number, print the different ones, and return the count of each kind."""
+    """Run the numbered cases, print those that differ, and count the cases of each kind."""
     counts: Counter[str] = Counter()
-    with contextlib.suppress(KeyboardInterrupt):  # keeps the counts so far
+    with contextlib.suppress(KeyboardInterrupt):  # keep the counts so far
         for index in numbers:
             case = draw_case(seed, index, families, faults)
             result = run_case(case)
@@ -254,7 +255,7 @@ def search(
 
 
 def main(faults: tuple[str, ...] = ()) -> int:
-    """Run the cases of the command line; return 1 if one differs."""
+    """Run the cases given on the command line; return 1 if any of them differs."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=200, help="cases")

@@ -1,4 +1,4 @@
-"""Test the table of `generate()` arguments for completeness, its calls and its page."""
+"""Test that the table of `generate()` arguments is complete, and test its calls and its page."""
 
 from functools import cache
 
@@ -30,7 +30,7 @@ ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 
 
 def with_places(state, in_configs):
-    """Pair each row of a state with a place of its name; the places take turns."""
+    """Pair each row in a state with a place for its name, taking turns between the places."""
     differences = [
         (row, in_configs if row.call.in_configs and row not in ARGUMENTS else WHERE[:1])
         for row in ROWS
@@ -98,7 +98,7 @@ def test_inapplicable_value_changes_nothing(row, where):
 
 @pytest.mark.fallback("lock step")
 def test_page_equals_the_rendered_table():
-    """Compare with the page of the pinned version. For other versions, compare names alone."""
+    """Compare with the page of the pinned version. For other versions, compare only the names."""
     page = PAGE.read_text(encoding="utf-8")
     if transformers.__version__ == pinned_version():
         assert page == render(), f"docs/compatibility.md is out of date: run {COMMAND}"

@@ -1,4 +1,4 @@
-"""Test the precedence of settings through the real `generate()`."""
+"""Test the precedence of settings in real calls to `generate()`."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.verify.test_verifiers import KeepNothing
 
 SOURCES = ("keyword", "passed", "model", "draft")  # strongest first
-# Values for each source and then the default; neighbours differ.
+# Each setting has one value per source and, last, its default. Neighbouring values differ.
 VALUES = {
     "posterior_threshold": (0.11, 0.12, 0.13, 0.14, 0.09),
     "posterior_alpha": (0.41, 0.42, 0.43, 0.44, 0.3),
@@ -50,7 +50,7 @@ VALUES = {
 
 
 class Pair:
-    """Enabled model and an equal draft.
+    """Enabled model and an identical draft.
 
     Every drafted token is verified and accepted.
     """
@@ -82,14 +82,14 @@ def models() -> Pair:
 
 
 def longest_draft(stats: SpeculationStats) -> int:
-    """Return the longest draft of a call with all drafts accepted."""
+    """Return the longest draft of a call that accepts all drafts."""
     assert stats.num_accepted == stats.num_verified > 0
     return len(stats.verified_per_position)
 
 
 @pytest.fixture
 def seen(registry):
-    """Collect settings of calls with the verifier "seeing" or "rejection", without acceptance."""
+    """Collect the settings of calls whose verifier, "seeing" or "rejection", accepts nothing."""
     configs: list[SpeculationConfig] = []
 
     def factory(config):

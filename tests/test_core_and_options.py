@@ -1,4 +1,4 @@
-"""Test the core for imports of options."""
+"""Test that the core imports no options."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,22 +10,23 @@ import pytest
 
 from tests.test_floors import ROOT, library_files
 
-FOLDER = "options"  # folder of options below `hf_speculate`
-# The core includes all parts of exact decoding with any draft model: second scoring, faulty drafts,
-# context lengths, probes of wrapped decoders, and processors of encoder ids.
+FOLDER = "options"  # folder of options under `hf_speculate`
+# The core contains everything that exact decoding with any draft model needs, including second
+# scoring, faulty drafts, context lengths, probes for wrapped decoders, and processors that read
+# encoder ids.
 NOT_CORE = ("tools/", "__init__.py")  # may import options; public names are imported on first use
-# Allowed imports between options.
+# Imports that are allowed between options.
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}
 
 
 def option_of(path: str) -> str | None:
-    """Return the option of a library file, or None for the core and the tools."""
+    """Return the option that a library file belongs to, or None for the core and the tools."""
     parts = PurePosixPath(path).parts
     return parts[1] if parts[0] == FOLDER and len(parts) > 2 else None
 
 
 def sources() -> dict[str, str]:
-    """Return the text of each library file except the kernels, by path below `hf_speculate`."""
+    """Return the text of each library file except kernels, by path under `hf_speculate`."""
     library, kernels = ROOT / "hf_speculate", ROOT / "hf_speculate" / "kernels"
     paths = (path for path in library_files().values() if not path.is_relative_to(kernels))
     return {
@@ -35,7 +36,7 @@ def sources() -> dict[str, str]:
 
 @cache
 def imported_names(source: str) -> list[list[str]]:
-    """Return candidate modules of each import in a source; the first existing one counts."""
+    """Return candidate modules for each import in a source; the first existing one counts."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -46,7 +47,7 @@ def imported_names(source: str) -> list[list[str]]:
 
 
 def imports_of(source: str, files: Mapping[str, str]) -> Iterator[str]:
-    """Return the library files imported by a source."""
+    """Return the library files that a source imports."""
     for names in imported_names(source):
         bases = [name.removeprefix("hf_speculate.").replace(".", "/") for name in names]
         matches = (
@@ -59,7 +60,7 @@ def imports_of(source: str, files: Mapping[str, str]) -> Iterator[str]:
 
 
 def option_imports(files: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Find imports of options by the core or other options: (importing file, imported file)."""
+    """Find imports of an option outside of it, as (importing file, imported file)."""
     imports = set()
     for path, source in files.items():
         if path.startswith(NOT_CORE):

@@ -1,4 +1,4 @@
-"""Test calls on the device of their inputs under another default device, as in `generate`."""
+"""Test that calls run on the device of their inputs, whatever the default device is."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_batch_is_decoded_on_its_device(name):
     draft_options = {"assistant_model": draft, "num_assistant_tokens": 3, **CALLS[name]}
 
     def decode():
-        # a separate state each
+        # a separate state for each call
         more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}
         return target.generate(**inputs, **options, **{**draft_options, **more})
 

@@ -1,4 +1,4 @@
-"""Test rules unknown to ruff: imports go to a lower layer, and nothing writes to its imports."""
+"""Test rules that ruff does not have: imports go down, and no code assigns to what it imports."""
 
 import ast
 import importlib
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Layer of each package or file. Imports go to a lower layer, or stay inside one package.
+# Layer of each package or file. Imports go to a lower layer, or stay within one package.
 FLOORS = {
     "hf_speculate": 14,
     "hf_speculate.tools": 13,
@@ -35,13 +35,13 @@ FLOORS = {
 }
 KERNELS = "hf_speculate.kernels"
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-FILE_LAYER = 5  # top-level files without a line: above those with one, below the packages
-# Annotations alone may import from higher layers, except from these.
+FILE_LAYER = 5  # top-level files that are not listed: above the listed files, below the packages
+# Only annotations may import from higher layers, and never from these.
 NOT_CORE = ("hf_speculate", "hf_speculate.tools", "hf_speculate.options")
 
 
 def library_files() -> dict[str, Path]:
-    """Return the files of the library by module name."""
+    """Return the library's files, keyed by module name."""
     files = {}
     for path in sorted((ROOT / "hf_speculate").rglob("*.py")):
         files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = (
@@ -51,7 +51,7 @@ def library_files() -> dict[str, Path]:
 
 
 def layers_of(files: Mapping[str, Path]) -> dict[str, int]:
-    """Return the table, and the layer of the top-level files that have no line in it."""
+    """Return the table extended by the layer of the top-level files that it does not list."""
     top_level = [
         name for name, path in files.items() if name.count(".") == 1 and path.name != "__init__.py"
     ]
@@ -62,7 +62,7 @@ LAYERS = layers_of(library_files())
 
 
 def package_of(module: str) -> str:
-    """Return the package or top-level file of `module`, or an empty string without a layer."""
+    """Return the package or top-level file of `module`, or an empty string if it has no layer."""
     if module == "hf_speculate":
         return module
     packages = [
@@ -74,7 +74,7 @@ def package_of(module: str) -> str:
 
 
 def imported_modules(node: ast.AST) -> list[str]:
-    """Return dotted names of an absolute import; a package's names count as its modules."""
+    """Return the dotted names of an absolute import, with names from a package as modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom) or node.level:
@@ -84,7 +84,7 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def import_problem(name: str, package: str, is_local: bool, is_for_annotations: bool) -> str:
-    """Name the fault of an import of `name` in a file of `package`; return "" for none."""
+    """Describe the fault in importing `name` in a file of `package`; return "" without a fault."""
     root, target = name.partition(".")[0], package_of(name)
     if root == "triton_kernels" or (root == "triton" and package != KERNELS):
         return "only the kernels import triton, and are themselves imported as hf_speculate.kernels"
@@ -116,7 +116,7 @@ def nodes_for_annotations(tree: ast.AST) -> set[ast.AST]:
 
 
 def problems_of(source: str, module: str) -> Iterator[str]:
-    """Return every violation of the rules in `source`, taken as the module `module`."""
+    """Return every violation of the rules in `source`, checked as the module `module`."""
     tree, package = ast.parse(source), package_of(module)
     if not package:
         yield f"{module} has no layer: add its package to FLOORS"
@@ -149,7 +149,7 @@ def test_modules_keep_the_import_rules() -> None:
 
 
 def test_benchmarks_and_examples_import_what_exists() -> None:
-    """Include benchmarks for GPUs and manual ones, because no other test imports them."""
+    """Include GPU benchmarks and manual benchmarks, because no other test imports them."""
     names = {
         name
         for folder in ("benchmarks", "examples")

@@ -1,4 +1,4 @@
-"""Test state kept by a model between calls."""
+"""Test the state that a model keeps between calls."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from hf_speculate.model_state import model_state
 
 class Value:
     def __init__(self):
-        sleep(0.01)  # makes threads meet in the factory
+        sleep(0.01)  # makes the threads meet inside the factory
 
 
 def test_value_is_made_once_per_model_and_key():

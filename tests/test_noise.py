@@ -1,4 +1,4 @@
-"""Test printed output: the README's example and the commands show no lines of other packages."""
+"""Test that the README's example and the commands print no lines from other packages."""
 
 import re
 import subprocess
@@ -7,14 +7,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET, DRAFT = "examples/pair/target", "examples/pair/draft"
-# torchao logs when transformers imports it, and only contributors install it, so it is hidden here.
+# torchao logs when transformers imports it. Only contributors install torchao, so it is hidden
+# here.
 AS_INSTALLED = "import sys; sys.modules['torchao'] = None\n"
-# transformers shows these while it loads a model, which takes minutes for large ones.
+# transformers prints these lines while it loads a model, which takes minutes for large models.
 BAR = re.compile(r"^Loading weights: +\d+%.*it/s\]$")
 
 
 def lines_of_errors(code: str) -> tuple[str, list[str]]:
-    """Return standard output and the lines of standard error of a new process."""
+    """Return the standard output and the lines of standard error of a new process."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

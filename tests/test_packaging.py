@@ -53,7 +53,7 @@ def run_python(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build from a source distribution, away from the repository, as for a package index."""
+    """Build from a source distribution outside the repository, as for a package index."""
     folder = tmp_path_factory.mktemp("sdist")
     run_python(
         "setup.py", "-q", "egg_info", "-e", folder, "sdist", "--formats=gztar", "--dist-dir", folder
@@ -138,18 +138,18 @@ assert hf_speculate.kernels is not triton_kernels
 assert sys.modules["triton"] is None
 """
 
-# Modules missing from a plain installation.
+# Modules that a plain installation does not have.
 EXTRAS = "accelerate datasets fastapi httpx kernels matplotlib openai pandas peft "
 EXTRAS += "prometheus_client ray torchao triton uvicorn xgrammar"
 
 
 @pytest.mark.slow
 def test_wheel_works_beside_another_triton_kernels_package(wheel: Path, tmp_path: Path) -> None:
-    """Install beside Triton's own distribution, which has a package of the same name."""
+    """Install next to Triton's own distribution, which contains a package of the same name."""
     run_python("-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    # Read requirements of the wheel from this environment, and run each import line.
+    # Take the wheel's requirements from this environment, and run each import line.
     without = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS.split()!r}))\n"
     (packages / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n{without}")
     (packages / "triton_kernels").mkdir()
@@ -185,7 +185,8 @@ def test_library_imports_only_its_requirements() -> None:
         node for path in library_files().values() for node in ast.walk(ast.parse(path.read_text()))
     ]
     imported = {name.split(".")[0] for node in nodes for name in imported_modules(node)}
-    # Only a call for the kernels imports them, and only they import Triton. The others are extras.
+    # The kernels are imported only by a call that uses them, and only they import Triton. The other
+    # modules come from extras.
     optional = {
         "accelerate",
         "fastapi",

@@ -1,4 +1,4 @@
-"""Test code, commands and lists of the documentation pages."""
+"""Test the code, commands and lists of the documentation pages."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")  # Sphinx c
 
 
 def headings(path: Path) -> set[str]:
-    """Return link targets of a page's headings, as code hosts and myst make them."""
+    """Return the link targets of a page's headings, in the form that code hosts and myst use."""
     text = BLOCK.sub("", path.read_text(encoding="utf-8"))
     titles = [title.strip().lower() for title in re.findall(r"^#+ (.*)$", text, re.M)]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
@@ -28,7 +28,7 @@ def headings(path: Path) -> set[str]:
 
 @pytest.fixture
 def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Provide a folder with the clone's `examples/` paths, so nothing is written to the clone."""
+    """Provide a folder with the clone's `examples/` paths, so that the clone stays unchanged."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -44,7 +44,7 @@ def test_python_blocks_run_in_order(
     for num_equal, num, dtype in re.findall(
         r"(\d+) of (\d+) rows? equal plain .* in (\w+)", capsys.readouterr().out
     ):
-        assert (num_equal, dtype) == (num, "float32")  # the reader's first check: all equal
+        assert (num_equal, dtype) == (num, "float32")  # readers check this first
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""Test selecting and joining rows by declared fields."""
+"""Test how rows are selected and joined through declared fields."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Test statistics: their counts, printed form and `speculation_callback`."""
+"""Test statistics: their counts, their printed form and `speculation_callback`."""
 
 import io
 import json
@@ -32,7 +32,7 @@ from tests.support.tiny import make_model, ragged_prompts
 
 
 def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
-    """Make statistics of rounds with (drafted, accepted, emitted) tokens."""
+    """Make statistics for rounds given as (drafted, accepted, emitted) tokens."""
     stats = SpeculationStats(verifier="greedy")
     for num_drafted, num_accepted, num_emitted in rounds:
         stats.add_row(num_drafted, num_accepted, num_emitted)
@@ -62,7 +62,7 @@ def full_stats() -> SpeculationStats:
 
 
 def test_counts_and_rates_of_rounds_and_positions():
-    """Count the first rejected token of a round as verified, and no later one."""
+    """Count the first rejected token of a round as verified, and no token after it."""
     stats = make_stats((5, 2, 3), (3, 3, 4), (4, 0, 1), (0, 0, 1), (1, 1, 2))
     assert (stats.num_rounds, stats.num_drafted, stats.num_verified, stats.num_accepted) == (
         5,
@@ -78,7 +78,7 @@ def test_counts_and_rates_of_rounds_and_positions():
     assert stats.mean_acceptance_length == 11 / 5
     assert stats.acceptance_rate_per_position == [3 / 4, 2 / 3, 1 / 3, 0.0, 0.0]
     assert stats.verified_acceptance_rate_per_position == [3 / 4, 1.0, 1 / 2]
-    # the text ended after them
+    # the text ended after these tokens
     stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_verified=2)
     assert stats.verified_per_position == [5, 3, 2, 0, 0]
 
@@ -133,7 +133,7 @@ def test_calls_add_up():
 
 
 def test_speedup_compares_the_call_with_plain_steps_of_its_rows():
-    """Spend 4 + 1 + 1 + 4 s; plain decoding needs the first 4 and steps of 3, 2 and 1 rows."""
+    """Spend 4 + 1 + 1 + 4 s; plain decoding needs the first 4 s and steps with 3, 2 and 1 rows."""
     stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
     stats.prefill_s, stats.preparation_s, stats.vocabulary_s, stats.draft_s, stats.score_s = (
         4.0,
@@ -208,7 +208,7 @@ def generate(batch_size: int = 3, noise: float = DRAFT_NOISE, **options) -> torc
 
 
 def test_call_with_a_perfect_draft_is_counted_exactly():
-    """Decode twelve tokens after the first: three rounds of three accepted tokens and one more."""
+    """Decode twelve tokens after the first, in three rounds of three accepted tokens plus one."""
     stats = hf_speculate.SpeculationStats()
     for batch_size in (3, 2):  # each call starts at zero
         generate(batch_size, ACCEPTED_ALL, max_new_tokens=13, speculation_stats=stats)
@@ -230,7 +230,7 @@ def test_verified_tokens_in_lock_step_are_those_reached(is_lock_step):
     assert stats.lock_step == is_lock_step
     num_verified = 0
     for report in reports:
-        # no row is read past the first rejection
+        # no row is read past its first rejection
         max_verified = 1 + min(report.num_accepted) if is_lock_step else 3
         rows = zip(report.num_drafted, report.num_accepted, strict=True)
         num_verified += sum(
@@ -240,7 +240,7 @@ def test_verified_tokens_in_lock_step_are_those_reached(is_lock_step):
     assert stats.num_accepted < stats.num_verified < stats.num_drafted
 
 
-NUM_LONG = 40  # new tokens: enough to make a plain step cheap
+NUM_LONG = 40  # new tokens: enough that a plain step is cheap in comparison
 
 
 def long_call(target, draft, batch_size=1, **options):
@@ -392,7 +392,7 @@ def test_plot_has_three_labelled_panels():
     stats = full_stats()
     figure = stats.plot()
     assert figure.get_suptitle() == stats.headline
-    figure.draw_without_rendering()  # sets names at the axes
+    figure.draw_without_rendering()  # labels the axes
     acceptance, lens, seconds = figure.axes
     assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
@@ -407,7 +407,7 @@ def test_plot_has_three_labelled_panels():
         "20%",
         "10%",
     ]
-    stats.num_batch_rounds = 50  # more than the kept records
+    stats.num_batch_rounds = 50  # more rounds than records are kept
     assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
     assert SpeculationStats().plot().axes[0].texts[0].get_text() == "nothing was drafted"
 
@@ -458,7 +458,7 @@ def test_callback_gets_every_round_as_counted(options):
     )
     assert sum(report.score_s for report in reports) == pytest.approx(stats.score_s)
     run_s = stats.total_s - stats.inputs_s - stats.preparation_s
-    assert reports[-1].total_s <= run_s  # it leaves out work after the last round
+    assert reports[-1].total_s <= run_s  # work after the last round is left out
     assert options or reports[-1].total_s == pytest.approx(run_s, rel=0.05)
 
 
@@ -478,7 +478,7 @@ def test_callback_names_rows_by_output_index():
         for row, num in zip(report.row_ids, report.num_emitted, strict=True):
             emitted[row] += num
     assert emitted == [int(end) + 1 if len(end) else 60 for end in ends]
-    assert len({report.row_ids for report in reports}) > 1  # some rows left
+    assert len({report.row_ids for report in reports}) > 1  # some rows have left the batch
 
 
 def test_call_with_drafts_logs_one_line_at_info(caplog):

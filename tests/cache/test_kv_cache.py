@@ -1,4 +1,4 @@
-"""Test the KV cache contract and rollback by row against caches without rejected tokens."""
+"""Compare KV caches after random operations and rollbacks by row with caches never rolled back."""
 
 import random
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_clearing_removes_rejected_states_only(make):
 
 @each_value(choice=["dynamic", "preallocated"], family=TINY_FAMILIES)
 def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
-    """Feed four tokens and drop a different count per row in several rounds, past the window."""
+    """Feed four tokens and drop a different number per row in several rounds, past the window."""
     model, passed, device = (
         make_model(family),
         DynamicCache(config=make_model(family).config),
@@ -149,7 +149,7 @@ def test_logits_after_ragged_rollbacks_equal_rows_decoded_alone(family, choice):
         )
     shortest = num_pads.index(max(num_pads))
     cache.rows([shortest])
-    assert cache.num_columns == len(texts[shortest])  # its padding served longer prompts
+    assert cache.num_columns == len(texts[shortest])  # the padding was needed for longer prompts
 
 
 def test_rows_selected_before_the_first_forward_keep_their_masks():
@@ -182,7 +182,7 @@ def test_rows_join_in_places_of_rows_that_left():
 CHAT = Case(
     "gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic"
 )
-CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers with shared states
+CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers that share states
 CHATS += [replace(CHATS[1], num_turns=1, passed="no", batch_size=3, padding="left", cache="static")]
 THREE = replace(CHAT, batch_size=3, num_turns=3, padding="left", ends=(3, 7))
 CHATS += [replace(THREE, family=family, cache="auto") for family in ("llama", "gpt2")]
@@ -236,7 +236,8 @@ def test_pooled_buffers_are_reused_by_one_call_at_a_time():
     assert not any(tensor.any() for tensor in taken.tensors)
     assert taken.graphs is pooled.graphs
     assert pool.take(shape_of(), 1) is None  # in use
-    pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # buffers of rows that left
+    # after rows have left, the buffers are smaller
+    pool.give_back(shape_of(), buffers((1, 1, 128, 4)))
     assert pool.take(shape_of(), 1) is None
 
 
@@ -245,7 +246,7 @@ def test_pool_separates_shapes(batch_size, capacity):
     pool = BufferPool()
     pool.give_back(shape_of(), buffers())
     assert pool.take(shape_of(batch_size, capacity), 1) is None
-    with torch.inference_mode():  # tensors made outside can be written here, but not the reverse
+    with torch.inference_mode():  # tensors created outside can be written here, but not vice versa
         assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 128, torch.float32), 1) is None
 
@@ -253,7 +254,7 @@ def test_pool_separates_shapes(batch_size, capacity):
 def test_pool_over_its_limit_drops_least_recently_used():
     num_bytes = buffers().num_bytes
     pool = BufferPool(max_bytes=3 * num_bytes)
-    for capacity in (128, 64, 256):  # the third has twice the size
+    for capacity in (128, 64, 256):  # the third is twice as large
         pool.give_back(shape_of(2, capacity), buffers((2, 1, capacity, 4)))
     assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 64), 1) is not None
@@ -264,7 +265,7 @@ def test_pool_over_its_limit_drops_least_recently_used():
 
 
 class Packed(torch.Tensor):
-    """Weight [N] bfloat16, stored in uint8 [N / 2]."""
+    """Weight [N] bfloat16, stored as uint8 [N / 2]."""
 
     @staticmethod
     def __new__(cls, data):
@@ -280,7 +281,7 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return args[0]  # `Parameter` detaches it
+        return args[0]  # `Parameter` detaches the tensor
 
 
 def test_pool_limit_grows_with_bytes_of_stored_weights():
@@ -290,6 +291,6 @@ def test_pool_limit_grows_with_bytes_of_stored_weights():
         )
 
     assert limit_of(torch.empty(10 << 20, dtype=torch.uint8, device="meta")) == 1 << 30
-    # a call of an 8B model at B = 8 and 2,048 columns takes 2 GiB
+    # a call with an 8B model, B = 8 and 2,048 columns takes 2 GiB
     assert limit_of(torch.empty(8 << 30, dtype=torch.bfloat16, device="meta")) == 4 << 30
     assert limit_of(Packed(torch.empty(6 << 30, dtype=torch.uint8, device="meta"))) == 3 << 29

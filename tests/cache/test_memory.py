@@ -1,4 +1,4 @@
-"""Compare peaks of live tensor bytes with those of plain `generate` plus the draft's cache."""
+"""Compare peak tensor memory with plain `generate` plus the draft's cache."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ SIZES = {"intermediate_size": 64, "max_position_embeddings": 2048}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context that counts bytes of live storages."""
+    """Context that counts the bytes of live storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def make_pair(draft_width: int) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 @each_value(num_rows=[1, 3], draft_width=[64, 160])
 def test_long_prompt_peaks_at_plain_plus_the_draft_cache(num_rows: int, draft_width: int) -> None:
-    """Leave out weights, because they only widen the margin."""
+    """Leave out weights, because they would only widen the margin."""
     target, draft = make_pair(draft_width)
     ids = torch.randint(3, 64, (num_rows, PROMPT_LEN), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6}

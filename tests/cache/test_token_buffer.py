@@ -1,4 +1,4 @@
-"""Compare token buffers with plain lists, and row lengths on the device with those on the host."""
+"""Compare token buffers with plain lists, and row lengths on the device with the host's."""
 
 import random
 from functools import cache
@@ -9,7 +9,7 @@ import torch
 from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 from hf_speculate.rows.token_buffer import TokenBuffer
 
-FREE = -1  # possible entry past a row's count
+FREE = -1  # value that may follow the valid entries of a row
 
 
 def check(buffer: TokenBuffer, rows: list[list[int]]) -> None:
@@ -24,12 +24,12 @@ def check(buffer: TokenBuffer, rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_buffer_equals_lists_through_random_operations(seed: int) -> None:
-    """Append blocks whole or with a count per row, 0 included, and grow past the capacity."""
+    """Append whole blocks or a count per row, including 0, and grow past the capacity."""
     make = random.Random(seed)
     rows = [[make.randrange(64), make.randrange(64)] for _ in range(make.randint(1, 4))]
     ids = torch.tensor(rows)
     buffer = TokenBuffer(ids, make.choice([0, 3, 64]))
-    ids.zero_()  # the buffer holds a copy
+    ids.zero_()  # the buffer contains a copy
     for _ in range(20):
         match make.choice(["whole", "counted", "counted", "truncate", "rows"]):
             case "truncate":
@@ -60,12 +60,12 @@ def test_buffer_stays_in_place_then_doubles():
 
 @cache
 def padding(num_rows: int) -> torch.Tensor:
-    """Return [B, 1], one column more in each row; the same object every time, as in layouts."""
+    """Return [B, 1], one more column in each row; always the same object, as in layouts."""
     return torch.arange(num_rows)[:, None]
 
 
 def check_lens(lens: RowLens) -> None:
-    """Assert equal lengths on device and host."""
+    """Assert that the lengths on device and host are equal."""
     assert lens.on_device().tolist() == lens.on_host
     for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
         wanted = [[length + offset + step for step in range(num)] for length in lens.on_host]

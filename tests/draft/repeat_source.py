@@ -15,7 +15,7 @@ from hf_speculate.types import DraftOut
 @dataclass
 class Repeats:
     num_tokens: int
-    texts: list = field(default_factory=list)  # new tokens of each row after the call
+    texts: list = field(default_factory=list)  # new tokens of each row, known after the call
     num_accepted: int = 0
 
 
@@ -54,7 +54,7 @@ class RepeatDrafter(Drafter):
         return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32), None, None)
 
     def rows(self, indices):
-        """Do nothing, because there is no state by row."""
+        """Do nothing, because rows have no state."""
 
 
 def make_source(target, values):

@@ -36,7 +36,7 @@ BLOCK_SIZE = 4  # DFlash: the known token and three drafted ones
 
 
 def make_dflash(target, window):
-    """Make a DFlash draft of random weights for the target."""
+    """Make a DFlash draft with random weights for the target."""
     same = (
         "hidden_size",
         "intermediate_size",
@@ -67,7 +67,7 @@ class Case(NamedTuple):
     source: Callable[..., CandidateGenerator]
     theirs: dict[str, Any]
     num_drafted: int
-    watched: type  # class of transformers' generator
+    watched: type  # class of the generator in transformers
 
 
 def mtp_case(folder, family, num_layers, seed=None):
@@ -113,14 +113,14 @@ def case(request, tmp_path_factory):
 
 
 def prompt_of(case):
-    """Return a prompt longer than the window."""
+    """Return a prompt that is longer than the window."""
     return ragged_prompts(
         1, seed=3, min_len=11, max_len=11, vocab_size=case.target.config.vocab_size
     )
 
 
 def watch_generator(patch, case):
-    """Record the ids of each later proposal of the case's generator."""
+    """Record the ids of every later proposal from the case's generator."""
     generators, original = [], case.watched.get_candidates
 
     def watched(self, input_ids, *args, **kwargs):
@@ -175,7 +175,7 @@ def test_heads_draft_with_padding_chunks_and_a_passed_cache(case, monkeypatch):
     expected, generators[:] = list(generators), []
     padded = {name: torch.nn.functional.pad(tensor, (3, 0)) for name, tensor in inputs.items()}
     assert_equal_ids(plain, case.target.generate(**padded, **options)[:, 3:])
-    assert generators == expected  # without padding
+    assert generators == expected  # the same as without padding
     generators.clear()
     assert_equal_ids(plain, case.target.generate(**inputs, **options, prefill_chunk_size=4))
     assert generators == expected
@@ -186,7 +186,7 @@ def test_heads_draft_with_padding_chunks_and_a_passed_cache(case, monkeypatch):
 
 
 class Reader(CandidateGenerator):
-    """Generator with a request for hidden states."""
+    """Generator that requests hidden states."""
 
     requires_model_outputs = True
 
@@ -208,7 +208,7 @@ def test_state_reading_generator_is_refused_unsupported_requests():
     with pytest.raises(
         UnsupportedGenerationError, match="must be what makes a generator that reads hidden states"
     ):
-        # its state belongs to another call
+        # the generator's state belongs to another call
         make_generator(Reader({"output_hidden_states": -1}), **prepared)
     assert layers_read(
         make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)

@@ -1,4 +1,4 @@
-"""Test drafts with a context shorter than the text: only rows past it decode plainly."""
+"""Test drafts with a context shorter than the text, where only rows past it decode plainly."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -47,11 +47,11 @@ BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # the longest row limits all rows
 
 @cache
 def pair_of(family: str) -> Any:
-    """Make a target and a draft with its weights and a context of C tokens.
+    """Make a target, and a draft with the same weights and a context of C tokens.
 
-    The draft is correct within its context.
+    Within its context, the draft is correct.
     """
-    if family == "dynamic":  # the target continues with the draft's frequencies up to C tokens
+    if family == "dynamic":  # up to C tokens, the target has the same frequencies as the draft
         draft = TARGETS[family]()
         target = with_context(
             draft, 512, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
@@ -62,7 +62,7 @@ def pair_of(family: str) -> Any:
 
 
 def prompts(*lens: int) -> dict[str, torch.Tensor]:
-    """Return left-padded prompts of these lengths."""
+    """Return left-padded prompts of the given lengths."""
     width = max(lens)
     rows = [
         ragged_prompts(1, seed=seed, min_len=num, max_len=num, vocab_size=48)
@@ -77,11 +77,11 @@ def prompts(*lens: int) -> dict[str, torch.Tensor]:
 
 
 def num_at_most(length: int, num_new: int) -> int:
-    """Return the number of drafted tokens within the context if all are accepted.
+    """Return the number of drafted tokens that fit into the context if all are accepted.
 
     Args:
         length: tokens in the row's prompt.
-        num_new: new tokens of the call.
+        num_new: new tokens in the call.
     """
     num_accepted, num_left = 0, num_new - 1
     length += 1
@@ -142,7 +142,7 @@ def test_padding_common_to_all_rows_takes_no_context(family):
 
 @pytest.mark.fallback(PAST_CONTEXT)
 def test_padding_with_positions_takes_context():
-    """Use TrOCR, because it counts padding columns as positions in plain decoding too."""
+    """Use TrOCR, because it counts padding columns as positions, even in plain decoding."""
     inputs = {name: tensor[:1] for name, tensor in prompts(5, 10).items()}
     stats = assert_decodes_as_plain(
         *pair_of("trocr"), inputs, max_new_tokens=20, num_assistant_tokens=K
@@ -172,7 +172,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# transformers' GPT-Neo is wrong with a static cache
+# transformers' GPT-Neo gives wrong text with a static cache
 ONLY_TABLES = ("early exit", "static", "compiled")
 
 
@@ -205,7 +205,7 @@ def test_text_past_the_context_is_plain_with_other_options(name, family):
 def test_heads_end_at_their_training_length(family, tmp_path):
     head, target = HEADS[family](tmp_path)
     hf_speculate.enable(target)
-    if family == "MTP, two layers of a checkpoint":  # it reads the target's hidden states
+    if family == "MTP, two layers of a checkpoint":  # this head reads the target's hidden states
         assert head.spec.max_position_embeddings is None
         return
     head.spec = replace(head.spec, max_position_embeddings=C)
@@ -248,9 +248,9 @@ def test_joining_rows_have_their_own_context_room():
 @pytest.mark.fallback(PAST_CONTEXT)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_rows_past_the_context_update_no_acceptance(family):
-    """Keep the acceptance within the context for the adaptive schedule's next call."""
+    """Check the adaptive schedule's next call, which uses only acceptance within the context."""
     target = hf_speculate.enable(make_model(family, max_position_embeddings=64))
-    draft = with_context(target, C)  # with fewer positions it costs less than its target
+    draft = with_context(target, C)  # fewer positions make it cheaper than its target
     if family == "llama":
         draft = with_context(target, C, intermediate_size=47)
         draft.model.layers[0].mlp.gate_proj.weight[:] = target.model.layers[0].mlp.gate_proj.weight[

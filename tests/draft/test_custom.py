@@ -1,4 +1,4 @@
-"""Test custom drafters: their input, their valid output and unchanged text."""
+"""Test custom drafters: their input, validation of their output, and unchanged text."""
 
 import functools
 
@@ -20,14 +20,15 @@ from tests.support.tiny import PAD_TOKEN_ID, make_model, make_small_model, ragge
 
 NUM_NEW = 24
 VOCAB_SIZE = 64
-STATE_TOLERANCE = 1e-9  # float64; forwards over one token and over several round differently
+# float64; a forward over one token rounds differently from a forward over several
+STATE_TOLERANCE = 1e-9
 COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 5}
 
 
 class Watcher:
     """Drafter that checks its hidden states.
 
-    It compares each state with a plain forward and drafts the next tokens with errors.
+    It compares each state with a plain forward and drafts the next tokens, some of them wrong.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Watcher:
         self.target, self.num_cached, self.hidden_layers = target, num_cached, layers
         self.pads = list(setup.num_pads)
         self.texts: list[list[int]] = []
-        self.told: list[list[int]] = []  # gained tokens of each row, per call
+        self.told: list[list[int]] = []  # number of tokens that each row gained, per call
 
     def draft(self, request):
         query, kept, counts = (
@@ -57,7 +58,7 @@ class Watcher:
             num_known = min(query.shape[1], len(text))
             assert query[row, -num_known:].tolist() == text[-num_known:]
             states = self.project_states(states_of(self.target, text, self.hidden_layers))
-            # states of the tokens before the gained ones
+            # the states of the tokens before the gained ones
             states = states[len(text) - 1 - count : -1]
             torch.testing.assert_close(
                 kept.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE
@@ -75,7 +76,7 @@ class Watcher:
         return states.roll(1, dims=-1)
 
     def continued(self, row: int, text: list[int], num: int) -> list[int]:
-        """Decode greedily with a wrong token at about every fourth position."""
+        """Decode greedily, with a wrong token at about every fourth position."""
         text, ids = list(text), []
         for _ in range(num):
             best = int(self.target(torch.tensor([text])).logits[0, -1].argmax())
@@ -85,7 +86,7 @@ class Watcher:
 
 
 def followed(target, inputs, num_cached=0, layers=(-1,), **options):
-    """Return the `Watcher` and the statistics of a call; assert the text of plain decoding."""
+    """Return the `Watcher` and the statistics of a call; check its text against plain decoding."""
     watchers: list[Watcher] = []
 
     def factory(setup: DrafterSetup) -> Watcher:
@@ -113,7 +114,7 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("llama", 3, "dynamic", (1,)),
         ("gpt2", 3, "preallocated", (-1,)),
         ("mistral_window", 1, "dynamic", (-1,)),
-        # the last two layers share states: 3 is behind one of them
+        # the last two layers share states, and state 3 comes after the first of them
         ("gemma4", 3, "preallocated", (1, 3)),
         ("gemma4", 1, "dynamic", (4,)),
         ("gemma4", 3, "dynamic", (-1,)),
@@ -256,9 +257,10 @@ def test_drafter_factory_runs_once_per_call():
         "eos_token_id": [2, 9],
     }
     target.generate(**inputs, **options, max_new_tokens=6, num_assistant_tokens=3, drafter=factory)
-    assert max(request.num_draft_tokens for request in seen) == 2  # limited to its proposal
+    # limited to the size of its proposal
+    assert max(request.num_draft_tokens for request in seen) == 2
     (setup,) = setups
-    assert len(setup.processors) == 1  # temperature
+    assert len(setup.processors) == 1  # only temperature
     pads, max_length = (
         tuple((inputs["attention_mask"] == 0).sum(1).tolist()),
         inputs["input_ids"].shape[1] + 6,
@@ -345,13 +347,13 @@ def test_invalid_drafters_and_drafts_are_refused(drafter, message):
         pair("llama")[0].generate(**ragged_prompts(2, seed=1), **options)
 
 
-NUM_DRAWS = 8_000  # draws of 512 texts
-NUM_DRAWN = 3  # tokens of each text: the first from the prompt's forward, the others from a round
+NUM_DRAWS = 8_000  # over 512 texts
+NUM_DRAWN = 3  # tokens per text: the first from the prompt's forward, the others from a round
 MISTAKEN = 1e-12  # upper bound on the p-value of the negative control
 
 
 def test_sampled_drafts_keep_the_joint_distribution():
-    """Draw drafts from a table by the previous token; wrong distributions change the result."""
+    """Sample drafts from a table indexed by the previous token; a wrong table must be noticed."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     table, second = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
 

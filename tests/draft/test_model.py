@@ -1,4 +1,4 @@
-"""Test drafts of draft models and early exits: their tokens, lengths and ends."""
+"""Test drafts from draft models and early exits: their tokens, lengths and ends."""
 
 import torch
 from transformers import DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper
@@ -16,14 +16,14 @@ from tests.support.tiny import TINY_FAMILIES, make_model, ragged_prompts
 
 VOCAB_SIZE = 64
 K = 4
-# sums are rounded to float32, with a resolution of 2e-6 at these magnitudes
+# sums are rounded to float32, whose resolution is 2e-6 at these magnitudes
 FLOAT32_TOLERANCE = 1e-5
 
 
 class Compares:
-    """Verifier for drafts of the target itself.
+    """Verifier for drafts by the target itself.
 
-    It asserts the target's tokens and accepts a part of each draft.
+    It asserts that the drafted tokens are the target's, and accepts part of each draft.
     """
 
     def __init__(self):
@@ -87,7 +87,7 @@ def make_drafter(model, batch_size, attention_mask=None, processors=(), **settin
 
 
 def greedy_draft(num, prompts, **options):
-    """Return the draft of a Llama and the number of tokens in its cache."""
+    """Return a Llama's draft and the number of tokens in its cache."""
     drafter, kv_cache = make_drafter(
         make_model("llama"), len(prompts["input_ids"]), prompts["attention_mask"], **options
     )

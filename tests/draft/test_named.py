@@ -1,4 +1,4 @@
-"""Test drafts named by folder: heads, and models as the command line loads them."""
+"""Test drafts named by folder: heads, and models loaded as on the command line."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def test_draft_model_is_loaded_once_in_the_target_dtype(tmp_path):
 
 
 def test_tokenizer_is_loaded_with_its_model(tmp_path):
-    """Use the target with its letters in another order as the draft."""
+    """As the draft, use the target with its letters in another order."""
     target, letters, order = make_model("llama", vocab_size=8), "abcdefgh", torch.arange(7, -1, -1)
     hf_speculate.enable(target)
     draft = noisy_copy(target, 0.0)

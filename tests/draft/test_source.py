@@ -1,4 +1,4 @@
-"""Test the tables of draft sources, and a source unknown to the library."""
+"""Test the tables of draft sources, and a source that the library does not know."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test prompt lookup: the suffix index, its drafts and the text of whole calls."""
+"""Test prompt lookup: the suffix index, its drafts, and the text of whole calls."""
 
 import random
 from array import array
@@ -17,7 +17,7 @@ from tests.support.tiny import make_model, ragged_prompts
 
 
 def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:
-    """Return length and end of the latest of the longest matches of the end of `last`."""
+    """Return length and end of the longest match for a suffix of `last`, the latest if several."""
     for length in range(len(last), 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == last[len(last) - length :] and text[end] != SEPARATOR:
@@ -46,7 +46,7 @@ def test_tokens_of_another_text_match_within_one_sequence():
 
 
 def begun(texts, **settings):
-    """Make a drafter that has read equally long prompts and looked up their last tokens."""
+    """Make a drafter that has read prompts of equal length and looked up their last tokens."""
     drafter = SuffixDrafter(SuffixSettings(**{"max_draft_tokens": 10, **settings}))
     drafter.begin(torch.tensor([text[:-1] for text in texts]))
     drafter.look_up([text[-1:] for text in texts])
@@ -54,7 +54,7 @@ def begun(texts, **settings):
 
 
 def draft_of(texts, num=10, **settings):
-    """Propose drafts for equally long texts."""
+    """Propose drafts for texts of equal length."""
     return proposed(begun(texts, **settings), num)
 
 
@@ -80,7 +80,7 @@ def test_probabilities_follow_past_matches():
     drafter = SuffixDrafter(SuffixSettings(10))
     period = [1, 2, 3, 4, 5]
     drafter.begin(torch.tensor([period, [9, 1, 8, 7, 6]]))
-    # The first row continues its period. In the second row, another token follows 1 each time.
+    # The first row continues its period. In the second row, 1 is followed by a new token each time.
     for number in range(40):
         others = [20 + number // 2] if number % 2 else [1]
         probabilities = drafter.look_up([[period[number % 5]], others])
@@ -104,7 +104,7 @@ def test_shared_rates_cover_all_rows():
     first = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
     first.begin(torch.tensor([[1, 2, 3]]))
     for number in range(60):
-        first.look_up([[50 + number, 1]])  # another token follows 1 each time
+        first.look_up([[50 + number, 1]])  # 1 is followed by a new token each time
     second = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
     second.begin(torch.tensor([[1, 2, 3]]))
     alone = begun([[1, 2, 3, 1]])
@@ -133,7 +133,7 @@ def test_row_without_new_tokens_has_ended():
 
 def test_selected_rows_read_their_new_tokens():
     drafter = SuffixDrafter(SuffixSettings(10, num_pads=[2, 1, 0, 0]))
-    drafter.rows([2, 1, 0])  # also before the first call
+    drafter.rows([2, 1, 0])  # allowed even before the first call
     drafter.begin(torch.tensor([[1, 2, 3], [0, 4, 5], [0, 0, 6]]))
     drafter.look_up([[1], [4], [7]])
     assert proposed(drafter, 3) == [[2, 3, 1], [5, 4, 5], []]
@@ -149,7 +149,7 @@ NUM_NEW = 40
 
 
 def few_words(batch_size, seed=1):
-    """Make prompts of five words, mostly with repeated ends."""
+    """Make prompts from five words, most of which end in a repetition."""
     return ragged_prompts(batch_size, seed=seed, vocab_size=6, max_len=14)
 
 
@@ -170,7 +170,7 @@ def test_config_fields_apply_and_configs_stay_unchanged():
     config = GenerationConfig(max_new_tokens=9, pad_token_id=0, prompt_lookup_num_tokens=4)
     config.suffix_store = SuffixStore()
     before = config.to_dict()
-    # unsupported by transformers' prompt lookup
+    # transformers' prompt lookup does not support these options
     many = {"num_return_sequences": 2, "do_sample": True, "seed": 1}
     target.generate(**few_words(1), generation_config=config, **many, speculation_stats=stats)
     assert 0 < max(stats.rounds_by_draft_len) <= 4

@@ -1,4 +1,4 @@
-"""Test rows of a batch: their state, drafter input, padding and draft lengths."""
+"""Test the rows of a batch: their state, drafter input, padding and draft lengths."""
 
 from types import SimpleNamespace
 
@@ -60,7 +60,7 @@ def test_drafts_end_with_the_last_row(is_lock_step):
     draft_length = DraftLength(ScriptedSchedule([8, 8]), is_lock_step)
     proposed = [[]] * 3
     assert draft_length.next(batch, [8, 8, 8], proposed, 0).num_draft_tokens == 4
-    # The drafter cannot serve one row.
+    # The drafter cannot serve one of the rows.
     assert draft_length.next(batch, [8, 0, 8], proposed, 0).num_draft_tokens == (
         0 if is_lock_step else 1
     )
@@ -76,7 +76,7 @@ def test_logits_of_a_round_stay_within_a_share_of_the_memory(monkeypatch):
     )
     model, lens = make_model("llama"), []
     plan = SimpleNamespace(target=SimpleNamespace(model=model, device=model.device))
-    num_bytes = 9 * vocab_size_of(model) * 4  # logits of three rows with two drafted tokens
+    num_bytes = 9 * vocab_size_of(model) * 4  # logits for three rows with two drafted tokens each
     for num_missing in (0, 1, num_bytes):
         memory = 8 * (num_bytes - num_missing)
         monkeypatch.setattr(draft_lengths, "memory_bytes", lambda device, memory=memory: memory)
@@ -108,9 +108,9 @@ def test_outcomes_leave_out_finished_and_unserved_rows():
 
 
 class ProposesNothing(Drafter):
-    """Drafter without matches.
+    """Drafter that never finds a match.
 
-    It records its input.
+    It records its inputs.
     """
 
     def __init__(self):
@@ -142,9 +142,10 @@ def test_finished_rows_feed_their_last_token_for_other_ranks():
     [
         (RowProgress(9, 12, prompt_len=5, is_finished=False), 9, 7, 7),
         (RowProgress(9, 12, prompt_len=5, is_finished=True), 9, 7, 7),
-        (RowProgress(6, 8, prompt_len=5, is_finished=True), 8, 5, 5),  # the prompt stays
-        (RowProgress(6, 4, prompt_len=5, is_finished=True), 4, 4, 4),  # its tokens read so far
-        (RowProgress(6, 8, prompt_len=5, is_finished=False), 3, 4, 5),  # the padding stays
+        (RowProgress(6, 8, prompt_len=5, is_finished=True), 8, 5, 5),  # the prompt is kept
+        # the tokens read so far are kept
+        (RowProgress(6, 4, prompt_len=5, is_finished=True), 4, 4, 4),
+        (RowProgress(6, 8, prompt_len=5, is_finished=False), 3, 4, 5),  # the padding is kept
     ],
 )
 def test_draft_cache_keeps_tokens_outside_the_next_query(row, num_real, kept, with_padding):

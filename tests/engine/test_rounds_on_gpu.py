@@ -1,4 +1,4 @@
-"""Count the operations of a round besides the models' forwards, on a simulated GPU."""
+"""Count the operations in a round outside the models' forwards, on a simulated GPU."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,13 +22,13 @@ from tests.support.tiny_tokenizers import letters_tokenizer
 pytest.importorskip("triton", reason="needs Triton")
 
 K = 5
-SHORT = 2  # draft length: many sampled rows are slow in the Triton interpreter
+SHORT = 2  # draft length for many sampled rows, which are slow in the Triton interpreter
 NEVER = 500  # EOS id outside of every vocabulary
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 1}
 TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}
-# Maximum number of our operators in a round, by drafter, cache, mode and rows. Drafts of eight
-# sampled rows have SHORT tokens.
+# Maximum number of the library's operators in a round, by drafter, cache, mode and number of rows.
+# Drafts for eight sampled rows have SHORT tokens.
 MOST = {
     ("model", "preallocated", "greedy", 1): 18,
     ("model", "preallocated", "top_p", 1): 37,
@@ -38,14 +38,14 @@ MOST = {
     ("lookup", "preallocated", "greedy", 8): 12,
     ("lookup", "dynamic", "top_p", 1): 17,
 }
-# Sampling is slow in the interpreter, so only the commonest case runs by default.
+# Sampling is slow in the interpreter, so only the most common case runs by default.
 SLOW = {
     ("model", "preallocated", "top_p", 8),
     ("model", "dynamic", "greedy", 8),
     ("lookup", "dynamic", "top_p", 1),
 }
 CASES = [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ()) for case in MOST]
-MOST_NEAR_THE_END = 36  # eight greedy rows with drafts cut to the remaining room
+MOST_NEAR_THE_END = 36  # eight greedy rows whose drafts are cut to the remaining length
 MODES = {"greedy": GREEDY, "top_p": TOP_P}
 
 
@@ -56,14 +56,14 @@ def models(dtype: torch.dtype, family: str = "llama") -> tuple[PreTrainedModel, 
 
 @pytest.fixture
 def half() -> Iterator[tuple[Rounds, PreTrainedModel, PreTrainedModel]]:
-    """Yield counted rounds and a pair in bfloat16 on the device."""
+    """Yield counted rounds and a bfloat16 pair on the device."""
     target, draft = models(torch.bfloat16)
     with counted(target, draft) as rounds:
         yield rounds, target, draft
 
 
 def repeated_prompts(batch_size: int) -> dict[str, torch.Tensor]:
-    """Return prompts of two lengths with a repeated text, so prompt lookup drafts."""
+    """Return prompts of two lengths that repeat a text, so prompt lookup finds drafts."""
     texts = [list(range(3 + row, 12 + row - row % 2)) * 2 for row in range(batch_size)]
     ids = torch.tensor([[0] * (18 - len(text)) + text for text in texts])
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
@@ -85,7 +85,7 @@ def run(
     source: dict[str, Any] = {"prompt_lookup_num_tokens": num_draft}
     if drafter == "model":
         source = {"assistant_model": draft, "num_assistant_tokens": num_draft}
-    # measured times would change the lengths between runs
+    # measured times would change the draft lengths between runs
     constant = {"num_assistant_tokens_schedule": "constant"}
     options = {
         "max_new_tokens": 64,
@@ -134,13 +134,13 @@ def test_round_from_graphs_takes_four_launches(half: Any, batch_size: int) -> No
     ("mode", "batch_size"), [("greedy", 1), ("greedy", 8), ("top_p", 1), ("top_p", 8)]
 )
 def test_target_scores_and_verifies_in_one_graph(half: Any, mode: str, batch_size: int) -> None:
-    """Prompt lookup drafts on the host, so the launches are those of the target."""
+    """Use prompt lookup, which drafts on the host, so all launches belong to the target."""
     options = {**MODES[mode], "speculation_graphs": "on", "most": 6, "verifier_backend": "torch"}
     run(half, "lookup", batch_size, **options)  # captures
     steady = run(half, "lookup", batch_size, **options).steady()[1:]
     assert steady
     for cost in steady:
-        # the drafts: uploaded, split in ids and lengths, copied to the inputs of the graph
+        # the drafts are uploaded, split into ids and lengths, and copied to the graph's inputs
         assert cost.launches == {"graph": 1, "_to_copy": 1, "copy_": 2}
         assert (cost.waits, cost.num_uploads) == (["event"], 1)
 
@@ -163,7 +163,7 @@ def test_draft_from_a_graph_takes_one_launch_beside_it(
     monkeypatch.setattr(CompiledDrafter, "draft", counted_draft)
     num_draft = SHORT if mode is TOP_P else K
     run(half, "model", batch_size, num_draft, **mode, speculation_graphs="on")
-    # the first draft reads the prompt and captures, the second may upload the lengths of the rows
+    # the first draft reads the prompt and captures; the second may upload the row lengths
     assert costs[2:] and costs[2:] == [({"cat": 1, "graph": 1}, None, 0)] * (len(costs) - 2)
 
 
@@ -202,7 +202,7 @@ def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
 
 
 def test_ended_rows_cost_no_upload_in_later_rounds(half: Any) -> None:
-    # rows stay
+    # ended rows stay in the batch
     options = {
         "max_new_tokens": 24,
         "eos_token_id": list(range(10, 20)),
@@ -211,7 +211,7 @@ def test_ended_rows_cost_no_upload_in_later_rounds(half: Any) -> None:
     steady = run(half, "model", 3, 3, most=None, verifier_backend="torch", **options).steady()[1:]
     assert {name for cost in steady for name in cost.waits} == {"event"}
     num_ended = 3 - len(steady[-1].report.row_ids)
-    # An ended row uploads its finished state and the start of its padding. A round later, it
+    # An ended row uploads its finished state and the start of its padding. One round later, it
     # uploads the padding-only state.
     assert 0 < num_ended < 3
     assert (
@@ -230,10 +230,10 @@ def test_flash_attention_serves_forwards_without_masks(half: Any) -> None:
 
 @pytest.mark.fallback("no graphs")  # hooks of the test model prevent graphs
 def test_texts_on_a_gpu_equal_plain_generate() -> None:
-    """Compare in float32: lengths on the device give positions, masks and indices."""
+    """Compare in float32, where lengths on the device determine positions, masks and indices."""
     target, draft = models(torch.float32, "mistral_window")
     prompts = ragged_prompts(4, seed=3, max_len=20)
-    # ended rows stay
+    # ended rows stay in the batch
     ends = {"max_new_tokens": 20, "eos_token_id": [17, 3, 40, 9], "return_dict_in_generate": True}
     # Triton is slow here
     own = {"assistant_model": draft, "num_assistant_tokens": 3, "verifier_backend": "torch"}

@@ -1,4 +1,4 @@
-"""Test prior knowledge of a draft source and the key of its measurements."""
+"""Test the prior for a draft source, and the key under which measurements are stored."""
 
 from functools import partial
 
@@ -25,14 +25,15 @@ from tests.options.heads.rounds import Rounds, random_texts
 from tests.support.tiny import make_model, ragged_prompts
 from tests.support.tiny_encoders import make_llava, make_qwen2_vl
 
-OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, unread by products
+# fraction of weights in norms, scales and biases, which no matrix product reads
+OTHER_WEIGHTS = 0.1
 NUM_NEW = 12
 
 
 class Products(TorchFunctionMode):
-    """Context that counts bytes of multiplied matrices.
+    """Mode that counts the bytes of multiplied matrices.
 
-    It counts each matrix once and leaves out the given ones.
+    It counts each matrix once and ignores the given ones.
     """
 
     def __init__(self, left_out=()):
@@ -88,7 +89,7 @@ def test_head_step_bytes_include_the_shared_lm_head(family, tmp_path):
 
 
 class Quantised(nn.Parameter):
-    """Weight of a library with packed numbers."""
+    """Weight class of a library that packs numbers."""
 
 
 def test_prior_follows_the_source_and_its_weights():
@@ -121,7 +122,7 @@ def test_draft_as_large_as_its_target_is_reported_useless(is_quantised):
 
 @pytest.fixture
 def schedules(monkeypatch):
-    """Collect the memory of every adaptive schedule of a call."""
+    """Collect the memories of all adaptive schedules in a call."""
     memories, find = [], draft_length.memory_of
 
     def spy(plan, config):
@@ -133,7 +134,7 @@ def schedules(monkeypatch):
 
 
 class Repeats:
-    """Drafter that repeats each row's last token."""
+    """Drafter that repeats the last token of each row."""
 
     def __init__(self, setup, number=0):
         self.number = number
@@ -143,7 +144,7 @@ class Repeats:
         return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32), None, None)
 
     def rows(self, indices):
-        """Do nothing, because there is no state by row."""
+        """Do nothing, because rows have no state."""
 
 
 def described(text):
@@ -195,7 +196,7 @@ def test_early_exits_of_different_layers_have_separate_histories():
     sources = [EarlyExit(2), EarlyExit(3), AssistantModel(object())]
     assert len({source.history_key().name for source in sources}) == 3
     target = make_model("llama", num_hidden_layers=4)
-    # every call makes a new object
+    # every call creates a new object
     assert EarlyExit(2).resolve(target, {}).history_key().draft is None
 
 

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def import_example() -> Iterator[Callable[[str], ModuleType]]:
-    """Import a module of the examples by its name."""
+    """Import a module from the examples by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         yield importlib.import_module
@@ -22,7 +22,7 @@ def import_example() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a script of the examples as `python examples/<name>` does and return its output."""
+    """Run a script from the examples as `python examples/<name>` does, and return its output."""
 
     def run_script(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])

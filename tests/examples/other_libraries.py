@@ -1,8 +1,8 @@
-"""Test libraries that call `generate()`: they draft as on their page and keep their texts.
+"""Test that libraries calling `generate()` draft as on their page and keep their texts.
 
     make test-integrations
 
-The target makes an environment for each library and runs its test. No other target collects this
+The target creates an environment for each library and runs its test. No other target collects this
 file.
 """
 
@@ -26,19 +26,19 @@ TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %
 
 @pytest.fixture
 def names() -> dict[str, Any]:
-    """Return the names of the quick start and of the page's executed blocks."""
+    """Return the names from the quick start and from the executed blocks of the page."""
     return names_of_the_example()
 
 
 def run_block(library: str, names: dict[str, Any], stand_in: str = STAND_IN) -> None:
-    """Run the page's block with an import of the library."""
+    """Run the block of the page that imports the library."""
     imports = re.compile(rf"^(from|import) {library}\b", re.M)
     (code,) = filter(imports.search, blocks(PAGE, "python"))
     exec(compile(code.replace(STAND_IN, stand_in), f"{PAGE}, {library}", "exec"), names)
 
 
 def accepted_tokens(model: Any, draft: Any, decode: Callable[[], Any]) -> list[int]:
-    """Return the accepted tokens of each call; assert the text of plain decoding."""
+    """Return the accepted tokens of each call; assert that the text equals plain decoding."""
     calls: list[hf_speculate.SpeculationStats] = []
     hf_speculate.enable(model, draft, num_assistant_tokens=4, speculation_stats=calls.append)
     drafted = decode()
@@ -123,7 +123,7 @@ def test_trl(run: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_pa
     assert "greedy texts of the target equal plain decoding's: True" in printed
 
     def train(draft: Any) -> list[str]:
-        """Train for two steps and return all rollouts, which are the same for every draft."""
+        """Train for two steps and return all rollouts, which must be the same for every draft."""
         names, rollouts = names_of_the_example(), []
         for field, value in {"verifier": "coupled", "seed": 1, "num_assistant_tokens": 4}.items():
             setattr(names["model"].generation_config, field, value)

@@ -30,9 +30,9 @@ def test_bigram_drafter_proposes_the_token_that_followed(import_example):
     drafter = import_example("custom_drafter").BigramDrafter(setup)
     texts = torch.tensor([[1, 2, 3, 4, 1], [0, 0, 7, 7, 7], [0, 0, 0, 5, 6]])
     assert proposed(texts, 3) == [[2, 3, 4], [7, 7, 7], []]
-    assert 0 not in drafter.next_ids[2]  # padding is not learnt
+    assert 0 not in drafter.next_ids[2]  # the drafter does not learn from padding
     drafter.rows([0, 2])
-    # No token followed 9. The other row repeats itself. Later, the newest pair counts.
+    # No token has followed 9. The other row repeats itself. Later, the newest pair counts.
     for ids, lens, drafts in (
         ([[2, 9], [5, -1]], [2, 1], [[], [6, 5, 6, 5]]),
         ([[1], [-1]], [1, 0], [[2, 9, 1, 2], [6, 5, 6, 5]]),
@@ -96,7 +96,7 @@ def test_hub_repository_runs_through_custom_generate(registry, do_sample):
 
 
 def test_repository_and_script_hold_the_same_rule():
-    """Compare both copies, because transformers copies one file only."""
+    """Compare both copies, because transformers copies only one file."""
     bodies = []
     for path in (SCRIPT, GENERATE):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ def test_rejected_token_counts_as_a_call_of_the_grammar(models):
         return processor(torch.tensor([[token_id]]), torch.zeros(1, len(tokenizer)))
 
     assert not torch.equal(scores_after(letter), inside := scores_after(opening))
-    for token_id in (letter, opening, opening):  # rejected, and the next ones
+    for token_id in (letter, opening, opening):  # a rejected token and the next ones
         assert not scores_after(token_id).any()
     processor.rollback([3])
     processor.rollback([1])

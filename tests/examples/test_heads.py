@@ -1,4 +1,4 @@
-"""Test the draft heads of the examples: their drafts, cached or not, and their training."""
+"""Test the draft heads of the examples: their drafts with and without a cache, and training."""
 
 import functools
 
@@ -28,7 +28,7 @@ def test_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
         draft = Rounds(head, target, [text]).draft(NUM_STEPS, SampleStrategy.RANDOM)
         ids = torch.tensor([text + draft.token_ids[0].tolist()])
         states = states_of(target, text[:-1], EAGLE3.aux_layers)
-        # States after the newest one are not read.
+        # States after the newest token are not read.
         states = torch.nn.functional.pad(states, (0, 0, 0, NUM_STEPS))[None]
         states_seen = rollout(
             head.network, target.get_input_embeddings().weight, ids, states, NUM_STEPS
@@ -87,7 +87,7 @@ K = 3
 
 
 def make_head(import_example, target, draft_ids):
-    """Make a random head with `draft_ids`."""
+    """Make a random head that drafts the ids in `draft_ids`."""
     torch.manual_seed(1)
     head = import_example("smollm2_head.head").DraftHead(
         target.config, AUX_LAYERS, draft_ids, target
@@ -104,9 +104,9 @@ def target():
 
 
 def drafted_without_cache(head, target, text, num_tokens):
-    """Return the greedy draft after `text`, with every attention computed anew.
+    """Return the greedy draft after `text`, recomputing attention in every step.
 
-    Outputs of pairs stand in for later states.
+    Outputs of the head replace later states.
     """
     states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     # [1, N, D]
@@ -132,7 +132,7 @@ def drafted_without_cache(head, target, text, num_tokens):
 def test_drafts_equal_a_forward_without_a_cache(import_example, target, confidence, lens):
     head = make_head(import_example, target, torch.arange(0, 64, 2))
     inputs, seen = ragged_prompts(3, seed=4), []
-    eos = int(target.generate(**inputs, max_new_tokens=6)[0, -1])  # a row ends early
+    eos = int(target.generate(**inputs, max_new_tokens=6)[0, -1])  # one row ends early
 
     class Recording(import_example("smollm2_head.drafter").HeadDrafter):
         def draft(self, request):

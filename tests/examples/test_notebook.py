@@ -6,7 +6,7 @@ from tests.notebook import TUTORIAL, execute, read
 
 
 def shown(outputs):
-    """Return the output of a cell; numbers may differ between machines."""
+    """Return the output of a cell without the numbers that may differ between machines."""
     texts = [
         "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
         for output in outputs

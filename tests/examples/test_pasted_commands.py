@@ -1,4 +1,4 @@
-"""Test the pages' commands, pasted in order in an environment with every extra."""
+"""Test the commands of the pages, pasted in order in an environment with every extra."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.pasted_commands import has_run, make_clone, paste
 from tests.support.pages import PAGES, commands
 
-# Commands that only make the environment, take hours, or need a GPU.
+# Commands that only create the environment, take hours, or need a GPU.
 ON_A_GPU = "PYTHONPATH=. python3 benchmarks/gpu.py --out build/gpu"
 NOT_RUN = ("make install", ". .venv/bin/activate", "pip install .", "make bench", ON_A_GPU)
 WITH_COMMANDS = [

@@ -1,4 +1,4 @@
-"""Test that the examples run as their pages say and print the announced lines."""
+"""Test that the examples run as their pages say and print the expected lines."""
 
 import io
 import os
@@ -26,7 +26,7 @@ def test_examples_are_listed_and_say_how_to_run_them():
     for path in (EXAMPLES / "training").glob("[a-z]*.py"):  # modules of the package `training`
         assert f"`cd examples && python -m training.{path.stem}`" in page
     for path in EXAMPLES.glob("*.py"):
-        source = path.read_text(encoding="utf-8")  # a script, or a module shared by scripts
+        source = path.read_text(encoding="utf-8")  # a script, or a module that scripts share
         assert "__main__" not in source or re.search(
             rf"^    (\w.* )?(examples/)?{path.name}", source, re.M
         ), path.name
@@ -125,7 +125,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.fallback("lock step, because of LogitsProcessor")  # of grammar.py
+@pytest.mark.fallback("lock step, because of LogitsProcessor")  # from grammar.py
 @pytest.mark.parametrize(
     ("command", "shown"),
     [

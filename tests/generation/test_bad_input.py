@@ -1,4 +1,4 @@
-"""Test that every wrong call raises an error with the wrong name before any model runs."""
+"""Test that every invalid call raises an error naming the invalid argument before a model runs."""
 
 import functools
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ CHOICES = (
 
 @pytest.fixture
 def models():
-    """Return a pair whose forwards fail the test."""
+    """Return a pair of models; running either of them fails the test."""
 
     def fail(*args):
         raise AssertionError("a model ran before the error")
@@ -134,7 +134,7 @@ def test_invalid_draft_sources_are_refused(models, make, message):
 
 
 def with_gradient_checkpointing(model):
-    name = "activation_checkpointing_enable"  # name in newer versions
+    name = "activation_checkpointing_enable"  # the name in newer versions
     getattr(model.train(), name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
 

@@ -1,4 +1,4 @@
-"""Test passed and returned KV caches against plain `generate`, and the text from buffers."""
+"""Compare passed and returned KV caches with plain `generate`, and texts while buffers grow."""
 
 import copy
 import warnings
@@ -33,11 +33,11 @@ from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_
 K = 4
 NUM_NEW = 24
 BATCH_SIZE = 4
-# This is not the padding id before the prompts. Plain `generate` feeds it like any other token.
+# Differs from the padding id of the prompts. Plain `generate` feeds it like any other token.
 PAD = 2
-ROOM = 96  # tokens, more than two turns have
+ROOM = 96  # tokens; more than two turns need
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
-# Gemma 2 and Bloom take the softmax of attention in float32 for every dtype.
+# Gemma 2 and Bloom compute the attention softmax in float32 for every dtype.
 FLOAT32_TOLERANCE = 1e-4
 SAID = torch.tensor([[9, 8], [7, 6], [5, 4], [3, 11]])
 ONE_ROW = {
@@ -74,7 +74,7 @@ def parts_of(cache: Cache) -> list[Any]:
 
 
 def cache_contents(cache: Cache) -> list[tuple]:
-    """Copy each layer's keys and values and its other state.
+    """Copy the keys, values and other state of each layer.
 
     The oldest column of a full static window is left out, because it is never read.
     """
@@ -109,7 +109,7 @@ def prompts() -> dict[str, Tensor]:
 
 @cache
 def ends(family: str) -> list[int]:
-    """Return ids of the plain texts that end the rows one after the other."""
+    """Return ids from the plain texts that end the rows at different times."""
     target, _ = pair(family)
     inputs = prompts()
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
@@ -138,7 +138,7 @@ def test_rows_of_unequal_length_leave_the_cache_of_plain(family, cache_kind, dra
         next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW)
         for row in new.tolist()
     ]
-    assert max(num_live) - min(num_live) > K  # without this gap the test shows nothing
+    assert max(num_live) - min(num_live) > K  # with a smaller gap, the test would check nothing
     assert_same_contents(*map(cache_contents, caches), tolerance_of(family))
 
 
@@ -167,7 +167,7 @@ def test_passed_cache_is_restored_after_an_error_in_padding():
     drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"],
 )
 def test_pad_id_without_an_embedding_keeps_row_lengths(drafts, pad):
-    """Compare with another padding id: plain `generate` cannot feed this one."""
+    """Compare with another padding id, because plain `generate` cannot feed this one."""
     target, draft = pair("llama")
     draft_options = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True}
@@ -199,7 +199,7 @@ def test_returned_static_cache_equals_plain(family, batch_size, max_cache_len):
     }
     options |= {"return_dict_in_generate": True, "eos_token_id": ends(family), "pad_token_id": PAD}
     plain_target = copy.deepcopy(target)
-    # Plain calls leave these caches, and later calls use them.
+    # Plain calls store these values on the model, and later calls use them.
     vars(plain_target).pop("_previous_max_cache_length", None)
     plain = plain_target.generate(**inputs, **options)
     before = vars(target).copy()
@@ -239,7 +239,6 @@ def test_passed_static_cache_of_recurrent_states_is_refused():
 
 @each_value(batch_size=[1, 4], family=["llama", "mistral_window"])
 def test_returned_static_cache_serves_the_next_turn(family, batch_size):
-    """Decode two turns."""
     target, draft = pair(family)
     inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(family), "pad_token_id": PAD}
@@ -307,7 +306,7 @@ def test_encoder_decoder_static_caches_equal_plain():
     assert_same_contents(cache_contents(plain), cache_contents(ours[CACHE_NAME]), STATE_TOLERANCE)
     del options["cache_implementation"], options["max_cache_len"]
     options["decoder_input_ids"] = ours.sequences
-    fresh = target.generate(**options)  # plain feeds a passed cache the whole text again
+    fresh = target.generate(**options)  # plain decoding feeds a passed cache the whole text again
     assert_equal_ids(fresh, target.generate(**options, **draft_options, **{CACHE_NAME: plain}))
     assert [int(kv_cache.get_seq_length()) for kv_cache in parts_of(plain)] == [
         fresh.shape[1] - 1,
@@ -363,7 +362,7 @@ FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")
 def test_text_equals_plain_while_buffers_grow_and_windows_move(family):
     """Fill a window's buffers with the prompt.
 
-    They move once before the text reaches the first step of growth.
+    The buffers move once before the text reaches the first growth step.
     """
     inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
     assert MIN_STEP < 90
@@ -385,7 +384,7 @@ def test_text_equals_plain_while_buffers_grow_and_windows_move(family):
     cache_kind=["preallocated", "auto"],
 )
 def test_chunk_of_padding_leaves_the_states_of_plain(family, attention, cache_kind):
-    """Decode in float32: the models do not keep masks finite there, so NaN would reach tokens."""
+    """Decode in float32, where the masks are not kept finite, so NaN would reach the tokens."""
     target = hf_speculate.enable(
         make_model(family, dtype=torch.float32, attn_implementation=attention)
     )
@@ -401,7 +400,7 @@ def test_chunk_of_padding_leaves_the_states_of_plain(family, attention, cache_ki
     ours = target.generate(**inputs, **options, **draft_options)
     assert_equal_ids(plain.sequences, ours.sequences)
     assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), 1e-4)
-    # Padding states are visible to nobody now. The states of the text must still be right.
+    # No query can see the padding states now. The states of the text must still be right.
     options["return_dict_in_generate"] = False
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **draft_options))
 
@@ -433,9 +432,9 @@ def test_window_layer_holds_its_window_only():
 @pytest.mark.fallback("no graphs")
 @each_value(family=["mistral_window", "cohere2"], batch_size=[1, 3], num_held=[SLIDING_WINDOW, 13])
 def test_passed_cache_with_a_cut_window_continues_on_a_gpu(family, batch_size, num_held):
-    """Pass a cut cache: buffers hold no column before the window.
+    """Pass a cut cache, whose buffers hold no column before the window.
 
-    Attention rounds down the first column it reads there.
+    Attention rounds down the index of the first column that it reads.
     """
     target, draft = map(copy.deepcopy, pair(family))
     inputs = ragged_prompts(batch_size, min_len=16, max_len=19)
@@ -468,7 +467,7 @@ def test_dynamic_cache_serves_models_without_preallocation():
     for family, arguments, message in (
         ("bloom", inputs, "it takes no position_ids"),
         ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
-        ("llama", {**inputs, **passed}, ""),  # the user's cache: no second copy
+        ("llama", {**inputs, **passed}, ""),  # the cache is the user's, so no second copy is made
     ):
         target, draft = pair(family)
         draft_options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
@@ -505,7 +504,8 @@ def test_cache_without_windows_cannot_be_preallocated():
     target, draft = pair("mistral_window")
     options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
     draft_options = {"assistant_model": draft, "num_assistant_tokens": K}
-    draft_options[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
+    # without the model's config, the cache treats all layers as full attention
+    draft_options[CACHE_NAME] = DynamicCache()
     target(options["input_ids"][:, :4], **{CACHE_NAME: draft_options[CACHE_NAME]})
     with pytest.raises(
         UnsupportedModelError, match="made without its config, and knows no windows"

@@ -1,4 +1,4 @@
-"""Test `verifier="coupled"`: a row seed and a prompt give one text with every assistant."""
+"""Test `verifier="coupled"`: a row's seed and prompt give the same text with every assistant."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ VOCAB_SIZE = 64
 COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0}
 
 WARPERS = {"plain": {}, "warped": {"temperature": 0.7, "top_p": 0.9}}
-# The drafter and its options. Calls take these in turn.
+# Drafter and its options. The calls use the entries in turn.
 METHODS = [
     ("near", {"num_assistant_tokens": 3}),
     ("near", {"num_assistant_tokens": 5, "draft_sampling": "argmax"}),
@@ -28,7 +28,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def models():
-    """Return the smallest target, a draft that is often right, and an unrelated draft."""
+    """Return a minimal target, a draft that is often right, and an unrelated draft."""
     target = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0))
     return {
         "target": target,
@@ -39,7 +39,7 @@ def models():
 
 @pytest.fixture(scope="module", params=WARPERS)
 def texts(models, request):
-    """Return warpers, prompts, and the new tokens of the target alone, for all rows in one call."""
+    """Return warpers, prompts, and the new tokens of all rows from one call of the target alone."""
     warpers = WARPERS[request.param]
     inputs = ragged_prompts(NUM_SEQUENCES, seed=1)
     seeds = list(range(NUM_SEQUENCES))
@@ -57,7 +57,7 @@ def test_row_text_is_the_same_with_every_assistant_and_batch(models, texts, num_
     warpers, inputs, alone = texts
     for call, begin in enumerate(range(0, num_rows, batch_size)):
         rows = list(range(begin, min(begin + batch_size, num_rows)))
-        # The padding differs from that of the large batch.
+        # The padding differs from the padding in the large batch.
         longest = int(inputs["attention_mask"][rows].sum(1).max())
         drafter, options = METHODS[call % len(METHODS)]
         rows_alone = {name: value[rows, -longest:] for name, value in inputs.items()}
@@ -69,12 +69,12 @@ def test_row_text_is_the_same_with_every_assistant_and_batch(models, texts, num_
 
 
 def test_token_does_not_depend_on_where_the_prompt_ended(models):
-    """Begin calls anywhere in a text: a token's position counts real tokens."""
+    """Start calls anywhere in a text, because a token's position counts only real tokens."""
     target, draft = models["target"], models["near"]
     prompt = ragged_prompts(1, seed=2)["input_ids"]
     whole = target.generate(prompt, **COUPLED, seed=6, max_new_tokens=20)
     for assistant in ({}, {"assistant_model": draft, "num_assistant_tokens": 5}):
-        # transformers would mask a drawn id of 0.
+        # transformers would mask an id of 0 if one is drawn.
         begin, mask = whole[:, :-9], torch.ones_like(whole[:, :-9])
         longer = target.generate(
             begin, attention_mask=mask, **COUPLED, seed=6, max_new_tokens=9, **assistant

@@ -1,4 +1,4 @@
-"""Test the defaults of `enable(model, ...)`: every call uses them, and the model stays the same."""
+"""Test the defaults set by `enable(model, ...)`: all calls use them, and the model is the same."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 N = {"max_new_tokens": 9}
-K = {"num_assistant_tokens": 3}  # constant: a draft as large as its target gains nothing
+K = {"num_assistant_tokens": 3}  # constant, because a draft as large as its target gains nothing
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def models():
 
 
 def drafted(model, inputs=None, **options):
-    """Return the number of drafted tokens of a call, and its ids."""
+    """Return the number of drafted tokens in a call, and its ids."""
     stats = SpeculationStats()
     output = model.generate(
         **(inputs or ragged_prompts(2)), **N, speculation_stats=stats, **options
@@ -215,7 +215,7 @@ def test_plain_setting_decodes_without_a_draft_source(models):
 
 
 class Pieces(TextStreamer):
-    """Streamer that records its input."""
+    """Streamer that records what it receives."""
 
     def __init__(self):
         self.pieces = []
@@ -232,7 +232,8 @@ class Pieces(TextStreamer):
 def test_unsupported_call_decodes_plainly_with_one_warning(models, options, monkeypatch):
     target, draft = models
     inputs = ragged_prompts(1)
-    if options.pop("is_late", None):  # refused after transformers has given the streamer its prompt
+    # refused after transformers has passed the prompt to the streamer
+    if options.pop("is_late", None):
         monkeypatch.setattr("hf_speculate.generation.inputs.check_prepared", refuse)
     before, after = (None, None) if "num_beams" in options else (Pieces(), Pieces())
     places = (inputs["input_ids"], GenerationConfig(pad_token_id=0, **N), *[None] * 5)
@@ -278,7 +279,8 @@ def test_copies_share_the_draft_and_pickles_leave_it_out(models):
         copied = pickle.loads(pickle.dumps(target))
     assert hf_speculate.is_enabled(copied)
     assert drafted(copied)[0] == 0
-    assert drafted(hf_speculate.enable(target))[0] > 0  # a second call without arguments keeps them
+    # a second call without arguments keeps the defaults
+    assert drafted(hf_speculate.enable(target))[0] > 0
     hf_speculate.disable(target)
     assert drafted(hf_speculate.enable(target))[0] == 0
 

@@ -1,8 +1,8 @@
 """Compare the joint distribution of the first new tokens with the target's exact one.
 
-The first token comes with the prompt's forward. A round of K drafted tokens and a bonus gives up to
-K + 1 more. After a rejection, the rest comes from further rounds on a draft cache that was rolled
-back.
+The forward of the prompt gives the first token. A round with K drafted tokens and a bonus token
+gives up to K + 1 more. After a rejection, the remaining tokens come from further rounds, whose
+draft cache has been rolled back.
 """
 
 import itertools
@@ -23,10 +23,11 @@ from tests.support.tiny import make_small_model, ragged_prompts
 VOCAB_SIZE = 8
 NUM_TOKENS = 4
 K = 2
-NUM_DRAWS, MANY_DRAWS = 40_000, 200_000  # of 4096 texts; the second find a bias of a few per cent
-DRAWS_OF_MATCHES = 8_000  # 256 texts
+# over 4096 texts; MANY_DRAWS detects a bias of a few per cent
+NUM_DRAWS, MANY_DRAWS = 40_000, 200_000
+DRAWS_OF_MATCHES = 8_000  # over 256 texts
 ROWS_PER_CALL = 20_000
-# A correct sampler fails one run in ten thousand. The controls are below 1e-12.
+# A correct sampler fails in one run out of ten thousand. The controls are below 1e-12.
 SIGNIFICANCE = 1e-4
 PROMPT = torch.tensor([[1, 5, 2, 7]])
 
@@ -48,7 +49,7 @@ def models():
 def step_distribution(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Compute the distribution [N, V] float64 of one token by the warpers' definitions."""
+    """Compute the distribution [N, V] float64 of one token from the definitions of the warpers."""
     probs = (logits.double() / temperature).softmax(-1)
     if top_k:
         probs = torch.where(probs >= probs.topk(top_k).values[:, -1:], probs, 0)
@@ -67,7 +68,7 @@ def joint_distribution(
 ) -> Tensor:
     """Return the distribution [V, V, ...] float64 of `num_tokens` tokens after the prompt.
 
-    `target` is any function of ids.
+    `target` may be any function of ids.
     """
     joint = torch.ones(1, dtype=torch.float64)
     prefixes = prompt_of(target) if prompt is None else prompt
@@ -80,17 +81,17 @@ def joint_distribution(
 
 
 def prompt_of(target) -> Tensor:
-    """Return the prompt in the model's vocabulary."""
+    """Return the prompt with ids within the model's vocabulary."""
     return PROMPT % target.config.vocab_size
 
 
 def texts_of(joint: Tensor) -> itertools.product:
-    """Return every text, in the order of the flattened distribution."""
+    """Return all texts, in the order of the flattened distribution."""
     return itertools.product(range(len(joint)), repeat=joint.ndim)
 
 
 def with_eos(joint: Tensor, eos_token_id: int) -> Tensor:
-    """Return the distribution of texts that are padded with `eos_token_id` after the first one."""
+    """Return the distribution of texts that repeat `eos_token_id` after its first occurrence."""
     ended = torch.zeros_like(joint)
     for text in texts_of(joint):
         end = text.index(eos_token_id) + 1 if eos_token_id in text else len(text)
@@ -99,7 +100,7 @@ def with_eos(joint: Tensor, eos_token_id: int) -> Tensor:
 
 
 def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options) -> Counter:
-    """Count the texts of calls with many rows, each with a seed."""
+    """Count the texts that calls with many rows generate; every row has its own seed."""
     prompt = prompt_of(target)
     counts: Counter = Counter()
     for begin in range(0, num_draws, num_rows):
@@ -116,7 +117,7 @@ def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options
 
 
 def p_value(counts: Counter, distribution: Tensor) -> float:
-    """Return the chi-square p-value over all texts, rare ones pooled; 0 for an impossible text."""
+    """Return the chi-square p-value over all texts, pooling rare ones; 0 if any is impossible."""
     observed = torch.tensor([counts[text] for text in texts_of(distribution)])
     return distributions.p_value(observed, distribution.flatten())
 
@@ -159,7 +160,7 @@ def test_lossless_verifiers_keep_the_joint_distribution(
     )
     assert p_value(counts, joint_distribution(target, **WARPERS[warpers])) > SIGNIFICANCE
     if warpers != "plain":
-        # the warpers differ
+        # the warpers change the distribution
         assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE
 
 
@@ -176,7 +177,7 @@ def test_lossless_verifiers_keep_the_joint_distribution(
 )
 def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
     target, draft = models
-    # Many rows in lock step advance by one token.
+    # If there are many rows in lock step, they advance by one token per round.
     num_rows = 200 if "logits_processor" in options else ROWS_PER_CALL
     counts = draw(target, draft, NUM_DRAWS, num_rows, num_assistant_tokens=K, **options)
     joint = joint_distribution(target)
@@ -198,7 +199,7 @@ def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
     ],
 )
 def test_matches_in_the_prompt_leave_the_joint_distribution(verifier, options):
-    """Decode beside a draft model, so rows differ in their source."""
+    """Decode with a draft model too, so rows differ in their draft source."""
     target = hf_speculate.enable(make_small_model(4, seed=0, dtype=torch.float32))
     draft, stats = (
         make_small_model(4, seed=1, sharpness=1.5, dtype=torch.float32),
@@ -217,7 +218,7 @@ def test_matches_in_the_prompt_leave_the_joint_distribution(verifier, options):
 
 
 class ArgmaxPassedOffAsSampled:
-    """Control verifier that takes a point-mass draft for one drawn from its logits."""
+    """Negative control that treats a point-mass draft as a draw from its logits."""
 
     def verify(self, target_logits, draft, keys):
         biased = DraftOut(

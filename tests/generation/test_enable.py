@@ -1,4 +1,4 @@
-"""Test `enable()`: it changes one object's `generate()` and nothing else."""
+"""Test that `enable()` changes `generate()` of one object and nothing else."""
 
 import ast
 import copy
@@ -34,7 +34,7 @@ def models():
 
 def test_enable_changes_one_object_only(models):
     target, draft = models
-    for _ in range(2):  # twice is harmless
+    for _ in range(2):  # enabling twice is harmless
         assert hf_speculate.enable(target) is target
         assert hf_speculate.is_enabled(target)
     assert not hf_speculate.is_enabled(draft)
@@ -62,7 +62,7 @@ def test_enabled_model_without_a_draft_equals_plain_bitwise(models, options):
 
 
 class Mine(hf_speculate.SpeculativeGenerationMixin, LlamaForCausalLM):
-    """Class of a user with the mixin."""
+    """User class with the mixin."""
 
 
 def test_custom_class_with_the_mixin_drafts(models):
@@ -78,10 +78,10 @@ def test_custom_class_with_the_mixin_drafts(models):
 
 
 class WithItsOwn(Mine):
-    """Class of a user that inspects the arguments of the mixin."""
+    """User class that inspects the arguments passed to the mixin."""
 
     def generate(self, *args, **kwargs):
-        """Has a text of its own."""
+        """Document the override with a text of its own."""
         return super().generate(*args, **kwargs)
 
 
@@ -90,7 +90,7 @@ class Derived(WithItsOwn):
 
 
 class NamesTheFirst(LlamaForCausalLM):
-    """Class that inspects one argument and passes all on, as Granite Speech and Kyutai STT do."""
+    """Class that names one argument and passes all on, as Granite Speech and Kyutai STT do."""
 
     def generate(self, ids, *args, **kwargs):
         return super().generate(ids, *args, **kwargs)
@@ -129,7 +129,7 @@ def test_help_names_class_arguments_and_speculation_fields(models):
         == hf_speculate.SpeculationConfig().posterior_threshold
     )
     text = pydoc.render_doc(model.generate, renderer=pydoc.plaintext)
-    assert "Generates sequences of token ids for models" in text  # of transformers
+    assert "Generates sequences of token ids for models" in text  # defined in transformers
     assert "posterior_threshold: epsilon of typical acceptance, in (0, 1)." in text
     assert "SpeculationConfig" in dir(hf_speculate)
     for family, names in (
@@ -167,7 +167,7 @@ COPIERS = {
 
 
 class Forwarding(torch.nn.Module):
-    """Wrapper that looks up missing attributes in its model."""
+    """Wrapper that looks up missing attributes on its model."""
 
     def __init__(self, model):
         super().__init__()
@@ -185,7 +185,7 @@ def with_lora(model):
 
 
 def with_offloading_hook(model):
-    """Add accelerate's hook, with a `forward` bound to the object."""
+    """Add accelerate's hook, which binds a `forward` to the object."""
     return add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
 
 
@@ -234,11 +234,11 @@ def test_copies_and_pickles_stay_enabled(models, wrapper, copier):
 @pytest.mark.parametrize("copier", COPIERS)
 def test_copies_of_a_reclassed_model_stay_enabled(models, copier):
     target = hf_speculate.enable(models[0])
-    # Libraries that shard a model make such a class.
+    # Libraries that shard a model create such a class.
     target.__class__ = type("LlamaForCausalLM", (type(target),), {})
     copied = COPIERS[copier](target)
     assert hf_speculate.is_enabled(copied)
-    # A pickle cannot name that class.
+    # A pickle cannot find that class by name.
     assert (type(copied) is type(target)) == (copier in ("copy", "deepcopy"))
 
 
@@ -309,7 +309,7 @@ def test_hub_repository_runs_through_custom_generate(models, is_enabled):
 
 
 def test_generate_function_on_the_object_does_not_recurse(models):
-    """Set a function on the object, as transformers does with `trust_remote_code`."""
+    """Set a function on the object, as transformers does for `trust_remote_code`."""
     target, draft = models
     target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
     draft_options = {"assistant_model": draft, "num_assistant_tokens": 3}

@@ -1,4 +1,4 @@
-"""Test encoder-decoders against plain `generate`: one encoder run, ragged rows, every draft."""
+"""Compare encoder-decoders with plain `generate`: one encoder run, ragged rows, every draft."""
 
 import copy
 from functools import cache
@@ -35,13 +35,13 @@ MAKERS = {"t5": make_t5, "bart": make_bart, "whisper": make_whisper}
 
 @cache
 def encoder_pair(family):
-    """Return an enabled target and a draft with an encoder, shared by tests: change neither."""
+    """Return an enabled target and a draft with an encoder. Tests share them: change neither."""
     target = hf_speculate.enable(MAKERS[family]())
     return target, noisy_copy(target, DRAFT_NOISE)
 
 
 def inputs_of(family, batch_size):
-    """Return the inputs of the encoder; text is padded on the right, as usual for encoders."""
+    """Return the encoder's inputs; text is right-padded, as is usual for encoders."""
     if family == "whisper":
         return {"input_features": speech(batch_size, seed=batch_size)}
     inputs = ragged_prompts(batch_size, seed=batch_size)
@@ -57,7 +57,7 @@ def test_greedy_equals_plain(family):
     )
     assert 0 < stats.num_accepted < stats.num_verified
     assert stats.cache == "dynamic"
-    assert stats.lock_step == (family == "bart")  # its positions are columns
+    assert stats.lock_step == (family == "bart")  # BART uses columns as positions
 
 
 @pytest.mark.fallback("lock step")
@@ -104,7 +104,7 @@ def test_encoder_runs_once_and_drafts_read_its_states(shares, dtype):
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 4, "speculation_stats": stats}
     assert_equal_ids(plain, target.generate(**inputs, **options, assistant_model=draft))
     handle.remove()
-    # Without the target's encoder it would guess one token in 64.
+    # Without the target's encoder output, the draft would guess one token in 64.
     assert stats.verified_acceptance_rate > 0.2
     assert len(own) == (shares == "nothing")
     ((output, state),) = outputs  # the target's output is unchanged
@@ -182,9 +182,10 @@ def test_whisper_long_form_equals_plain(batch_size, conditioned):
     stats = assert_decodes_as_plain(
         *encoder_pair("whisper"), inputs, **options, speculation_callback=reports.append
     )
-    assert stats.num_emitted > 20 * batch_size  # the rounds of all windows
+    assert stats.num_emitted > 20 * batch_size  # counts the rounds of all windows
     assert len(stats.draft_lens) == stats.num_batch_rounds == len(reports)
-    assert [report.num_round for report in reports].count(1) > 1  # each run counts its rounds
+    # each run numbers its rounds from 1
+    assert [report.num_round for report in reports].count(1) > 1
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_draft_encoder_may_have_another_position_table():
 
 
 def test_trainer_predicts_the_same_with_drafts(tmp_path):
-    """Pass the labels to `generate()` too, as a training loop does."""
+    """Pass the labels to `generate()` as well, as a training loop does."""
     target, stats = hf_speculate.enable(make_t5()), hf_speculate.SpeculationStats()
     rows = zip(*ragged_prompts(4, seed=2).values(), strict=True)
     data = [{"input_ids": ids, "attention_mask": mask, "labels": ids} for ids, mask in rows]

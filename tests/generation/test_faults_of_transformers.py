@@ -1,20 +1,21 @@
-"""List the faults of transformers' assisted generation, as of 5.23, with the tests for them.
+"""List the faults of transformers' assisted generation, as of 5.23, and the tests for them.
 
-Files are named below `tests/`:
+Paths are relative to `tests/`:
 
 - a: a prefilled cache is fed the whole prompt again. `generation/test_matrix.py`, ids, scores,
   states and cache
-- b: stopping criteria are checked when a block ends, so text runs on.
+- b: stopping criteria are checked only when a block ends, so text runs on.
   `generation/test_options.py`
-- c: `stop_strings` with an assistant raise. `generation/test_options.py`
-- d: under sampling, a padded vocabulary raises. `generation/test_vocabularies.py`
-- e: another tokenizer replaces layers of the draft model. `generation/test_vocabularies.py`
+- c: `stop_strings` with an assistant raises. `generation/test_options.py`
+- d: sampling with a padded vocabulary raises. `generation/test_vocabularies.py`
+- e: a different tokenizer makes transformers replace layers of the draft model.
+  `generation/test_vocabularies.py`
 - f: an argmax with logits is biased. `options/candidates/test_candidate_generators.py`
 - g: a threshold of None turns into 0.4. `test_config.py`
-- h: a pipeline whose draft has another EOS, PAD or BOS raises. `generation/test_pipeline.py`
-- i: the heuristic schedule writes into the draft model's config. Here
+- h: a pipeline raises if its draft has another EOS, PAD or BOS. `generation/test_pipeline.py`
+- i: the heuristic schedule writes into the draft model's config. This file
 - j: batches, several sequences, static caches and compiling raise. `generation/test_matrix.py`
-- k: every round is a whole `generate()` of the draft model. Here
+- k: every round runs a whole `generate()` of the draft model. This file
 - l: lookup takes the left-most match of 2 tokens. `draft/test_suffix.py`
 - m: verification copies keys and values to all query heads. `models/test_folded_attention.py`
 """
@@ -45,7 +46,7 @@ def test_fault_i_call_does_not_change_the_next():
         for _ in "ab"
     )
     assert first == second
-    assert len(first) > 2  # the schedule changed the number
+    assert len(first) > 2  # the schedule changed the draft length
     assert [model.generation_config.to_dict() for model in (target, draft)] == configs
 
 
@@ -76,6 +77,6 @@ def test_fault_k_round_runs_k_draft_forwards_and_no_generate(monkeypatch, batch_
     )
     assert generates == [target]
     assert len(forwards) == sum(num * count for num, count in stats.rounds_by_draft_len.items())
-    # A round begins with the newest token, and with the last drafted one if all were accepted.
+    # A round starts with the newest token, preceded by the last drafted one if all were accepted.
     if batch_size == 1:
         assert sum(width > 1 for width in forwards[1:]) <= stats.accepted_per_position[-1]

@@ -16,17 +16,18 @@ from hf_speculate.options.cuda import attention_backends
 from tests.support.tiny import make_model, noisy_copy
 from tests.support.tiny_tokenizers import letters_tokenizer
 
-V, L, T = 4096, 2, 300  # chunks of a prompt are sized from 256 tokens on
+V, L, T = 4096, 2, 300  # T exceeds the minimum chunk size of 256 tokens
 FIRST_LETTER = 0x4E00
 SOURCES = ["draft", "another vocabulary", "lookup", "early exit"]
 TOP_P = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 1}
-# Sampling works on blocks of V.
+# Sampling processes the vocabulary in blocks of V.
 LARGER = {"vocab_size": 2 * V}, {"num_prompt": 2 * T}, {"num_prompt": 2 * T, **TOP_P}
-# torch registers operators at their first calls.
+# Only these files count, because torch registers operators at their first calls.
 COUNTED = ("hf_speculate/", "transformers/", "torch/nn/modules/")
-MOST_MORE = 2  # calls that depend on a prompt's end in a buffer
-MOST_PER_LAYER = 8  # short functions of ours, for each layer of each model
-MOST_CACHES = 3  # made from configs: the target's by transformers, and two of the draft
+MOST_MORE = 2  # calls that depend on where the prompt ends in a buffer
+MOST_PER_LAYER = 8  # short functions of the library, per layer of each model
+# caches made from configs: one by transformers for the target, and two for the draft
+MOST_CACHES = 3
 
 
 class Counts(TorchDispatchMode):
@@ -35,7 +36,7 @@ class Counts(TorchDispatchMode):
     def __init__(self, *models: PreTrainedModel):
         super().__init__()
         self.operators: Counter[str] = Counter()
-        # Operators that write a number for each token of a vocabulary.
+        # Operators whose output has a number for each token of the vocabulary.
         self.large: Counter[str] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()  # by file and function
         self._models, self._depth = models, 0
@@ -84,7 +85,7 @@ class Counts(TorchDispatchMode):
 def counts(
     source: str, vocab_size: int = V, num_layers: int = L, num_prompt: int = T, **options: Any
 ) -> Counts:
-    """Count the second call of a pair with all drafts accepted.
+    """Count the work in the second call of a pair whose drafts are all accepted.
 
     Without a draft model, the call drafts nothing.
     """
@@ -109,7 +110,7 @@ def counts(
         options |= {"assistant_early_exit": 1, "max_new_tokens": 2}
     else:
         options["assistant_model"] = draft
-    if source == "another vocabulary":  # the same letters backwards, except one
+    if source == "another vocabulary":  # the same letters in reverse order, except one
         letters = [chr(FIRST_LETTER + index) for index in range(vocab_size)]
         options |= {"tokenizer": letters_tokenizer(letters)}
         options |= {"assistant_tokenizer": letters_tokenizer(["?", *letters[-2::-1]])}
@@ -131,7 +132,7 @@ def test_operator_count_ignores_vocabulary_and_prompt_size(source, larger):
     many = counts(source, **larger)
     assert min(sum(few.operators.values()), sum(few.calls.values())) > 100
     assert many.operators - few.operators == Counter()
-    # The draft's shared tokens.
+    # Selects the tokens that the draft shares.
     chosen = {"aten.index_select.default"} if source == "another vocabulary" else set()
     assert "do_sample" in larger or set(many.large) <= chosen
     assert not any(name == "get_vocab" for _, name in many.calls)
@@ -140,7 +141,7 @@ def test_operator_count_ignores_vocabulary_and_prompt_size(source, larger):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_operator_count_grows_little_with_layers(source, monkeypatch):
-    monkeypatch.setitem(attention_backends._served, 0, True)  # as with a GPU
+    monkeypatch.setitem(attention_backends._served, 0, True)  # as on a GPU
     num_more, few = 10, counts(source)
     many = counts(source, num_layers=L + num_more)
     assert many.operators - few.operators == Counter()

@@ -1,4 +1,4 @@
-"""Compare the headline of the statistics with a clock of known seconds."""
+"""Compare the headline of the statistics with a clock that advances by known times."""
 
 from functools import partial
 
@@ -16,12 +16,12 @@ from tests.support.tiny import ragged_prompts
 
 NUM_NEW = 96
 PREPARATION_S, VOCABULARY_S, INPUTS_S = 1.5, 0.5, 1.0
-FEW_REJECTED = 0.02  # noise of a draft
-CLOSE = 0.03  # of the clock
+FEW_REJECTED = 0.02  # noise in the draft's weights
+CLOSE = 0.03  # relative tolerance of the speedup
 
 
 class Script:
-    """Clock that advances in forwards and where a test says so."""
+    """Clock that advances in forwards and wherever a test advances it."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -30,7 +30,7 @@ class Script:
         return self.seconds
 
     def charge(self, model, base_s, token_s):
-        """Charge a forward of the model `base_s` and `token_s` for each of its tokens."""
+        """Charge each forward of the model `base_s`, plus `token_s` per token."""
 
         def pass_by(module, args, kwargs):
             self.seconds += base_s + token_s * kwargs["input_ids"].numel()
@@ -38,7 +38,7 @@ class Script:
         model.register_forward_pre_hook(pass_by, with_kwargs=True)
 
     def after(self, function, seconds):
-        """Wrap a function, so it takes this long."""
+        """Wrap a function so that each call takes this long."""
 
         def slow(*args, **kwargs):
             self.seconds += seconds
@@ -62,7 +62,7 @@ def script(monkeypatch):
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
 def test_headline_speedup_is_the_measured_one(script, monkeypatch, batch_size, noise):
     target, draft = new_pair(noise=noise)
-    draft.to(torch.float32)  # half the bytes, so the schedule tries it
+    draft.to(torch.float32)  # half the bytes, so the schedule tries the draft
     inputs = ragged_prompts(batch_size, seed=5)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     ends = [int(text[0, NUM_NEW // 4]), int(text[-1, NUM_NEW // 2])] if batch_size > 1 else []
@@ -89,7 +89,7 @@ def test_headline_speedup_is_the_measured_one(script, monkeypatch, batch_size, n
     seconds = script.seconds - began_s
 
     assert stats.rounds_by_draft_len.keys() > {0}
-    assert batch_size == 1 or len(stats.replaced_steps) > 1  # rows end apart
+    assert batch_size == 1 or len(stats.replaced_steps) > 1  # rows end at different times
     assert stats.replaced_steps == plain.replaced_steps
     assert stats.speedup == pytest.approx(plain_s / seconds, rel=CLOSE)
     assert stats.total_s == pytest.approx(seconds)

@@ -1,4 +1,4 @@
-"""Test a user's hooks and forwards in the target: plain text, and a fallback with the reason."""
+"""Test user hooks and replaced forwards in the target: plain text, and a fallback with a reason."""
 
 import types
 from functools import partial
@@ -21,7 +21,7 @@ HIDDEN = 32
 
 
 def of_user(function):
-    """Return the function as if a user's script had defined it; hooks of tests are known."""
+    """Return the function as if a user's script had defined it; test hooks count as known."""
     scope = {**function.__globals__, "__name__": "__main__"}
     return types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__

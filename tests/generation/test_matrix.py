@@ -1,6 +1,6 @@
-"""Test every pair of two choices of a call.
+"""Test all pairs of choices in a call.
 
-The rows are in `tests/pairs.json`, over the axes of `tests/cases.py`.
+The rows are in `tests/pairs.json`; `tests/cases.py` defines their axes.
 """
 
 from collections import Counter
@@ -33,9 +33,9 @@ def rows_where(keep: Callable[[Row], bool]) -> pytest.MarkDecorator:
 
 
 def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
-    """Assert accepted and rejected tokens.
+    """Assert that some tokens were accepted and some rejected.
 
-    Seeds are chosen for both. Another version of transformers may draw other weights.
+    The seeds are chosen to give both. Another version of transformers may draw other weights.
     """
     if transformers.__version__ == pinned_version():
         assert num_accepted > 0 and num_rejected > 0, "run python -m tests.pairs"
@@ -44,7 +44,7 @@ def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
 @pytest.mark.fallback("lock step", "because of candidate_generator")
 @rows_where(has_plain_twin)
 def test_ids_scores_states_and_cache_equal_plain_generate(row: Row, seed: int) -> None:
-    """Decode in float64 if the row asks for them."""
+    """Decode in float64 if the row says so."""
     result = run_case(case_of(row, seed))
     assert result.outcome == "equal", result
     assert_accepts_and_rejects(result.num_accepted, result.num_rejected)
@@ -55,7 +55,7 @@ def test_ids_scores_states_and_cache_equal_plain_generate(row: Row, seed: int) -
 def test_row_of_a_batch_is_drawn_as_alone(row: Row, seed: int) -> None:
     case, stats = case_of(row, seed), hf_speculate.SpeculationStats()
     ours = decode(case, speculation_stats=stats)
-    if stats.lock_step:  # rounds end with the slowest row, so a row alone takes others
+    if stats.lock_step:  # rounds end with the slowest row, so a single row has other rounds
         assert torch.equal(ours, decode(case))
     else:
         for index in {0, case.batch_size - 1}:
@@ -75,7 +75,7 @@ def test_rows_hold_every_supported_pair() -> None:
 
 
 def test_empty_row_follows_a_draft_model_that_lags_behind() -> None:
-    """Let rows copy: the draft model then lags behind by more tokens than the empty row has."""
+    """Let rows copy, so that the draft model lags by more tokens than the empty row has."""
     case = Case(
         family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0
     )
@@ -94,7 +94,7 @@ def test_pairs_left_out_of_the_rows_are_refused(pair: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_greedy_text_of_many_models_equals_plain(family: str) -> None:
-    """Decode 2,016 sequences of six kinds; the targets have different weights."""
+    """Decode 2,016 sequences with six kinds of models; the targets differ in their weights."""
     for seed in range(6):
         target = hf_speculate.enable(make_model(family, seed=seed))
         draft = noisy_copy(target, 0.02, seed=seed + 1)
@@ -110,7 +110,7 @@ def test_greedy_text_of_many_models_equals_plain(family: str) -> None:
 
 
 FAMILIES = ("llama", "mistral_window", "gpt2")
-# Plain decoding first reads the whole text again behind a cache with the same text.
+# Plain decoding first reads the whole text again behind a cache of the same text.
 READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
 
 

@@ -1,4 +1,4 @@
-"""Compare kinds of decoder-only models and wrapped models with plain `generate`."""
+"""Compare many decoder-only models and wrapped models with plain `generate`."""
 
 import copy
 from functools import partial
@@ -31,7 +31,7 @@ from tests.support.tiny import (
     ragged_prompts,
 )
 
-NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of all models
+NUM_NEW = 3 * SLIDING_WINDOW  # longer than the window or chunk of every model
 FEW_NEW = 16
 DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
 _LORA = LoraConfig(
@@ -42,7 +42,7 @@ _LORA = LoraConfig(
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 @pytest.mark.parametrize("cache_kind", ["auto", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_greedy_equals_plain(family, cache_kind):
-    # MPT fills masked scores with the lowest float64 and takes the softmax in float32, so padding
+    # MPT fills masked scores with the lowest float64 and computes softmax in float32, so padding
     # becomes NaN.
     models = pair(family, dtype=torch.float32 if family == "mpt" else torch.float64)
     options = {
@@ -88,7 +88,7 @@ def test_maskless_window_layers_get_buffers_with_masks():
 
 
 def adapted(model):
-    """Return the model in a PEFT wrapper, with a LoRA that changes its text."""
+    """Return the model in a PEFT wrapper, with a LoRA adapter that changes its text."""
     torch.manual_seed(0)
     return get_peft_model(model, _LORA).eval().to(torch.float64)
 
@@ -99,7 +99,7 @@ def test_lora_draft_drafts_with_its_adapter():
         {"max_new_tokens": FEW_NEW, "num_assistant_tokens": 3},
     )
     stats = assert_decodes_as_plain(pair("llama")[0], draft, ragged_prompts(3, seed=1), **options)
-    with draft.disable_adapter():  # without it the draft is the target
+    with draft.disable_adapter():  # without the adapter, the draft is identical to the target
         same = assert_decodes_as_plain(
             pair("llama")[0], draft, ragged_prompts(3, seed=1), **options
         )
@@ -155,7 +155,7 @@ def test_model_with_layers_on_disk_decodes_as_plain(part, tmp_path):
     assert_equal_ids(target.generate(**options), ours)
     assert not hf_speculate.is_enabled(models["target"])
     small, stats = make_model("llama", num_hidden_layers=1), hf_speculate.SpeculationStats()
-    for num_rows in (1, 2):  # loading weights takes longer than computing a forward of one row
+    for num_rows in (1, 2):  # loading weights takes longer than a forward with one row
         options = {
             **ragged_prompts(num_rows, seed=3),
             "max_new_tokens": 4,
@@ -185,7 +185,7 @@ def test_model_without_named_embeddings_decodes(part):
     )
     assert stats.num_accepted > 0
     ahead = torch.zeros(1, 3, target.config.hidden_size, dtype=torch.float64)
-    if part == "draft":  # its ids are compared with its table
+    if part == "draft":  # its ids are looked up in its embedding table
         options = {
             "input_ids": torch.ones(1, 3, dtype=torch.int64),
             "inputs_embeds": ahead,
@@ -257,12 +257,12 @@ def nf4(model, folder):
 
 
 def int8_activations(model, folder):
-    """Round a layer's input too, so a last bit decides between two texts."""
+    """Round the input of each layer too, so the last bit decides between two texts."""
     return load_quantised(model, folder, load_in_8bit=True)
 
 
 def load_quantised(model, folder, **fields):
-    """Load the model with bitsandbytes weights, quantised while loading."""
+    """Load the model with bitsandbytes weights, quantised during loading."""
     model.save_pretrained(folder)
     config = BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=torch.float32)
     return AutoModelForCausalLM.from_pretrained(
@@ -300,12 +300,12 @@ def test_quantised_model_decodes_as_plain(quantise, parts, batch_size, cache, tm
             models[name] = quantise(model, tmp_path / name)
             weights = step_weights(models[name])
             assert weights.is_quantised
-            # stored bytes, not those of float32
+            # bytes as stored, not as float32
             assert weights.num_bytes < num_bytes / 2
             logits_of = partial(
                 logits_after_text, token_ids=torch.tensor([3, 4, 5]), block_len=2, num_rows=2
             )
-            # It does not run in float64.
+            # The quantised model does not run in float64.
             assert DifferenceCheck(models[name])((6, 7), 0.0, 0, logits_of).verdict == "tie"
     hf_speculate.enable(models["target"])
     inputs = ragged_prompts(batch_size, seed=4)

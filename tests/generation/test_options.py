@@ -1,4 +1,4 @@
-"""Compare options that steer or end a text, or add to the output, with plain `generate`."""
+"""Compare options that steer or end a text, or extend the output, with plain `generate`."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ from tests.support.tiny_tokenizers import byte_level_tokenizer
 
 K = 4
 NUM_NEW = 24
-# Scores are rounded to float32, with a resolution of 1e-6 at these magnitudes.
+# Scores are rounded to float32, whose resolution is 1e-6 at these magnitudes.
 SCORE_TOLERANCE = 1e-5
 
 
 def new_ids(inputs: dict, row: int = 0) -> list[int]:
-    """Return the greedy text of a row without an end."""
+    """Return the greedy text of a row that no EOS ends."""
     return (
         pair("llama")[0]
         .generate(**inputs, max_new_tokens=NUM_NEW)[row, inputs["input_ids"].shape[1] :]
@@ -80,7 +80,8 @@ def test_drafts_cut_off_by_a_stop_are_not_accepted():
     target.generate(
         **inputs, **options, assistant_model=noisy_copy(target, 0.0), speculation_stats=stats
     )
-    # The prompt's token, a round of 6 drafts and a target token, and 2 of the next 6 drafts.
+    # The prompt gives 1 token, a round 6 drafted and 1 target token, the next round 2 of its 6
+    # drafts.
     assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (
         9,
         8,
@@ -92,7 +93,7 @@ def test_drafts_cut_off_by_a_stop_are_not_accepted():
 class Recorder(LogitsProcessor):
     """Custom processor that forbids the successor of the last id.
 
-    It records its input.
+    It records its inputs.
     """
 
     def __init__(self):
@@ -106,7 +107,7 @@ class Recorder(LogitsProcessor):
 class StopAtSum(StoppingCriteria):
     """Custom criterion that ends a row if its last three ids add up to a multiple of seven.
 
-    It answers in the given form.
+    It returns its result in the given form.
     """
 
     def __init__(self, answer=lambda stops: stops):
@@ -163,7 +164,7 @@ def test_criteria_may_return_numbers(answer, criterion, batch_size):
         "stopping_criteria": [criterion(answer)],
     }
     stats = assert_decodes_as_plain(*pair("llama"), inputs, **options, num_assistant_tokens=K)
-    assert stats.num_rounds > 1  # otherwise stopping at once is correct
+    assert stats.num_rounds > 1  # otherwise, stopping at once would be correct
 
 
 @each_value(batch_size=[1, 4], eos_token_id=[17, None])
@@ -173,11 +174,11 @@ def test_stopped_rows_without_eos_continue_as_in_plain(batch_size, eos_token_id)
         "eos_token_id": eos_token_id,
         "return_dict_in_generate": True,
     }
-    # Of 4 rows, some run ahead of the end and some lag behind it.
+    # Of four rows, some are ahead of the common end and some are behind it.
     inputs = ragged_prompts(batch_size, seed=41)
     plain, ours = plain_and_ours(*pair("llama"), inputs, **options, stopping_criteria=[PureStop()])
     assert_equal_ids(plain.sequences, ours.sequences)
-    # Otherwise no row may run ahead of the end.
+    # Otherwise, no row could be ahead of the end.
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW
     assert not ours.speculation.lock_step
     for layer, our_layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
@@ -186,7 +187,7 @@ def test_stopped_rows_without_eos_continue_as_in_plain(batch_size, eos_token_id)
 
 @pytest.mark.fallback("lock step")
 def test_processor_writing_into_its_scores_leaves_the_logits():
-    """Decode in float32, because logits of other dtypes are copied anyway."""
+    """Decode in float32, because logits in other dtypes are copied anyway."""
     target, draft = pair("llama", dtype=torch.float32)
     options = {
         "max_new_tokens": 6,
@@ -263,7 +264,7 @@ def test_large_length_bound_reserves_no_memory():
 
 @pytest.fixture(scope="module")
 def healed():
-    """Return a tokenizer with words that begin with others, and models of its size."""
+    """Return a tokenizer with words that are prefixes of other words, and models of its size."""
     words = ["http", "https", "https:", "hell", "hello", "help", " se", " see", " the", " their"]
     tokenizer = byte_level_tokenizer(words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     target = make_small_model(len(tokenizer), seed=6)

@@ -1,4 +1,4 @@
-"""Test the fields of `pipeline(..., assistant_model=draft)` for text, speech and images."""
+"""Test `pipeline(..., assistant_model=draft)` for text, speech and images."""
 
 import copy
 import functools
@@ -59,7 +59,8 @@ def texts(outputs) -> list[str]:
 def test_fault_h_draft_of_other_special_ids_drafts(pipelines, field, sampling, batch_size):
     """Pass the assistant to the constructor.
 
-    transformers asks for its tokenizer there and then raises at the call because of it.
+    transformers requires its tokenizer there, and then raises in the call because of that
+    tokenizer.
     """
     plain, ours = pipelines
     stranger = copy.deepcopy(ours.assistant_model)
@@ -99,7 +100,7 @@ def test_pipeline_drafts_prompts_and_chats_by_enabled_defaults():
 
 
 HOP_LEN = 160
-SAMPLING_RATE = NUM_FRAMES * HOP_LEN  # a window lasts a second
+SAMPLING_RATE = NUM_FRAMES * HOP_LEN  # a window lasts one second
 NO_TIMES_ID = 49
 LETTERS = CHARACTERS[:48]
 
@@ -135,7 +136,7 @@ def test_speech_text_is_the_same_with_a_draft(make_draft, batch_size):
     make |= {"model": hf_speculate.enable(make_whisper())}
     rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
     waves = [rng.normal(size=SAMPLING_RATE - 400 * num).astype(np.float32) for num in range(3)]
-    options = {"max_new_tokens": 16, "num_beams": 1}  # otherwise the pipeline searches beams
+    options = {"max_new_tokens": 16, "num_beams": 1}  # otherwise, the pipeline uses beam search
     own = {**options, "num_assistant_tokens": 3, "speculation_stats": stats}
     draft = make_draft(noisy_copy(make_whisper(), 0.01))
     plain, ours = pipeline(**make), pipeline(**make, assistant_model=draft)

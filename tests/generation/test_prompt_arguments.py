@@ -1,4 +1,4 @@
-"""Test images, sounds, types and positions that a decoder or an encoder reads with the prompt."""
+"""Test images, audio, types and positions that a decoder or an encoder reads with the prompt."""
 
 from functools import cache
 
@@ -33,17 +33,17 @@ from tests.support.tiny_readers import ENCODERS, READERS, READINGS
 from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 24
-LITTLE_NOISE = 0.01  # a draft may not have read all the target's input
-KEEPS_PICTURES = "because its cache would hold the states of pictures too"  # of the draft
-# Two masks, positions of three axes, positions unknown to the forward, and neither. The others are
-# slow.
+LITTLE_NOISE = 0.01  # a draft may not have read all inputs of the target
+KEEPS_PICTURES = "because its cache would hold the states of pictures too"  # refers to the draft
+# Two kinds of masks, positions with three axes, positions that the forward does not take, and
+# neither. The other models are slow.
 VARIED = ("cohere2_vision", "glm46v", "moss_transcribe_diarize", "voxtral")
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 
 
 @cache
 def picture_pair(family):
-    """Return an enabled target and a text-only draft. Shared between tests: change neither."""
+    """Return an enabled target and a text-only draft. Tests share them: change neither."""
     target = hf_speculate.enable(MAKERS[family]())
     return target, text_draft(target)
 
@@ -55,7 +55,7 @@ def test_image_models_decode_as_plain(family, batch_size, cache_kind):
     stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert 0 < stats.num_accepted < stats.num_verified
     blind = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    # The picture was read.
+    # The model has read the image.
     assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))
 
 
@@ -117,15 +117,15 @@ def test_multimodal_model_decodes_as_plain(name):
     stats = ours.speculation
     assert stats.num_accepted > 0
     assert not stats.lock_step
-    # Pictures in the cache.
+    # The cache contains images.
     assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")
-    if reading is not None:  # otherwise the prompt has one reading only
+    if reading is not None:  # otherwise, the argument has only one valid value
         assert not torch.equal(
             decode(target, {**inputs, name: reading}, **options).sequences, ours.sequences
         )
 
 
-# Older versions make a static cache with picture layers as long as the text, and fail with it.
+# In older versions, a static cache gives image layers the length of the text, and fails.
 HAS_STATIC = "_prepare_static_cache" in vars(transformers.MllamaForConditionalGeneration)
 
 
@@ -141,7 +141,7 @@ def assert_same_layers(one, other):
 @pytest.mark.skipif(not HAS_STATIC, reason="transformers' own static cache fails")
 def test_cross_layers_outside_a_cut_config_are_ignored():
     target, inputs, _ = READERS["aspect_ratio_ids"]()
-    target.config.text_config.cross_attention_layers = [1, 9]  # of three layers
+    target.config.text_config.cross_attention_layers = [1, 9]  # of the three layers
     drafts = {"assistant_model": noisy_copy(target, LITTLE_NOISE), "num_assistant_tokens": 3}
     plain = decode(target, inputs, max_cache_len=96).sequences
     ours = decode(
@@ -162,7 +162,7 @@ def test_cross_layers_outside_a_cut_config_are_ignored():
 )
 def test_cross_attention_layers_keep_their_length_in_next_turn(family, has_mask):
     target, inputs, _ = READERS["aspect_ratio_ids"]()
-    if not has_mask:  # then all tokens see all tiles, except those of the prompt
+    if not has_mask:  # without the mask, all new tokens see all tiles, and the prompt does not
         del inputs["cross_attention_mask"]
     hf_speculate.enable(target)
     draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
@@ -181,7 +181,8 @@ def test_cross_attention_layers_keep_their_length_in_next_turn(family, has_mask)
         caches.append(first[CACHE_NAME])
     assert_equal_ids(*texts)
     assert_same_layers(*caches)
-    assert caches[0].layers[1].keys.shape[2] == 10  # two tiles of four patches and a class each
+    # two tiles, each with four patches and a class token
+    assert caches[0].layers[1].keys.shape[2] == 10
 
 
 def test_static_layer_too_short_for_pictures_is_named():
@@ -206,7 +207,8 @@ def test_text_decoder_wrapper_uses_preallocated_buffers(name):
     target, inputs, _ = WRAPPERS[name].make()
     draft, plain = noisy_copy(target, DRAFT_NOISE), decode(target, inputs)
     blind = decode(target, {name: inputs[name] for name in ("input_ids", "attention_mask")})
-    assert not torch.equal(plain.logits[0], blind.logits[0])  # the picture or sound was read
+    # the model has read the image or audio
+    assert not torch.equal(plain.logits[0], blind.logits[0])
     hf_speculate.enable(target)
     ours = decode(target, inputs, assistant_model=draft, num_assistant_tokens=3)
     assert_equal_ids(plain.sequences, ours.sequences)
@@ -269,7 +271,7 @@ def test_second_turn_continues_from_the_cache():
 def test_threads_keep_their_positions_apart():
     target, draft = picture_pair("qwen2_vl")
     calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
-    # Without a picture the delta differs.
+    # Without an image, the position delta differs.
     calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}
     draft_options = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
     wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
@@ -285,7 +287,7 @@ def test_failed_run_leaves_the_model_as_plain_generate():
     target, draft = picture_pair("qwen2_vl")
     left = []
     for draft_options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another initial state
+        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # leaves another initial state
         draft_options["stopping_criteria"] = [FaultyCriterion(Fault(1, RuntimeError("on purpose")))]
         with pytest.raises(RuntimeError, match="on purpose"):
             target.generate(**picture_prompts(target, 2), **draft_options, max_new_tokens=8)
@@ -298,7 +300,7 @@ def test_unreadable_arguments_are_refused():
     small = make_model("llama", vocab_size=64)
     small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
     inputs = picture_prompts(target, 1)
-    assert inputs["input_ids"].max() >= 60  # the draft reads another id instead
+    assert inputs["input_ids"].max() >= 60  # the draft reads another id in its place
     assert (
         assert_decodes_as_plain(
             target, small, inputs, max_new_tokens=4, num_assistant_tokens=2
@@ -332,7 +334,7 @@ NUM_READ = GPT2_INPUTS["input_ids"].shape[1]
 @pytest.mark.parametrize(
     ("read", "cache_kind"),
     [
-        # The last one is repeated.
+        # The last type is repeated.
         ({"token_type_ids": torch.arange(3 * NUM_READ).view(3, -1) % 64}, "auto"),
         (
             {"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])},

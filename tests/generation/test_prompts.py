@@ -1,4 +1,4 @@
-"""Compare prompts of embeddings and masks of any form with plain `generate`."""
+"""Compare prompts of embeddings and with any mask against plain `generate`."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ K = 4
 
 
 def embedded(target, inputs, *, with_ids, noise=0.3):
-    """Return embeddings [B, P, hidden] near those of the input ids, with the ids if wanted."""
+    """Return embeddings [B, P, hidden] close to those of the input ids, optionally with the ids."""
     embeds = target.get_input_embeddings()(inputs["input_ids"])
     generator = torch.Generator().manual_seed(3)
     embeds = embeds + noise * embeds.std() * torch.randn(
@@ -52,12 +52,12 @@ def test_greedy_text_of_embeddings_equals_plain(family, batch_size, with_ids, ca
     texts = [
         target.generate(**some, max_new_tokens=NUM_NEW)[:, -NUM_NEW:] for some in (inputs, prompts)
     ]
-    assert not torch.equal(*texts)  # the embeddings were read, not the ids
-    ends = [int(texts[0][0, 6]), int(texts[0][-1, 11])]  # rows end apart
+    assert not torch.equal(*texts)  # the model has read the embeddings, not the ids
+    ends = [int(texts[0][0, 6]), int(texts[0][-1, 11])]  # rows end at different times
     draft_options = {"assistant_model": draft, "speculation_cache": cache_kind, **SOURCES[source]}
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, **draft_options}
     stats = assert_decodes_as_plain(target, options.pop("assistant_model"), inputs, **options)
-    # Without ids the draft lacks the prompt.
+    # Without ids, the draft does not know the prompt.
     assert stats.num_accepted or source != "model" or not with_ids
     if not with_ids:  # fewer ids than embeddings
         inputs["input_ids"] = prompts["input_ids"][:, -3:]
@@ -68,7 +68,7 @@ def test_greedy_text_of_embeddings_equals_plain(family, batch_size, with_ids, ca
 
 @pytest.mark.parametrize("num_drafted", [None, K])
 def test_embeddings_of_ids_give_the_draws_of_the_ids(num_drafted):
-    """Leave tokens out of the output: noise positions count all real tokens that were read."""
+    """Omit the ids, because noise positions must still count all real tokens of the prompt."""
     target, draft = pair("llama")
     prompts = ragged_prompts(3, seed=5)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": NUM_NEW}
@@ -152,9 +152,9 @@ def test_unreadable_embeddings_are_refused(options, message):
     [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")],
 )
 def test_row_ending_at_its_first_token_leaves_other_rows(prompt, cache_kind):
-    """Feed rows that stay in the batch as many tokens as the others; this row has fewer."""
+    """Keep a row with fewer tokens in the batch, where all rows are fed equally many."""
     target = make_model("llama", dtype=torch.float64)
-    # Each token depends on the previous one only, so a draft needs no prompt.
+    # Each token depends only on the previous one, so a draft needs no prompt.
     for layer in target.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     hf_speculate.enable(target)
@@ -176,7 +176,7 @@ def test_row_ending_at_its_first_token_leaves_other_rows(prompt, cache_kind):
 
 @each_value(family=["llama", "gpt2", "mistral_window", "bloom"], chunk_size=[None, 3])
 def test_fully_masked_row_equals_plain(family, chunk_size):
-    """Mask a whole row; `tests/pairs.json` masks tokens on either side and inside."""
+    """Mask a whole row; `tests/pairs.json` masks tokens at both sides and inside."""
     inputs = ragged_prompts(3, seed=4, min_len=6, max_len=10)
     inputs["attention_mask"][1] = 0
     stats = assert_decodes_as_plain(

@@ -1,4 +1,4 @@
-"""Test stateful processors with rollback: they run in a block, on the draft too, as in plain."""
+"""Test stateful processors with rollback, applied to blocks and drafts, against plain decoding."""
 
 import itertools
 import re
@@ -20,12 +20,13 @@ from tests.support.tiny import make_small_model, noisy_copy, ragged_prompts
 K = 4
 NUM_NEW = 20
 VOCAB_SIZE = 64
-EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]  # outside of brackets only
+# valid only outside of brackets
+EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]
 
 
 @cache
 def smallest() -> tuple[Any, Any]:
-    """Return a pair of one layer. Shared between tests: change neither."""
+    """Return a pair of one-layer models. Tests share them: change neither."""
     target = make_small_model(VOCAB_SIZE, seed=0)
     return hf_speculate.enable(target), noisy_copy(target, 0.1)
 
@@ -33,7 +34,7 @@ def smallest() -> tuple[Any, Any]:
 def decode(
     processor: Any, inputs: dict, is_assisted: bool = True, family: str = "", **options: Any
 ) -> Any:
-    """Run one call of a pair's target, greedy by default."""
+    """Run one call of the target in a pair, greedy by default."""
     target, draft = pair(family) if family else smallest()
     draft_options = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
     draft_options = {"max_new_tokens": NUM_NEW, "pad_token_id": 0, **draft_options, **options}
@@ -77,7 +78,7 @@ def test_state_is_never_left_on_a_rejected_prefix(batch_size, keeps_rows):
     ("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)]
 )
 def test_verifiers_decode_as_with_a_stateless_grammar(verifier, drafter):
-    """Sample too: texts keep their distribution, as with a pure processor."""
+    """Sample as well, because texts keep their distribution, as with a stateless processor."""
     target, draft = smallest()
     inputs, results = ragged_prompts(3, seed=5), []
     draft_options = {
@@ -122,7 +123,7 @@ def test_grammar_beside_a_custom_processor_is_forked():
 
 
 class Incomparable(RollbackGrammar):
-    """Processor without a hash that must not be compared."""
+    """Processor that is not hashable and must not be compared."""
 
     __hash__ = None
 
@@ -163,7 +164,7 @@ class ForbidsAllWhenLost(RollbackGrammar):
 @pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_scores_after_a_forbidden_token_are_ignored(verifier):
-    """Draft matches, which ignore the grammar, so forbidden tokens are proposed."""
+    """Draft from matches, which ignore the grammar and so contain forbidden tokens."""
     inputs = ragged_prompts(3, seed=1, min_len=8, max_len=16, vocab_size=6)
     options = {
         "max_new_tokens": NUM_NEW,

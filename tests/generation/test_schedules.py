@@ -1,4 +1,4 @@
-"""Compare rounds with changing draft lengths, also by row, with plain `generate`."""
+"""Compare rounds with changing draft lengths, including lengths by row, with plain `generate`."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_plain_steps_between_drafts_keep_the_greedy_text(
     stats = assert_decodes_as_plain(target, draft, inputs, **options)
     assert stats.rounds_by_draft_len[0] > (1 if ends else 3)
     assert stats.num_accepted or stats.lock_step
-    if stats.lock_step:  # its rows count as one
+    if stats.lock_step:  # the rows count as one
         assert all(
             len(outcome.rows) == 1 and outcome.num_rows == batch_size
             for outcome in scripted[0].outcomes
@@ -78,8 +78,8 @@ def test_schedule_gets_the_outcome_of_every_round(scripted):
     assert sum(outcome.rows[0].num_emitted for outcome in outcomes) == NUM_NEW - 1
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
-    assert outcomes[1].num_fed > 3  # the prompt
-    # The round before emitted one unread token, or two. Two steps follow.
+    assert outcomes[1].num_fed > 3  # includes the prompt
+    # The previous round left one or two unread tokens. Two plain steps follow.
     assert outcomes[4].num_fed in (3, 4)
     assert all(
         outcome.draft_s >= 0 and outcome.score_s > 0 and outcome.other_s > 0 for outcome in outcomes

@@ -1,4 +1,4 @@
-"""Test drafts with another vocabulary, and shared tokens of two tokenizers."""
+"""Test drafts with another vocabulary, and the tokens that two tokenizers share."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ from tests.support.tiny_tokenizers import (
     metaspace_tokenizer,
 )
 
-NUM_DRAWS = 20_000  # one call
+NUM_DRAWS = 20_000  # drawn in one call
 OURS = letters_tokenizer(CHARACTERS)
 
 
@@ -39,11 +39,11 @@ def target():
 
 @pytest.fixture(scope="module")
 def foreign(target):
-    """Return a draft with seven of eight letters in another order, and its tokenizer.
+    """Return a draft that has seven of eight letters in another order, and its tokenizer.
 
-    It also has letters that the target lacks.
+    The draft also has letters that the target lacks.
     """
-    # ids of the target, by id of the draft
+    # target ids, indexed by draft id
     order = [index for index in range(63, -1, -1) if index % 8 != 5]
     tokens = [*(CHARACTERS[index] for index in order), *"?!;:-+"]
     draft = noisy_copy(make_model("llama", vocab_size=len(tokens)), 0.0)
@@ -57,7 +57,7 @@ def foreign(target):
 
 
 def padded_draft(target, size: int):
-    """Return a good draft of another size whose extra ids are the most probable of all."""
+    """Return a good draft of another size whose extra ids are the most probable ones."""
     draft, both = noisy_copy(target, 0.03), min(size, target.config.vocab_size)
     tables = [table.weight[:both].clone() for table in (draft.model.embed_tokens, draft.lm_head)]
     draft.resize_token_embeddings(size, mean_resizing=False)
@@ -69,7 +69,7 @@ def padded_draft(target, size: int):
 
 @each_value(verifier=VERIFIERS, size=[72, 62])
 def test_fault_d_padded_vocabulary_samples(target, size, verifier):
-    """Draw with another size; transformers raises an AttributeError under sampling."""
+    """Sample with a draft of another size; transformers raises an AttributeError."""
     stats, inputs = hf_speculate.SpeculationStats(), ragged_prompts(3, seed=4)
     options = {
         "tokenizer": OURS,
@@ -79,7 +79,7 @@ def test_fault_d_padded_vocabulary_samples(target, size, verifier):
     options |= {**VERIFIERS[verifier], "max_new_tokens": 16, "num_assistant_tokens": 3}
     ours = target.generate(**inputs, **options, seed=[1, 2, 3], speculation_stats=stats)
     assert ours.max() < 64
-    assert not stats.status  # no bad draft id among them
+    assert not stats.status  # the draft proposed no invalid id
     assert stats.num_accepted > 0
     alone = target.generate(
         **{name: value[1:2] for name, value in inputs.items()}, **options, seed=2
@@ -92,7 +92,7 @@ def test_fault_d_padded_vocabulary_samples(target, size, verifier):
     [("abcdefgh???", "block"), ("hgfexyzda", "rejection"), ("hgfexyzda", "coupled")],
 )
 def test_draws_follow_the_target_distribution(letters, verifier):
-    """Draw with a table padded to another size, and with a tokenizer of other letters."""
+    """Sample with a vocabulary padded to another size, and with a tokenizer of other letters."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     draft = make_small_model(len(letters), seed=1, sharpness=1.5, dtype=torch.float32)
     theirs = letters if len(set(letters)) == 9 else "abcdefgh"
@@ -123,7 +123,7 @@ def test_greedy_text_with_another_tokenizer_equals_plain(target, foreign, batch_
 
 
 def test_fault_e_draft_model_is_unchanged(target, foreign):
-    """Check under sampling, because transformers replaces the draft's head and embeddings."""
+    """Sample, because transformers then replaces the draft's head and embeddings."""
     draft, theirs = foreign
     modules = [id(module) for module in draft.modules()]
     weights, config = copy.deepcopy(draft.state_dict()), draft.generation_config.to_dict()
@@ -165,7 +165,7 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
                 num_assistant_tokens=2,
                 max_new_tokens=3,
             )
-    # Once for all calls.
+    # Looked up once for all calls.
     assert looked_up == [(str(tmp_path / name), True) for name in ("ours", "theirs")]
     draft.name_or_path = str(tmp_path / "other")
     with pytest.raises(UnsupportedModelError, match="their tokenizers differ; pass tokenizer= and"):
@@ -202,7 +202,7 @@ def test_low_acceptance_over_calls_warns_once_with_both_names(target, monkeypatc
         noisy_copy(target, 0.03),
         ragged_prompts(3, seed=13),
     )
-    # Every token is wrong, as with another vocabulary.
+    # Every drafted token is wrong, as with another vocabulary.
     draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))
     monkeypatch.setattr(target, "name_or_path", "the/target")
     draft.name_or_path = "the/draft"
@@ -224,7 +224,7 @@ def test_low_acceptance_over_calls_warns_once_with_both_names(target, monkeypatc
                 max_new_tokens=16,
                 num_assistant_tokens=5,
             )
-        # A call verifies 45 draft tokens, and no pair warns before 64.
+        # A call verifies 45 drafted tokens, and no pair warns before 64.
         assert not caught
         for _ in range(3):
             target.generate(
@@ -255,7 +255,7 @@ def table(target, draft, num_target=None, num_draft=None):
 
 
 def pairs_of(target, draft) -> dict[str, str]:
-    """Return the shared tokens, in both spellings."""
+    """Return the tokens that two tokenizers share, spelled in both ways."""
     mapping = table(target, draft)
     ids = (
         mapping.table.is_shared.nonzero()[:, 0].tolist(),
@@ -271,7 +271,7 @@ def test_spaces_and_bytes_of_all_formats_match():
     draft = metaspace_tokenizer([" the", " rain", "ing"], LETTERS + "é")
     pairs = pairs_of(target, draft)
     expected = {"Ġthe": f"{WORD_MARK}the", "Ġ": WORD_MARK, "ing": "ing"}
-    # Two bytes and a letter; only bytes spell it, not <0x61>.
+    # Two bytes and one letter; <0x61> is a byte token, so it does not spell the letter.
     expected |= {"Ã©": "é", "Ċ": "<0x0A>", "a": "a"}
     assert expected.items() <= pairs.items()
     assert pairs_of(draft, target) == {theirs: ours for ours, theirs in pairs.items()}
@@ -282,7 +282,7 @@ def test_special_tokens_pair_by_name_then_by_role():
     draft = metaspace_tokenizer(
         [], LETTERS, eos_token="<|end|>", pad_token="<pad>", bos_token="</s>"
     )
-    by_name = {"<pad>": "<pad>", "</s>": "</s>"}  # the second has another role
+    by_name = {"<pad>": "<pad>", "</s>": "</s>"}  # "</s>" has a different role in the draft
     assert by_name.items() <= pairs_of(target, draft).items()
     target = byte_level_tokenizer([], eos_token="</s>", pad_token="<pad>")
     draft = metaspace_tokenizer([], LETTERS, eos_token="<|end|>", pad_token="[PAD]")
@@ -325,7 +325,7 @@ READING_S = 0.02
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):
-    """Tokenizer that counts slow operations on large vocabularies."""
+    """Tokenizer that counts operations that are slow for large vocabularies."""
 
     num_read = num_encoded = 0
 
@@ -384,7 +384,7 @@ def test_vocabulary_is_read_and_tokens_encoded_once(target, foreign):
     target.generate(**inputs, **options, speculation_stats=stats)
     assert stats.vocabulary_s >= 2 * READING_S
     counts = ours.num_read, theirs.num_read, theirs.num_encoded
-    assert 0 < counts[2] < 8  # those of the 8 missing tokens that have occurred
+    assert 0 < counts[2] < 8  # only those of the 8 missing tokens that have occurred
     target.generate(**inputs, **options)
     assert (ours.num_read, theirs.num_read, theirs.num_encoded) == counts
 

@@ -1,4 +1,4 @@
-"""Provide inputs for tests of attention for few queries, and a softmax written out by row."""
+"""Provide test inputs for attention with few queries, and a reference that loops over queries."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ class Case(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    num_parts: int | None = None  # shares of the keys
+    # number of parts that the keys are split into; None for the default
+    num_parts: int | None = None
     dtype: torch.dtype = torch.float32
 
 
 def make_inputs(case: Case) -> tuple[dict[str, Any], Tensor]:
-    """Make arguments of `attend` without spans, and an additive mask [B, 1, Q, T].
+    """Make arguments for `attend` without spans, and an additive mask [B, 1, Q, T].
 
     States that no query sees are NaN.
     """
@@ -60,7 +61,7 @@ def make_inputs(case: Case) -> tuple[dict[str, Any], Tensor]:
 
 
 def written_out(inputs: dict[str, Any], mask: Tensor) -> Tensor:
-    """Compute attention [B, Q, g*H, D] in float64, one query of one head at a time."""
+    """Compute attention [B, Q, g*H, D] in float64, one query and one head at a time."""
     query, key, value, softcap, sinks = (
         inputs[name] for name in ("query", "key", "value", "softcap", "sinks")
     )

@@ -1,4 +1,4 @@
-"""Speed up Triton's interpreter and poison fresh memory."""
+"""Speed up Triton's interpreter and poison newly allocated memory."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def _quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill fresh memory with NaN and the largest integers, as torch does in deterministic mode."""
+    """Fill new memory with NaN and the largest integers, as torch does in deterministic mode."""
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

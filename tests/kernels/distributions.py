@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hf_speculate.kernels import NoiseKeys, Sampled, Stream, Verdict, row_seeds, sample
 
-# Seeds are fixed, so results never change. A correct distribution falls below PASS for one seed in
-# 10,000.
+# Seeds are fixed, so results never change. For a correct distribution, the p-value falls below PASS
+# for one seed in 10,000.
 PASS_P_VALUE = 1e-4
-# A negative control must fall below this. No correct distribution does.
+# A negative control must have a p-value below this. No correct distribution has one.
 FAIL_P_VALUE = 1e-9
-# Cells with fewer expected counts are merged, because chi-square needs large counts.
+# Cells with smaller expected counts are merged, because the chi-square test needs large counts.
 MIN_EXPECTED = 10.0
-# Distributions from float32 probabilities sum to 1 within this tolerance.
+# Distributions computed from float32 probabilities sum to 1 within this tolerance.
 WHOLE = 1e-5
 CHUNK_ROWS = 125_000
 
@@ -27,7 +27,7 @@ Verify = Callable[[Tensor, Tensor, Tensor, NoiseKeys], Verdict]
 def make_keys(
     num_rows: int, *, seed: int = 0, first_row: int = 0, rounds: int = 0, positions: int = 0
 ) -> NoiseKeys:
-    """Return keys of rows with different seeds, equal in everything else."""
+    """Return keys for rows that differ only in their seeds."""
     seeds = row_seeds(seed, first_row + num_rows)[first_row:]
     return NoiseKeys(seeds, torch.full_like(seeds, rounds), torch.full_like(seeds, positions))
 
@@ -35,7 +35,7 @@ def make_keys(
 def rank_reversed_logits(
     vocab_size: int, num_draft_tokens: int, *, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return target logits [K+1, V] and draft logits [K, V] with opposite ranks of tokens."""
+    """Return target logits [K+1, V] and draft logits [K, V] that rank tokens in opposite order."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(num_draft_tokens + 1, vocab_size, generator=generator)
     ranks = target[:-1].argsort(-1)
@@ -61,7 +61,7 @@ def draw_drafts(
 
 
 def chunks(num_trials: int) -> Iterator[NoiseKeys]:
-    """Yield keys of trials with different seeds, a bounded number at a time."""
+    """Yield keys for trials with different seeds, a bounded number at a time."""
     seeds = row_seeds(20240501, num_trials)
     for rows in seeds.split(CHUNK_ROWS):
         yield NoiseKeys(rows, torch.full_like(rows, 3), torch.full_like(rows, 17))
@@ -81,11 +81,11 @@ def joint_distribution(accept: Tensor, reject: Tensor) -> Tensor:
     """Return the probability of every (num_accepted, ids).
 
     Args:
-        accept: [K, V] float64, probability to draft and accept this token here.
-        reject: [K+1, V] float64, probability to end here with this token after accepted ones.
+        accept: [K, V] float64, probability that this token is drafted and accepted here.
+        reject: [K+1, V] float64, probability that the round ends here with this token.
 
     Returns:
-        [V + V^2 + ... + V^(K+1)] float64, first by num_accepted, then by ids, the first id fastest.
+        [V + V^2 + ... + V^(K+1)] float64, by num_accepted, then ids; the first id varies fastest.
     """
     prefix = torch.ones(1, dtype=torch.float64)
     blocks = []
@@ -112,7 +112,7 @@ def rejection_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tenso
 def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """Compute the joint distribution of block verification, path by path.
 
-    The arguments are those of `rejection_distribution`.
+    Takes the same arguments as `rejection_distribution`.
     """
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
@@ -138,7 +138,7 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
             accepted.append(mass / (mass + 1.0 - ratio))
         for num_accepted in range(num_draft_tokens, -1, -1):
             if accepted[num_accepted] == 0.0:
-                continue  # a residual without mass is never drawn from
+                continue  # a residual without mass is never sampled
             code = sum(
                 token_id * vocab_size**position
                 for position, token_id in enumerate(path[:num_accepted])
@@ -152,10 +152,10 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def coupled_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Return the joint distribution of coupled verification, with drafts of the same noise.
+    """Return the joint distribution of coupled verification, with drafts from the same noise.
 
-    The arguments are those of `rejection_distribution`.
-    Token x wins both races iff every other clock E_y exceeds E_x * max(p_y / p_x, q_y / q_x).
+    Takes the same arguments as `rejection_distribution`. Token x wins both races iff every other
+    clock E_y exceeds E_x * max(p_y / p_x, q_y / q_x).
     """
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
@@ -167,7 +167,7 @@ def coupled_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def p_value(counts: Tensor, distribution: Tensor) -> float:
-    """Return the chi-square p-value of `counts`, or 0 if an impossible cell was counted."""
+    """Return the chi-square p-value of `counts`, or 0 if an impossible cell has a count."""
     assert abs(float(distribution.sum()) - 1.0) < WHOLE, (
         "no distribution: every test against it would pass"
     )
@@ -182,7 +182,7 @@ def p_value(counts: Tensor, distribution: Tensor) -> float:
     return float(chi2.sf(statistic, int(is_frequent.sum()) - 1))
 
 
-# Joint distribution of a round and the noise stream of its drafts, by verifier.
+# Joint distribution of a round and noise stream for its drafts, by verifier.
 EXACT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Stream]] = {
     "rejection": (rejection_distribution, Stream.DRAFT),
     "block": (block_distribution, Stream.DRAFT),
@@ -200,9 +200,9 @@ def round_p_value(
     drawn_from: Tensor | None = None,
     draw: Callable[..., Sampled] = sample,
 ) -> float:
-    """Return the p-value of rounds of a verifier in `EXACT`, target [K+1, V] and draft [K, V].
+    """Return the p-value over rounds with a verifier in `EXACT`, target [K+1, V] and draft [K, V].
 
-    `draw` draws the drafts from `draft_logits`, or from `drawn_from` [K, V] for a negative control.
+    `draw` draws the drafts from `draft_logits`, or from `drawn_from` [K, V] as a negative control.
     """
     exact, stream = EXACT[name]
     counts = torch.zeros((), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter fast enough for tests of whole operations, and right in bfloat16."""
+"""Make Triton's interpreter fast enough to test whole operations, and correct for bfloat16."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Patch the language once per launch, not at every nested call."""
+    """Patch the language once per launch instead of at every nested call."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -17,8 +17,8 @@ def quick_interpreter() -> Iterator[None]:
         yield
         return
     patch_language = interpreter._patch_lang
-    launch: list[Any] = []  # the scope of the launch under way
-    covered: set[int] = set()  # its patched modules
+    launch: list[Any] = []  # scope of the current launch
+    covered: set[int] = set()  # modules that the scope has patched
 
     def patch_once(function: Any) -> Any:
         language = (interpreter.tl, interpreter.tl.core)
@@ -55,7 +55,7 @@ def quick_interpreter() -> Iterator[None]:
 
 
 def _multiplied(builder: Any, multiply: Any, left: Any, right: Any, *others: Any) -> Any:
-    """Multiply matrices, also of bfloat16; numpy lacks it, so the interpreter uses its bits."""
+    """Multiply matrices, including bfloat16 ones, which the interpreter would multiply as bits."""
     if left.dtype.name == "bf16":
         left, right = (
             builder.cast_impl(factor, builder.get_float_ty()) for factor in (left, right)

@@ -1,4 +1,4 @@
-"""Run an operation on the Triton kernels, on a GPU or, without one, in the interpreter."""
+"""Run an operation with the Triton kernels, on a GPU or else in the interpreter."""
 
 import importlib.util
 from functools import partial
@@ -16,7 +16,7 @@ BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
 
 
 def moved(value: Any, device: str = DEVICE) -> Any:
-    """Move tensors and named tuples of them to `device`, with strides; return others unchanged."""
+    """Move tensors and named tuples of them to `device` with their strides; return others as is."""
     if isinstance(value, tuple):
         parts = [moved(field, device) for field in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -36,7 +36,7 @@ on_triton = partial(on, "triton")
 
 
 def assert_same(mine: Verdict | Sampled, yours: Verdict | Sampled) -> None:
-    """Assert equal ids, counts and status, and log-sum-exps within 1e-5."""
+    """Assert equal ids, counts and status, and log-sum-exps that agree within 1e-5."""
     for tensor, expected in zip(mine, yours, strict=True):
         if tensor.dtype == torch.float32:
             torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Provide operations, rounds, layouts and checks for tests of the kernels."""
+"""Provide operations, rounds, memory layouts and checks for the kernel tests."""
 
 from collections.abc import Iterator
 
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 
-# Operations with a temperature and cutoffs as options.
+# Operations with options for a temperature and for cutoffs.
 WARPABLE = ["rejection", "point mass", "block", "coupled", "typical", "typical, sampled"]
 
 
 def make_contested_round(
     num_rows: int, num_draft_tokens: int, vocab_size: int, *, distance: float = 0.7
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return target, ids drawn from the draft, and draft, with rejections at every position."""
+    """Return target, ids sampled from the draft, and draft, with rejections at every position."""
     generator = torch.Generator().manual_seed(vocab_size)
     target = 2 * torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
     draft = target[:, :-1] + distance * torch.randn(
@@ -57,7 +57,7 @@ def make_contested_round(
 
 
 def layouts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield [B, N, V] values transposed in memory, then as a view without some rows and columns."""
+    """Yield [B, N, V] values transposed in memory, then as a view that skips rows and columns."""
     yield tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     wide = tensor.new_full(
         (tensor.shape[0], 2 * tensor.shape[1], 2 * tensor.shape[2] + 3), torch.nan
@@ -67,7 +67,7 @@ def layouts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
-    """Assert ids in range and -1 behind them, counts within the lengths, documented dtypes."""
+    """Assert valid ids followed by -1, counts within the lengths, and the documented dtypes."""
     assert verdict.token_ids.dtype == torch.int64
     assert verdict.num_accepted.dtype == verdict.status.dtype == torch.int32
     columns = torch.arange(verdict.token_ids.shape[1])
@@ -78,9 +78,9 @@ def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
 
 
 class NoHostSync(TorchDispatchMode):
-    """Dispatch mode without host synchronisation.
+    """Dispatch mode that forbids host synchronisation.
 
-    It raises if a result would have to reach the host.
+    It raises if a result would have to be read by the host.
     """
 
     WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique")

@@ -1,4 +1,4 @@
-"""Compare the vectorised reference with plain float64 loops over rows, with the same noise."""
+"""Compare the vectorised reference with plain float64 loops over rows, using the same noise."""
 
 import math
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from tests.kernels.operations import OPERATIONS, make_contested_round
 
 
 class Decision(NamedTuple):
-    """Expected result of one row."""
+    """Expected result for one row."""
 
     token_ids: list[int]
-    margin: float  # distance of the closest comparison from the opposite result
+    margin: float  # margin of the closest comparison; at 0, the decision flips
 
 
 def _race(weights: Tensor, keys: NoiseKeys, offset: int) -> tuple[int, float]:
@@ -47,12 +47,12 @@ def _coin(keys: NoiseKeys, position: int, token_id: int) -> float:
 def reject(
     target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor | None, keys: NoiseKeys
 ) -> Decision:
-    """Sample by rejection in one row.
+    """Verify one row by rejection sampling.
 
     Args:
         target: [K+1, V].
-        draft: [K, V] or a point mass.
-        keys: of one row.
+        draft: [K, V], or a point mass.
+        keys: keys of the row.
     """
     margin, target = 1.0, target_logits.double().softmax(-1)
     if draft_logits is None:
@@ -75,7 +75,7 @@ def reject(
 def verify_block(
     target_logits: Tensor, draft_token_ids: list[int], draft_logits: Tensor, keys: NoiseKeys
 ) -> Decision:
-    """Verify one row by blocks, as in algorithm 2 of the paper; arguments as for `reject`."""
+    """Verify one row by block verification (algorithm 2 of the paper); arguments as in `reject`."""
     target, draft = target_logits.double().softmax(-1), draft_logits.double().softmax(-1)
     num_accepted, margin, ratios = 0, 1.0, [1.0]
     for count, token_id in enumerate(draft_token_ids, start=1):
@@ -105,7 +105,7 @@ def accept_typical(
     alpha: float,
     epsilon: float,
 ) -> Decision:
-    """Verify one row by typical acceptance with the argmax as correction."""
+    """Verify one row by typical acceptance, with the argmax as the correction."""
     margin, best = 1.0, target_logits.argmax(-1).tolist()
     for position, token_id in enumerate(draft_token_ids):
         probs = target_logits[position].double().softmax(-1).tolist()
@@ -117,13 +117,14 @@ def accept_typical(
     return Decision([*draft_token_ids, best[-1]], margin)
 
 
-# Float32 logits near 10 have errors of 1e-6 in a log-probability, so closer decisions may differ.
+# Float32 logits near 10 cause errors of 1e-6 in a log-probability, so decisions with a smaller
+# margin may differ.
 BORDER = 1e-5
 NUM_ROWS, NUM_DRAFT_TOKENS = 150, 4
 
 
 def assert_decided(verdict: Verdict, decisions: list[Decision]) -> None:
-    """Compare all rows except those decided at the border."""
+    """Compare all rows except those with a margin below the threshold."""
     for row, decision in enumerate(decisions):
         if decision.margin >= BORDER:
             padding = [-1] * (NUM_DRAFT_TOKENS + 1 - len(decision.token_ids))
@@ -133,7 +134,7 @@ def assert_decided(verdict: Verdict, decisions: list[Decision]) -> None:
     assert sum(decision.margin >= BORDER for decision in decisions) > 0.9 * NUM_ROWS
 
 
-# Oracles by verifier: a function of one row's target, ids, draft and keys.
+# Oracles by verifier: a function of a row's target, ids, draft and keys.
 DECIDERS: dict[str, Callable[..., Decision]] = {
     "rejection": reject,
     "point mass": lambda target, ids, _, keys: reject(target, ids, None, keys),

@@ -1,4 +1,4 @@
-"""Compare torch attention for few queries with SDPA and with a softmax written out."""
+"""Compare torch attention for few queries with SDPA and with a softmax written out in loops."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hf_speculate.kernels import ConfigError, ShapeError
 from hf_speculate.kernels.attention import attend, key_spans
 from tests.kernels.attention_cases import Case, make_inputs, written_out
 
-TOLERANCE = 1e-13  # float64 round-off of sums over 70 states of size 1
+TOLERANCE = 1e-13  # float64 round-off in sums over 70 states of magnitude 1
 
 
 @pytest.mark.parametrize("window", [None, 9])

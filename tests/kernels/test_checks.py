@@ -1,4 +1,4 @@
-"""Name invalid arguments before anything runs."""
+"""Test that invalid arguments are named before anything runs."""
 
 import importlib.util
 import re
@@ -45,7 +45,7 @@ def accept(
     kernels.TypicalAcceptanceSampler(*rule, strict, backend=backend)(**round_)
 
 
-# A function and valid arguments, by name.
+# Functions and valid arguments, by name.
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "verify_greedy": (None, {"target_logits": FLAT, "draft_token_ids": IDS}),
     "verify_rejection": (None, {"target_logits": FLAT, "draft_token_ids": IDS, "keys": KEYS}),
@@ -84,7 +84,7 @@ def call(name: str, **changes: Any) -> None:
     (function or getattr(kernels, name))(**arguments | changes)
 
 
-# One invalid argument and the start of the message.
+# One invalid argument, and how the message starts.
 MISFITS = [
     ("verify_greedy", "draft_token_ids", IDS[:, :1], "must be [B, K] = [1, 2], got [1, 1]"),
     ("verify_greedy", "target_logits", FLAT[..., :0], "must be [B, K+1, V]"),

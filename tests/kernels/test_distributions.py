@@ -1,4 +1,4 @@
-"""Compare distributions of samples and of verified rounds with the exact ones."""
+"""Compare the distributions of samples and of verified rounds with the exact ones."""
 
 import operator
 
@@ -57,14 +57,14 @@ def draw(logits: torch.Tensor, keys: NoiseKeys) -> Sampled:
 @pytest.mark.parametrize("vocab_size", [64, 8192])
 def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
     keys, logits = make_keys(3, positions=9), torch.randn(3, vocab_size)
-    logits[:, 40:] = -torch.inf  # the eager reference then reads wide rows in pieces
+    logits[:, 40:] = -torch.inf  # so the eager reference reads wide rows in pieces
     eager, compiled = draw(logits, keys), torch.compile(draw, fullgraph=True)(logits, keys)
     assert torch.equal(eager.token_ids, compiled.token_ids)
     torch.testing.assert_close(eager.logsumexp, compiled.logsumexp)
 
 
 def test_compiled_sample_serves_all_batch_sizes() -> None:
-    """Avoid slices to the batch size: torch 2.11 recompiles them for every size."""
+    """Avoid slices up to the batch size, because torch 2.11 recompiles them for every size."""
     bounds: list[object] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -79,7 +79,7 @@ def test_compiled_sample_serves_all_batch_sizes() -> None:
         return graph
 
     logits, keys = torch.randn(4, 50), make_keys(4)
-    # after other vocabularies, V would be dynamic and slices could end there
+    # after calls with other vocabularies, V would be dynamic and slices could end there
     torch.compiler.reset()
     for tensor in (logits, *keys):
         torch._dynamo.mark_dynamic(tensor, 0)
@@ -92,7 +92,7 @@ NUM_ROWS, NUM_DRAWS = 3, 5
 
 
 def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """Return logits [NUM_ROWS, NUM_DRAWS, V], some rows of them without a distribution."""
+    """Return logits [NUM_ROWS, NUM_DRAWS, V]; some rows have no distribution."""
     logits = (
         torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
     )
@@ -100,7 +100,7 @@ def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
     logits[1, 2] = -torch.inf
     logits[2, 3, vocab_size // 2 :] = torch.inf
     logits[2, 4, 5:] = -torch.inf
-    logits[:, 0, 9:] = -torch.inf  # `sample` then reads wide rows in pieces
+    logits[:, 0, 9:] = -torch.inf  # so `sample` reads wide rows in pieces
     return logits.to(dtype)
 
 
@@ -127,14 +127,14 @@ def test_several_draws_equal_those_of_sample(
     for draw in range(NUM_DRAWS):
         with torch.profiler.profile() as profile:
             ids = round_.draw(logits[:, draw])
-        # once for each noise
+        # count the computations of noise
         num_made += sum(event.name == "aten::log1p_" for event in profile.events())
         keys_there = keys._replace(positions=keys.positions + draw)
         alone = sample(logits[:, draw], keys=keys_there, stream=stream, backend="torch")
         assert torch.equal(ids, alone.token_ids)
         sums = round_.logsumexps()
         assert (sums.shape, sums.dtype) == ((NUM_ROWS, draw + 1), torch.float32)
-        # NaN too
+        # compares NaN as well
         assert torch.equal(
             sums[:, draw].contiguous().view(torch.int32), alone.logsumexp.view(torch.int32)
         )
@@ -148,7 +148,7 @@ def test_several_draws_equal_those_of_sample(
 
 
 NUM_TRIALS = 2_000_000
-# Controls fail by many more orders of magnitude than the assertion asks.
+# The controls fail by many more orders of magnitude than the assertion requires.
 NUM_CONTROL_TRIALS = 250_000
 
 

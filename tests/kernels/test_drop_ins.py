@@ -1,4 +1,4 @@
-"""Test drop-in functions: FlashInfer's chain, vLLM's sampler, a single sequence."""
+"""Test the drop-in functions: FlashInfer's chain, vLLM's sampler, and a single sequence."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ STRICT = TypicalAcceptanceSampler(0.09, 0.3, strict_mode=True)
 def make_batch(
     num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return draft probabilities, ids drawn from them, and target probabilities close to them."""
+    """Return draft probabilities, ids sampled from them, and target probabilities close to them."""
     generator = torch.Generator().manual_seed(7)
     target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
     draft = (
@@ -63,12 +63,11 @@ def test_documented_example_gives_documented_result(dtype: torch.dtype) -> None:
 
 
 def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
-    """Add to the counters in place."""
     vocab_size, num_draft_tokens = 8, 3
     target, draft = rank_reversed_logits(vocab_size, num_draft_tokens)
     seeds = row_seeds(11, NUM_TRIALS)
     zeros = torch.zeros_like(seeds)
-    # the call's keys too: streams separate them
+    # the call uses the same keys; streams separate the draws
     ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))
     scales = 1.0 + 0.01 * torch.rand(
         2, num_draft_tokens + 1, 1, generator=torch.Generator().manual_seed(0)
@@ -85,14 +84,14 @@ def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
     accepted, emitted = counters[0] - 100, counters[1] - 1000
     counts = count_cells(Verdict(token_ids.long(), emitted, zeros), vocab_size)
     assert p_value(counts, rejection_distribution(target, draft)) > PASS_P_VALUE
-    # probability of the number of accepted positions, independently tested
+    # distribution of the number of accepted positions if each position is tested independently
     passed = torch.ones(1, dtype=torch.float64)
     for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(
         -1
     ):
         passed = pad(passed * (1 - overlap), (0, 1)) + pad(passed * overlap, (1, 0))
     assert p_value(torch.bincount(accepted, minlength=num_draft_tokens + 1), passed) > PASS_P_VALUE
-    # The coin of the rejected position rejects for both counters.
+    # The coin of the rejected position rejects it for both counters.
     rejected = emitted < num_draft_tokens
     assert (accepted >= emitted).all()
     assert (accepted[rejected] < num_draft_tokens).all()
@@ -100,14 +99,14 @@ def test_chain_ids_and_counters_are_exact_for_unnormalised_rows() -> None:
 
 
 def test_row_depends_on_its_seed_and_offset_only() -> None:
-    """Repeat one row, so only the noise makes results differ."""
+    """Repeat one row, so results differ only because of the noise."""
     draft, ids, target = (tensor.expand(64, *tensor.shape[1:]) for tensor in make_batch(1))
 
     def call(rows: slice = slice(64), **options: Any) -> Tensor:
         return chain_speculative_sampling(draft[rows], ids[rows], target[rows], **options)[0]
 
     whole, later = call(seed=5), call(seed=5, offset=1)
-    assert len(whole.unique(dim=0)) > 10  # one seed gives every row a different noise
+    assert len(whole.unique(dim=0)) > 10  # one seed gives different noise to every row
     assert (later != whole).any(1).sum() > 10
     seeds = row_seeds(5, 64)
     for same in (torch.tensor([5]), torch.tensor([5], dtype=torch.int32), seeds):
@@ -132,7 +131,7 @@ def test_chain_ends_at_bad_ids_and_rows_without_a_distribution() -> None:
     assert accepted.tolist() == [2] * 10
     assert ((token_ids[:3, 1] >= 0) & (token_ids[:3, 1] < 50)).all()
     assert torch.equal(token_ids[3:7, :2], ids[3:7, :2])
-    assert token_ids[7:, 0].tolist() == [4] * 3  # drawn from the target
+    assert token_ids[7:, 0].tolist() == [4] * 3  # sampled from the target
     assert (token_ids[:, 2:] == -1).all()
 
 
@@ -220,8 +219,8 @@ def test_entropy_has_vllms_epsilon() -> None:
     vocab_size = 100_000
     target = torch.full((1, 2, vocab_size), 0.5 / (vocab_size - 1))
     target[..., 7] = 0.5
-    # The entropy is 6.45, or 5.90 with the epsilon inside its logarithm.
-    # The bounds are 4.7e-4 and 8.2e-4.
+    # The entropy is 6.45, or 5.90 with the epsilon inside its logarithm. The thresholds are 4.7e-4
+    # and 8.2e-4.
     target[:, :, 8] = 6e-4
     ids, bonus = torch.tensor([[8]]), torch.tensor([3])
     assert SAMPLER(target, bonus, None, ids).tolist() == [[7, -1]]

@@ -1,4 +1,4 @@
-"""Test hostile rows, bad ids, ties and extreme coins for ids in range and the right status."""
+"""Test that hostile rows, bad ids, ties and extreme coins give valid ids and the right status."""
 
 from functools import cache
 
@@ -22,7 +22,8 @@ from tests.kernels.operations import (
 def test_chain_counts_up_to_its_first_fault(name: str) -> None:
     """Place every fault at every position, in 80 rows each.
 
-    The result is that of a shorter chain, and the status names a fault only if it is reached.
+    The result must equal the result of a shorter chain, and the status contains a fault only if the
+    fault is reached.
     """
     faulty = make_faulty_round(name, 80, 4, 11)
     round_, positions = (faulty.target, faulty.ids, faulty.draft), faulty.positions
@@ -65,7 +66,7 @@ def test_samples_of_hostile_rows_stay_in_range(vocab_size: int, backend: str) ->
 @pytest.mark.parametrize("vocab_size", [6, 20_000])
 def test_greedy_ties_go_to_the_lowest_index(vocab_size: int, backend: str) -> None:
     logits = torch.zeros(2, 2, vocab_size, dtype=torch.float64)
-    # Float32 rounds these two float64 logits to a tie.
+    # In float32, these two float64 logits round to a tie.
     logits[..., [2, 4, vocab_size - 1]] = torch.tensor([1.0, 1.0 + 1e-12, 1.0], dtype=torch.float64)
     keys, ids = make_keys(2), torch.tensor([[2], [4]])
     for dtype in (torch.bfloat16, torch.float64):
@@ -81,7 +82,7 @@ def test_greedy_ties_go_to_the_lowest_index(vocab_size: int, backend: str) -> No
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("name", DENSE)
 def test_empty_residual_falls_back_to_the_target(name: str, position: int) -> None:
-    """Make token 0 certain before the position; there, draft a token forbidden by both models."""
+    """Make token 0 certain except at `position`, where both models forbid the drafted token."""
     target = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf]).repeat(50, 3, 1)
     target[:, position, :4] = torch.tensor([1.0, 0.5, 1.0, 0.5])
     ids = torch.zeros(50, 2, dtype=torch.int64)
@@ -94,7 +95,7 @@ def test_empty_residual_falls_back_to_the_target(name: str, position: int) -> No
 
 @cache
 def extreme_keys() -> NoiseKeys:
-    """Return two rows with the extreme acceptance coins of four million for token 1."""
+    """Return two rows with the lowest and highest acceptance coins of four million for token 1."""
     seeds = row_seeds(1, 4_000_000)
     nothing = torch.zeros_like(seeds)
     offsets, ones = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)

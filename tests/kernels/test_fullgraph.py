@@ -1,4 +1,4 @@
-"""Compile the operations with `torch.compile(fullgraph=True)`, on both backends."""
+"""Test that the operations compile with `torch.compile(fullgraph=True)` on both backends."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

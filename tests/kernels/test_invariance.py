@@ -1,4 +1,4 @@
-"""Test that a row's result is independent of the batch, strides and threads."""
+"""Test that a row's result does not depend on the batch, strides or threads."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from tests.kernels.distributions import make_keys
 from tests.kernels.on_triton import assert_same
 from tests.kernels.operations import OPERATIONS, WARPABLE, NoHostSync, layouts, make_round
 
-# 40,000 entries exceed the share of one thread in torch, the block-wise maximum and sums of 4,096.
+# 40,000 entries exceed the share of one torch thread, and the block size of 4,096 for maxima and
+# sums.
 WIDTHS = [37, 40_000]
 
 
@@ -21,7 +22,7 @@ WIDTHS = [37, 40_000]
 def test_row_alone_gives_its_result_in_a_batch(
     name: str, vocab_size: int, request: pytest.FixtureRequest
 ) -> None:
-    """Fill fresh memory with NaN, forbid host synchronisation and check for no gradient."""
+    """Fill new memory with NaN, forbid host synchronisation, and check that no gradient exists."""
     target, ids, draft = make_round(5, 3, vocab_size)
     keys, lens, temperature = (
         make_keys(5, rounds=2, positions=11),
@@ -79,7 +80,7 @@ def test_number_of_threads_changes_nothing(name: str) -> None:
 def test_rows_past_the_length_do_not_count(name: str) -> None:
     target, ids, draft = make_round(6, 4, 23)
     even_rows = torch.arange(6)[:, None] % 2 == 0
-    for length in (-5, 0, 1, 2, 3, 4, 100):  # out of range: clamped
+    for length in (-5, 0, 1, 2, 3, 4, 100):  # lengths out of range are clamped
         end = min(max(length, 0), 4)
         cut = OPERATIONS[name](target[:, : end + 1], ids[:, :end], draft[:, :end], make_keys(6))
         poisoned = target.clone()
@@ -100,7 +101,7 @@ def test_passed_draft_logsumexp_changes_nothing(name: str, vocab_size: int) -> N
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.0, 0.5, 1.3])])
 def test_reading_only_tokens_within_cutoffs_changes_no_bit(temperature: float | Tensor) -> None:
-    """Add one entry, so the row is no multiple of the piece size and is read in full."""
+    """Add one entry, so the row is not a multiple of the piece size and is read in full."""
     target, ids, draft = make_round(3, 2, 2 * twin_rows.TILE_SIZE)
     divisor = torch.as_tensor(temperature).view(-1, 1, 1)
     cutoffs = (target / divisor.where(divisor > 0, 1.0)).topk(8).values[..., -1]
@@ -137,7 +138,7 @@ def test_reading_only_tokens_within_cutoffs_changes_no_bit(temperature: float | 
 @pytest.mark.parametrize("name", WARPABLE)
 def test_mixed_temperatures_act_row_by_row(name: str, vocab_size: int) -> None:
     target, ids, draft = make_round(6, 3, vocab_size)
-    target[0, :, [2, 4, vocab_size - 1]] = 20.0  # tied: the lowest index is the argmax
+    target[0, :, [2, 4, vocab_size - 1]] = 20.0  # tied, so the lowest index is the argmax
     ids[0, 0], ids[0, 1] = 2, 4
     keys = make_keys(6)
     mixed = torch.tensor([0.0, 0.7, 1.0, 0.0, 2.0, 1e-3])

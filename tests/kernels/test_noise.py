@@ -1,4 +1,4 @@
-"""Test noise for uniformity, independence along every key and equality with plain integers."""
+"""Test that noise is uniform, independent along every key, and equal to plain integers."""
 
 from collections.abc import Callable
 
@@ -24,14 +24,14 @@ AXES: dict[str, Callable[[Tensor, Tensor], NoiseKeys]] = {
 
 
 def noise_along(axis: str, stream: Stream = Stream.DRAFT) -> Tensor:
-    """Return uniforms [NUM_ROWS, NUM_TOKENS] of rows with different values of one key."""
+    """Return uniforms [NUM_ROWS, NUM_TOKENS] for rows that differ in one key."""
     count = torch.arange(NUM_ROWS)
     keys = AXES[axis](count, torch.zeros_like(count))
     return uniforms(keys, stream, NO_OFFSET, torch.arange(NUM_TOKENS))
 
 
 def cells_p_value(cells: Tensor, num_cells: int) -> float:
-    """Return the chi-square p-value of integers `cells` under a uniform distribution."""
+    """Return the chi-square p-value of the integers `cells` under a uniform distribution."""
     counts = torch.bincount(cells.flatten().long(), minlength=num_cells).double()
     expected = cells.numel() / num_cells
     return float(chi2.sf(float(((counts - expected) ** 2 / expected).sum()), num_cells - 1))
@@ -76,9 +76,9 @@ def signed(value: int, bits: int) -> int:
 
 
 def plain_word(seed: int, rounds: int, position: int, stream: Stream, token_id: int) -> int:
-    """Compute the module docstring's two formulas in Python's integers.
+    """Compute the two formulas of the module docstring with Python integers.
 
-    A changed constant would change the text of every seed.
+    If a constant changed, the text of every seed would change.
     """
     state = (
         seed + position * 0xD1B54A32D192ED03 + int(stream) * 0x2545F4914F6CDD1D + 0x6A09E667F3BCC909
@@ -112,7 +112,7 @@ def test_words_equal_those_of_plain_integers() -> None:
 
 
 def token_of(word: int, state: int) -> int:
-    """Invert the last formula of `plain_word`: return the token id of a word."""
+    """Invert the last formula of `plain_word`: return the token id that gives a word."""
     last = word - (word >> 16)
     (word,) = (
         value for value in range(last - 1, last + 2) if signed(value + (value >> 16), 32) == word
@@ -125,7 +125,7 @@ def token_of(word: int, state: int) -> int:
 
 
 def test_extreme_words_give_neither_zero_nor_one() -> None:
-    """Use -2, the largest unsigned word of a token: no token has the word -1."""
+    """Use -2 as the largest unsigned word, because no token has the word -1."""
     extremes, offset = [0, 1, 2**31 - 1, -(2**31), -2], torch.zeros(1, dtype=torch.int64)
     keys = NoiseKeys(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
     state = noise.states(keys, Stream.ACCEPT, offset)
@@ -134,10 +134,10 @@ def test_extreme_words_give_neither_zero_nor_one() -> None:
     values = uniforms(keys, Stream.ACCEPT, offset, ids)
     assert (values > 0).all()
     assert (values < 1).all()
-    # At the winning end, noise has 32 bits: neighbouring words near 0 are 2**-32 apart.
+    # At the winning end, noise has 32 bits, so neighbouring words near 0 are 2**-32 apart.
     assert float(values[1] - values[0]) == pytest.approx(2.0**-32, rel=1e-5)
     clocks = exponentials(keys, Stream.ACCEPT, offset, ids)
     assert (clocks > 0).all()
     assert clocks.isfinite().all()
-    # the least clock wins a race
+    # the smallest clock wins a race
     assert float(clocks[1] - clocks[0]) == pytest.approx(2.0**-32, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Test verdicts of random rounds for their form."""
+"""Test that verdicts on random rounds are well-formed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compare kernels with the reference for all shapes, dtypes, strides, tiles and fresh memory."""
+"""Compare kernels with the reference over shapes, dtypes, strides, tiles and poisoned memory."""
 
 from functools import partial
 from typing import Any
@@ -32,8 +32,8 @@ from tests.support.fake_cuda import FakeCuda
 pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels.kernels import launch
 
-# Sizes B, K, V and dtypes of target and draft: one chunk with a remainder, two chunks, more
-# positions than one step tests, and empty rounds.
+# Sizes B, K, V and the dtypes of target and draft: one chunk with a remainder, two chunks, more
+# positions than one step verifies, and empty rounds.
 CASES = [
     ((3, 3, 40), torch.float32, torch.float32),
     ((2, 2, 5000), torch.bfloat16, torch.float32),
@@ -67,18 +67,18 @@ def test_kernels_decide_as_the_reference(
             )
 
 
-# 8 positions are tested at once
+# 8 positions are verified at once
 @pytest.mark.parametrize(("num_draft_tokens", "step"), [(2, 1), (8, 9)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_hostile_rows_and_bad_ids_get_the_reference_status(
     name: str, num_draft_tokens: int, step: int
 ) -> None:
     faulty = make_faulty_round(name, 1, num_draft_tokens, 50)
-    for row in faulty.is_target.nonzero()[::2, 0]:  # rows of both models are hostile
+    for row in faulty.is_target.nonzero()[::2, 0]:  # the rows of both models are hostile
         spoil(faulty.draft[row, faulty.positions[row]], torch.nan)
-    rows = torch.arange(0, len(faulty.positions), step)  # the interpreter is slow
+    rows = torch.arange(0, len(faulty.positions), step)  # subset, because the interpreter is slow
     lens = torch.full_like(rows, num_draft_tokens)
-    lens[5::7], lens[6::7] = 100, -5  # out of range: clamped
+    lens[5::7], lens[6::7] = 100, -5  # lengths out of range are clamped
     case = (faulty.target[rows], faulty.ids[rows], faulty.draft[rows], make_keys(len(rows)), lens)
     verdict, expected = on_triton(OPERATIONS[name], *case), OPERATIONS[name](*case, backend="torch")
     assert_well_formed(verdict, 50, lens.clamp(0, num_draft_tokens))
@@ -102,7 +102,7 @@ def test_hostile_rows_and_bad_ids_get_the_reference_status(
 def test_rows_beyond_32_bit_offsets_are_read(name: str, distance: int) -> None:
     target, ids, draft = make_round(2, 2, 64)
     target, draft = target.bfloat16(), draft.bfloat16()
-    # Untouched memory is not committed, except the two rows at its ends.
+    # Memory that is never written is not committed; only the rows at both ends are.
     buffer = torch.empty(distance + 6 * 64, dtype=torch.bfloat16, device=DEVICE)
     far_target = buffer.as_strided((2, 3, 64), (distance, 64, 1))
     far_draft = buffer.as_strided((2, 2, 64), (distance, 64, 1), 3 * 64)
@@ -139,7 +139,7 @@ def test_rejections_at_every_position_equal_the_reference(
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
 def test_entropies_cover_whole_rows(epsilon: float) -> None:
-    """Spread the chunks' maxima, so acceptance depends on the entropy of the whole row."""
+    """Spread the maxima over chunks, so acceptance depends on the entropy of the whole row."""
     generator = torch.Generator().manual_seed(2)
     target = torch.randn(10, 2, launch.CHUNK + 900, generator=generator)
     target[:5, :, : launch.CHUNK] -= 4.0
@@ -148,7 +148,7 @@ def test_entropies_cover_whole_rows(epsilon: float) -> None:
     probs = target[:, 0].double().softmax(-1)
     floors = (probs * (probs + epsilon).log()).sum(-1).exp()
     ratios = probs.gather(1, ids)[:, 0] / floors
-    alpha = float(ratios.median()) * 1.0001  # half of the rows stay
+    alpha = float(ratios.median()) * 1.0001  # accepts half of the rows
     options: dict[str, Any] = {
         "posterior_threshold": 0.9,
         "posterior_alpha": alpha,
@@ -161,7 +161,7 @@ def test_entropies_cover_whole_rows(epsilon: float) -> None:
 
 @pytest.mark.slow
 def test_rows_of_more_chunks_than_one_merge_equal_the_reference() -> None:
-    """Put the second row's mass into the last chunk, and a tie of the first row's maximum."""
+    """Put the second row's mass in its last chunk, and tie the first row's maximum across two."""
     vocab_size, keys = 64 * launch.CHUNK + 7, make_keys(2)
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(3))
     logits[0, [5, vocab_size - 3]], logits[1, -5:] = 9.0, logits[1, -5:] + 24.0
@@ -186,7 +186,7 @@ def test_rows_of_more_chunks_than_one_merge_equal_the_reference() -> None:
 
 
 def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
-    """Run as `on_triton`, but with atomics: the last program to finish writes the verdict."""
+    """Run as `on_triton` does, but with atomics: the last program to finish writes the verdict."""
     with FakeCuda():
         options = {name: moved(value, "cuda:0") for name, value in options.items()}
         return moved(operation(*moved(args, "cuda:0"), backend="triton", **options), "cpu")
@@ -197,7 +197,7 @@ def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
 def test_tiles_and_finishing_methods_change_no_bit(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Give programs of more rows more chunks of each row."""
+    """Copy the rows, because with more rows each program reads more chunks of a row."""
     target, ids, draft, keys, lens = make_case(2, 2, 2 * launch.CHUNK + 5)
     rows = torch.arange(2)
     results = []

@@ -1,4 +1,4 @@
-"""Compare the kernels of attention for few queries with their reference."""
+"""Compare the kernels for attention with few queries with their reference."""
 
 from typing import Any
 

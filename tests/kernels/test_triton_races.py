@@ -1,4 +1,4 @@
-"""Test races of the kernels: clocks, packed keys, their bounds, residuals of several pieces."""
+"""Test races in the kernels: clocks, packed keys, their bounds, and residuals in several pieces."""
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ from hf_speculate.kernels.kernels import noise as kernel_noise
 
 PIECE = launch.CHUNK // launch.PIECES_PER_CHUNK
 
-# Series and logarithm meet at 2**-5. Both are accurate to a few units in the last place of float32.
+# The series and the logarithm meet at 2**-5. Both are accurate to a few units in the last place of
+# float32.
 CLOCK_TOLERANCE = 2e-6
 HERE = torch.zeros(1, 1, dtype=torch.int64)
 
@@ -40,13 +41,13 @@ def race_kernel(keys_ptr, ids_ptr, bits_ptr, winners_ptr, vocab_size, WIDTH: tl.
 
 def test_packed_keys_sort_as_floats_then_by_lowest_id() -> None:
     smallest = torch.tensor(1, dtype=torch.int32).view(torch.float32).item()
-    races = {  # keys and the index of the winner
+    races = {  # keys -> index of the winner
         (1.0, 2.0, 2.0, 0.0): 1,
         (0.0, smallest, 0.0, smallest): 1,
         (3e38, torch.inf, torch.inf, 1.0): 1,
         (0.0, 0.0, 0.0, 0.0): 0,
-        (-5.0, -7.0, 0.0, -0.0): 2,  # a negated key is below every other key, 0 included
-        (-5.0, -7.0, -0.0, -7.0): 1,  # the largest before negation wins
+        (-5.0, -7.0, 0.0, -0.0): 2,  # a negated key is below every other key, including 0
+        (-5.0, -7.0, -0.0, -7.0): 1,  # the key that was largest before negation wins
         (-torch.inf, -7.0, -0.0, -7.0): 0,
     }
     keys = torch.tensor(list(races), device=DEVICE)
@@ -64,13 +65,13 @@ def test_packed_keys_sort_as_floats_then_by_lowest_id() -> None:
 
 
 def test_empty_residual_is_drawn_from_all_pieces_of_the_target() -> None:
-    """Give the last row a residual of one entry in the last piece; it wins with a tiny key."""
+    """Give the last row's residual one entry, in the last piece, which wins with a tiny key."""
     num_rows, vocab_size = 6, 2 * PIECE + 9
     target = torch.randn(num_rows, 2, vocab_size, generator=torch.Generator().manual_seed(1))
     ids = target[:, 0].argmin(-1, keepdim=True)
     draft = target[:, :1].clone()
     draft[-1, 0, vocab_size - 2] = -torch.inf
-    too_sure = target[:, :1].logsumexp(-1) - 40.0  # e^40 times
+    too_sure = target[:, :1].logsumexp(-1) - 40.0  # too large by a factor of e^40
     options = {"keys": make_keys(num_rows), "draft_logsumexp": too_sure}
     mine = on_triton(verify_rejection, target, ids, draft, **options)
     assert mine.status.tolist() == [int(Status.EMPTY_RESIDUAL)] * (num_rows - 1) + [0]
@@ -104,7 +105,7 @@ def test_keys_equal_the_reference_within_their_bounds() -> None:
     keys, width, many = seeded(8), 1024, torch.arange(1 << 18)
     coins, clocks = (make(keys, Stream.CORRECTION, HERE, many) for make in (uniforms, exponentials))
     order = coins.argsort(-1)
-    # Take the least and the greatest words, those between series and logarithm, and some others.
+    # Take the smallest and largest words, the ones between series and logarithm, and some others.
     parts = order[:, :256], order[:, : 1 << 14 : 64], order[:, ::1024], order[:, -256:]
     ids = torch.cat(parts, dim=-1).to(torch.int32)
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(
@@ -149,7 +150,8 @@ def test_entries_of_one_lane_win_by_key_not_by_bound(rule: str) -> None:
     clocks = exponentials(many, Stream.CORRECTION, HERE, torch.arange(3 * piece))
     coins = uniforms(many, Stream.CORRECTION, HERE, torch.arange(3 * piece))
     winners = (weights / clocks).argmax(-1)
-    differ = (weights / coins).argmax(-1) != winners  # the bounds alone would choose wrongly
+    # the bounds alone would choose the wrong token
+    differ = (weights / coins).argmax(-1) != winners
     keys = many.rows(torch.cat([differ.nonzero()[:6, 0], torch.arange(3)]))
     num_seeds = len(keys.seeds)
     assert num_seeds == 9

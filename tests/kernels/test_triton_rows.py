@@ -1,4 +1,4 @@
-"""Test aligned vector loads of rows at any address, without reads outside of the storage."""
+"""Test aligned vector loads for rows at any address, without reads outside of the storage."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @triton.jit
 def rows_kernel(logits_ptr, out_ptr, stride, vocab_size, num_chunks, CHUNK: tl.constexpr):
-    """Write the rows as `load_chunk` reads them, in chunks, to `out_ptr` [rows, chunks, CHUNK]."""
+    """Write the rows, in chunks as `load_chunk` reads them, to `out_ptr` [rows, chunks, CHUNK]."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + rows.row_offset(row, row * 0, stride, 0, rows.SHIFTED)
     for chunk in range(num_chunks):
@@ -38,7 +38,7 @@ def rows_kernel(logits_ptr, out_ptr, stride, vocab_size, num_chunks, CHUNK: tl.c
 
 @contextmanager
 def only_reading(storage: torch.UntypedStorage) -> Iterator[list[int]]:
-    """Fail on the interpreter's loads outside of `storage`; yield all sizes in bytes."""
+    """Fail if the interpreter loads outside of `storage`; yield the size in bytes of every load."""
     load, sizes = interpreter.InterpreterBuilder.create_masked_load, []
 
     def checked_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
@@ -72,7 +72,7 @@ def test_rows_are_read_without_leaving_their_storage(dtype: torch.dtype, vocab_s
     if DEVICE == "cpu":
         with only_reading(logits.untyped_storage()) as sizes:
             rows_kernel[(9,)](*arguments)
-        # others load eight bytes
+        # other loads read eight bytes
         assert sizes.count(dtype.itemsize) < 9 * 16 // dtype.itemsize * num_chunks
     else:
         rows_kernel[(9,)](*arguments)
@@ -83,7 +83,7 @@ def test_rows_are_read_without_leaving_their_storage(dtype: torch.dtype, vocab_s
 
 
 def between_nans(logits: Tensor, start: int) -> Tensor:
-    """Copy the values to rows at any address, with NaN before, between and after them."""
+    """Copy the values to rows at any address, with NaN before, between and after the rows."""
     *sizes, vocab_size = logits.shape
     storage = logits.new_full((start + sizes[0] * sizes[1] * (vocab_size + 3),), torch.nan)
     strides = (sizes[1] * (vocab_size + 3), vocab_size + 3, 1)

@@ -1,4 +1,4 @@
-"""Compare temperature and cutoffs in one operation with transformers' warpers, up to one bin."""
+"""Compare temperature and cutoffs in one operation with transformers' warpers, within one bin."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -1,4 +1,4 @@
-"""Test folded attention against transformers', in whole calls and for restored configs."""
+"""Compare folded attention with transformers' in whole calls, and check the restored configs."""
 
 import copy
 from types import SimpleNamespace
@@ -24,13 +24,13 @@ from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pai
 from tests.support.tiny import make_config, make_model, ragged_prompts
 from tests.support.tiny_encoders import make_llava
 
-# float64 round-off of sums over 11 states of size 1; a wrong row's mask gives 0.1
+# float64 round-off in sums over 11 states of magnitude 1; the mask of a wrong row gives 0.1
 TOLERANCE = 1e-13
 H, D, D_VALUE, T = 2, 8, 6, 11
 
 
 def layer_of(groups: int) -> SimpleNamespace:
-    """Return the fields of a layer for attention functions."""
+    """Return the fields of a layer that attention functions read."""
     return SimpleNamespace(num_key_value_groups=groups, is_causal=True)
 
 
@@ -48,7 +48,7 @@ def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
 
 
 def make_mask(mask_type: str, batch_size: int, num_query: int):
-    """Make a causal mask of rows with different padding."""
+    """Make a causal mask for rows with different padding."""
     if mask_type == "none":
         return None
     seen = torch.ones(
@@ -63,7 +63,7 @@ def make_mask(mask_type: str, batch_size: int, num_query: int):
 
 
 def both(layer, query, key, value, mask, **kwargs):
-    """Return our checked result, that of transformers and the shapes of our queries."""
+    """Return our checked result, transformers' result and the shapes of our queries."""
     expected, _ = sdpa_attention_forward(layer, query, key, value, mask, **kwargs)
     with folding(), AttentionCalls() as calls:
         ours, weights = folded_attention(layer, query, key, value, mask, **kwargs)
@@ -180,7 +180,7 @@ def test_interrupted_setup_leaves_no_attention_name():
 
 
 class ComparesName(LlamaForCausalLM):
-    """Model code that compares attention names, as in Gemma 4."""
+    """Model whose code compares attention names, as in Gemma 4."""
 
     def forward(self, *args, **kwargs):
         self.is_known = self.config._attn_implementation in ("eager", "sdpa")
@@ -222,9 +222,9 @@ def test_model_copies_are_independent():
 
 
 def folds_in(calls, target):
-    """Return the numbers of query rows of calls that fold several query tokens.
+    """Return the numbers of query rows in calls that fold several query tokens.
 
-    transformers packs single tokens itself.
+    transformers itself packs single tokens.
     """
     num_heads, num_kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
     folded = [query.shape[2] for query in calls.queries if query.shape[1] == num_kv_heads]
@@ -245,7 +245,7 @@ def test_speculative_call_folds_and_gives_plain_ids(family, batch_size):
     with AttentionCalls() as calls:
         assert_decodes_as_plain(target, draft, inputs, **OPTIONS)
     groups = target.config.num_attention_heads // target.config.num_key_value_heads
-    assert 5 * groups in folds_in(calls, target)  # verifications of four drafts
+    assert 5 * groups in folds_in(calls, target)  # verifications of four drafted tokens
     assert target.config._attn_implementation == draft.config._attn_implementation == STANDS_FOR
 
 
@@ -274,7 +274,7 @@ def test_concurrent_plain_call_is_bit_identical():
 
 
 def own_attention(module, query, key, value, attention_mask, **kwargs):
-    """Attend as sdpa does; without a mask, take the rows to start at the first position."""
+    """Attend as sdpa does; without a mask, assume that rows start at the first position."""
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -59,7 +59,8 @@ def only_counts(self, input_ids=None, logits_to_keep: int = 0, **options):
 
 def keeps_all(self, input_ids=None, position_ids=None, past_key_values=None, **options):
     assert "logits_to_keep" not in options
-    options = {CACHE_NAME: past_key_values, **options}  # older versions require the cache's name
+    # older versions require the name of the cache
+    options = {CACHE_NAME: past_key_values, **options}
     return LlamaForCausalLM.forward(self, input_ids, position_ids=position_ids, **options)
 
 
@@ -89,7 +90,7 @@ def test_states_within_a_call_are_inference_tensors(keeps_states):
 
 
 def test_positions_past_the_bound_are_clamped_by_row():
-    """Score tokens past a table of eight positions without an error; earlier ones stay the same."""
+    """Score tokens past a table of eight positions; it neither fails nor changes earlier ones."""
     model = make_model("gpt2", n_positions=8)
     ids, mask = torch.arange(1, 25).view(2, 12), torch.ones(2, 12, dtype=torch.int64)
     mask[1, :6] = 0
@@ -114,7 +115,7 @@ def test_row_length_includes_its_eos(llama):
     assert min(expected) < max(expected)
     assert out.token_ids.shape[1] == max(expected)
     assert torch.equal(out.token_logits.argmax(-1), out.token_ids)
-    # the last is not fed
+    # the last token is not fed
     assert torch.equal(cache.get_lens(), prompts["attention_mask"].sum(1) + max(expected) - 1)
     for row, length in enumerate(expected):
         assert torch.equal(out.token_ids[row, :length], whole[row, :length])

@@ -1,4 +1,4 @@
-"""Test the table of model types: all are tested, and their limits are applied or refused."""
+"""Test that all model types in the table are tested, and that their limits are enforced."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ NUM_NEW = 20
 # at least one type per limit, and one with a special mask
 QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")
 
-# One class per refused type: models of its default config, without weights.
+# One class per refused type, made from its default config without weights.
 REFUSED = (
     *("BltForCausalLM", "CpmAntForCausalLM", "FSMTForConditionalGeneration", "GitForCausalLM"),
     *(
@@ -68,7 +68,7 @@ def pair_of(name, **options):
 
 
 def without_weights(class_name):
-    """Make a model of the class's default config on the meta device."""
+    """Make a model from the default config of the class, on the meta device."""
     model_class = getattr(transformers, class_name)
     with torch.device("meta"):
         return model_class(model_class.config_class())
@@ -171,7 +171,7 @@ def test_ragged_rows_reach_the_last_column_of_a_table(family, keeps_rows, num_co
 def test_padding_of_ended_rows_stays_within_the_table(family):
     target = hf_speculate.enable(TABLES_BY_COLUMNS[family]())
     prompt = torch.randint(1, 48, (2, 7), generator=torch.Generator().manual_seed(2))
-    # a token and four full rounds
+    # one token and four full rounds
     options = {"max_new_tokens": NUM_COLUMNS - 7, "return_dict_in_generate": True}
     text = target.generate(prompt, **options).sequences[:, 7:]
     options["eos_token_id"] = end = int(text[0, 13])  # the first token of the last round
@@ -232,7 +232,7 @@ def test_other_versions_and_outside_classes_count_as_untested(monkeypatch):
 
 
 def packages_with(pattern):
-    """Return the packages of `transformers.models` with matching code, and all packages."""
+    """Return the packages of `transformers.models` whose code matches, and all packages."""
     root = Path(transformers.__file__).parent / "models"
     packages = {
         path.parent.name
@@ -247,7 +247,7 @@ TABLES = [(quirks._MASK_BY_TYPE, "causal_mask_mapping := attention_mask", set())
 BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.CONTEXT_BY_COLUMNS}
 READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
 TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a separate loop
-# missing in the oldest version
+# these types are missing in the oldest version
 TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]
 
 

@@ -1,4 +1,4 @@
-"""Test the probe of wrapped text decoders, run on a copy without weights."""
+"""Test the probe for wrapped text decoders, which runs on a copy without weights."""
 
 import logging
 
@@ -53,7 +53,7 @@ def flat_mask(
 
 
 def own_class(forward, made=None):
-    """Make a class outside transformers; it appends to `made` when an instance is made."""
+    """Make a class outside transformers that appends to `made` whenever an instance is created."""
 
     def init(self, config):
         LlavaForConditionalGeneration.__init__(self, config)
@@ -114,7 +114,7 @@ def test_unknown_wrapper_decodes_by_its_forwarded_arguments(forward, caplog):
         assert stats.fallbacks == fallbacks
         assert stats.cache == ("dynamic" if fallbacks else "preallocated")
         assert stats.lock_step == (not expected.positions)
-    assert len(models) == 2 * num_models  # probed once by the two calls
+    assert len(models) == 2 * num_models  # the two calls share one probe
     assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(
         fallbacks
     )

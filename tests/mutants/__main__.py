@@ -2,10 +2,10 @@
 
     python -m tests.mutants [--only WORDS] [--all-tests] [--out FILE]
 
-A mutant is killed if a test fails or does not end. Each mutant names the files that are likely to
-find it. With `--all-tests`, the rest of `make test` runs if they pass. A mutant is stale if its
-file does not hold its text exactly once, or if its tests are missing. The exit status is 1 if a
-mutant survives or is stale.
+A mutant is killed if a test fails or does not end. Each mutant names the test files that are likely
+to find it. With `--all-tests`, the rest of `make test` runs if those tests pass. A mutant is stale
+if its text does not occur exactly once in its file, or if its tests are missing. The exit status is
+1 if a mutant survives or is stale.
 """
 
 import argparse
@@ -31,20 +31,21 @@ from tests.mutants.kernels import MUTANTS as KERNELS
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = KERNELS + ENGINE + CACHES + DRAFTING
-TIMEOUT_S, TIMEOUT_OF_ALL_S = 180, 1200  # a mutant may make a loop endless
+TIMEOUT_S, TIMEOUT_OF_ALL_S = 180, 1200  # long, because a mutant may cause an endless loop
 
 
 class Outcome(NamedTuple):
-    """Outcome of one mutant."""
+    """Result of running one mutant."""
 
     name: str
     outcome: str
-    test: str | None  # the first failed test, or the reason why the mutant is stale
+    # first failed test; or the reason why the mutant is stale; or None if it survived
+    test: str | None
     seconds: float
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy the files that git knows or would add."""
+    """Copy the files that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
@@ -56,7 +57,7 @@ def copy_repository(folder: Path) -> None:
 
 
 def arguments_of_make_test() -> list[str]:
-    """Return the arguments of pytest in `make test`."""
+    """Return the arguments that `make test` passes to pytest."""
     named = re.findall(
         r"^(?:KERNEL|TOOL)_TESTS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
     )
@@ -79,7 +80,7 @@ def run_mutant(mutant: Mutant, folder: Path, runs_all: bool) -> Outcome:
     start, path = time.monotonic(), folder / mutant.path
     source, status = path.read_text(), path.stat()
     path.write_text(source.replace(mutant.old, mutant.new))
-    # Otherwise the bytecode of a file of equal size would be used.
+    # Otherwise, Python would use the old bytecode if the file size is the same.
     os.utime(path, (status.st_atime, status.st_mtime + 10))
     try:
         test = forks.failing_test(
@@ -96,7 +97,7 @@ def run_mutant(mutant: Mutant, folder: Path, runs_all: bool) -> Outcome:
 
 
 def run_share(mutants: tuple[Mutant, ...], runs_all: bool) -> Iterator[Outcome]:
-    """Run mutants in one copy, in a separate process."""
+    """Run some of the mutants in one copy, in a separate process."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name).resolve()
         copy_repository(folder)

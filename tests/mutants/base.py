@@ -1,4 +1,4 @@
-"""Define one mutant: a replacement in one file of the library, and the tests likely to find it."""
+"""Define a mutant: a replacement in one library file, and the tests that are likely to find it."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,14 +8,14 @@ class Mutant(NamedTuple):
     """Small fault in one file."""
 
     name: str
-    path: str  # of the file, relative to the repository
+    path: str  # path of the file, relative to the repository
     old: str  # occurs exactly once in the file
     new: str
-    tests: str  # files or folders in tests/ that run first, separated by blanks
+    tests: str  # files or folders in tests/ that run first, separated by spaces
 
 
 class Fault(NamedTuple):
-    """Replacement in a file, with tests if they differ from those of the file."""
+    """Replacement in a file, and its tests if they differ from the default for the file."""
 
     old: str
     new: str
@@ -23,7 +23,7 @@ class Fault(NamedTuple):
 
 
 def mutants_of(faults: dict[tuple[str, str], dict[str, Fault]]) -> tuple[Mutant, ...]:
-    """Make mutants from faults by their names; the file and its tests are the defaults."""
+    """Make mutants from named faults, with the file and its tests as defaults."""
     return tuple(
         Mutant(f"{Path(path).stem}: {name}", path, fault.old, fault.new, fault.tests or tests)
         for (path, tests), named in faults.items()

@@ -1,4 +1,4 @@
-"""List mutants of the KV caches, the token buffer, stopping criteria and logits processors."""
+"""List mutants in the KV caches, the token buffer, stopping criteria and logits processors."""
 
 from tests.mutants.base import Fault, mutants_of
 

@@ -1,4 +1,4 @@
-"""List mutants of drafters, schedules and spans."""
+"""List mutants in drafters, schedules and spans."""
 
 from tests.mutants.base import Fault, mutants_of
 

@@ -1,4 +1,4 @@
-"""List mutants of the decoding loop: batch, sessions, stops, output and draft lengths."""
+"""List mutants in the decoding loop: batch, sessions, stops, output and draft lengths."""
 
 from tests.mutants.base import Fault, mutants_of
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-# Read once, at import.
+# Read only once, at import.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 COPIED = ("tests", "hf_speculate")  # packages that each fork imports from its copy
 POLL_S = 0.02
 
 
 class _Watch:
-    """Pytest plugin that records the first failed test and the modules imported by collection."""
+    """Pytest plugin that records the first failed test and whether collection failed."""
 
     failed: str | None = None
     collection_failed = False
@@ -37,7 +37,7 @@ class _Watch:
 
 
 def _run_pytest(folder: Path, arguments: Sequence[str]) -> tuple[int, str | None]:
-    """Run the tests of a copy of the repository, in a fork."""
+    """Run the tests in a copy of the repository, inside a fork."""
     for name in [name for name in sys.modules if name.partition(".")[0] in COPIED]:
         del sys.modules[name]
     root = str(Path(__file__).parents[2])
@@ -60,7 +60,7 @@ def _run_pytest(folder: Path, arguments: Sequence[str]) -> tuple[int, str | None
 
 
 def _imported(folder: Path) -> list[str]:
-    """Return the names of modules outside of the copy."""
+    """Return the names of imported modules that are outside of the copy."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return [
         name
@@ -70,9 +70,9 @@ def _imported(folder: Path) -> list[str]:
 
 
 def _in_fork(work: Callable[[], object], log: Path, timeout_s: float) -> object:
-    """Return the result of `work` in a fork with output to `log`.
+    """Return the result of `work`, run in a fork whose output goes to `log`.
 
-    Return None if it took too long or died.
+    Return None if the fork took too long or died.
     """
     with tempfile.NamedTemporaryFile() as result:
         pid = os.fork()
@@ -95,7 +95,7 @@ def _in_fork(work: Callable[[], object], log: Path, timeout_s: float) -> object:
 
 
 def preload(folder: Path) -> None:
-    """Import the tests' other libraries, and compile the copy's modules to bytecode."""
+    """Import the other libraries that tests use, and compile the copy's modules to bytecode."""
     os.environ |= ENVIRONMENT
 
     def collect() -> list[str]:
@@ -108,17 +108,18 @@ def preload(folder: Path) -> None:
             "the tests must be collected without "
             f"errors:\n{(folder / 'collect.log').read_text()[-2000:]}"
         )
-    sys.dont_write_bytecode = True  # Forks read the bytecode. That of a mutant is never stored.
+    # Forks read the bytecode. The bytecode of a mutant is never stored.
+    sys.dont_write_bytecode = True
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError:  # made by another module, not found by name
+        except ImportError:  # such a module is created by another one and cannot be found by name
             continue
     sys.modules["torch"].set_num_threads(1)
 
 
 def failing_test(folder: Path, tests: Sequence[str], timeout_s: float) -> str | None:
-    """Return the first failed test, "timeout" or "crash", or None if all pass."""
+    """Return the first failed test, "timeout" or "crash", or None if all tests pass."""
     start, log = time.monotonic(), folder / "run.log"
     outcome = _in_fork(lambda: _run_pytest(folder, tests), log, timeout_s)
     if not isinstance(outcome, list):

@@ -1,4 +1,4 @@
-"""List mutants of the verifiers' reference implementation and of the random numbers."""
+"""List mutants in the reference implementation of the verifiers and in the random numbers."""
 
 from tests.mutants.base import Fault, mutants_of
 

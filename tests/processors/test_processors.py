@@ -1,4 +1,4 @@
-"""Compare blocks with transformers' own list, run position by position."""
+"""Compare blocks of positions with transformers' processor list, run position by position."""
 
 import inspect
 from collections.abc import Callable
@@ -29,7 +29,7 @@ IGNORES_BY_ROW = "Tensor" in str(
     inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__)
 )
 
-# The settings change results within prefix lengths of 3 to 13, those of the blocks below.
+# The settings change results for prefix lengths of 3 to 13, as in the blocks below.
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "EpsilonLogitsWarper": lambda: transformers.EpsilonLogitsWarper(3e-3),
     "EtaLogitsWarper": lambda: transformers.EtaLogitsWarper(3e-3),
@@ -103,7 +103,7 @@ class Block(SimpleNamespace):
 
 
 def run_by_position(make: Callable[[], list[Any]], block: Block) -> Tensor:
-    """Run whole batches of equal length as plain `generate` does; keep the rows of this length."""
+    """Run batches of equal length as plain `generate` does, and keep the rows of that length."""
     processors = LogitsProcessorList(make())
     processed = torch.empty_like(block.scores, dtype=torch.float32)
     for position in range(block.scores.shape[1]):
@@ -127,7 +127,7 @@ def run_block(processors: list[Any], block: Block) -> Tensor:
 
 
 def assert_same_bits(ours: Tensor, twin: Tensor) -> None:
-    """Compare bits: -0.0 differs from 0.0, and a NaN equals itself."""
+    """Compare bits, so -0.0 differs from 0.0, and a NaN equals itself."""
     assert ours.dtype == twin.dtype == torch.float32
     assert ours.shape == twin.shape
     assert torch.equal(ours.contiguous().view(torch.int32), twin.contiguous().view(torch.int32))
@@ -144,9 +144,9 @@ def test_transformers_processors_are_all_classified() -> None:
 
 @register_row_wise
 class FavoursFrequent(LogitsProcessor):
-    """Custom processor for frequent tokens.
+    """Custom processor that favours frequent tokens.
 
-    It writes into its argument and records the shapes of its calls.
+    It writes to its argument and records the shapes of its calls.
     """
 
     def __init__(self) -> None:
@@ -183,8 +183,8 @@ def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -
 def test_scores_keep_nan_of_logits_unless_the_class_hides_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Find rounds with NaN by their scores, unless a processor hides NaN or fails on it."""
-    # Some fail on it only until the process has compiled something.
+    """Find rounds with NaN by their scores, unless a processor hides NaN or fails on NaN."""
+    # Some processors fail on NaN only until the process has compiled something.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     are_nan = []
     for block in (Block([1, 4]), Block(RAGGED_LENS)):
@@ -278,7 +278,7 @@ def test_prompt_state_of_processors_is_held_by_row(name: str, num_prompts: int) 
     expected = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
     assert not torch.equal(expected, block.scores), "the example changes nothing"
     processors = BlockLogitsProcessorList([BY_PROMPT[name](prompts)]).by_row(4)
-    # older versions serve as many rows as prompts
+    # older versions accept only as many rows as there are prompts
     if name == "penalty" and torch.equal(expected[3], block.scores[3]):
         assert len(processors.foreign) == 1
         return
@@ -356,7 +356,7 @@ def test_block_on_a_gpu_equals_plain_processors_there(name: str) -> None:
     block = Block(RAGGED_LENS)
     block.input_ids, block.scores = block.input_ids.cuda(), block.scores.cuda()
     block.draft_token_ids = block.draft_token_ids.cuda()
-    # GPUs divide by a number with its reciprocal, so their bits differ from the CPU's.
+    # GPUs divide by multiplying with the reciprocal, so their bits differ from the CPU's.
     assert_same_bits(
         run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block)
     )

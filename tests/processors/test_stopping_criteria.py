@@ -1,4 +1,4 @@
-"""Compare blocks with transformers' own criteria, called after every token."""
+"""Compare blocks of tokens with transformers' criteria, called after every token."""
 
 import inspect
 import time
@@ -39,7 +39,7 @@ def stops(strings: list[str], decoder: Any = decoders.Fuse) -> StopStringCriteri
 def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[int]]:
     """Build the arguments of a call from each row's tokens before and in the block.
 
-    The ids past a block are hostile.
+    The ids after a block are hostile.
     """
     lines = [[IDS[token] for token in before + new] for before, new in rows]
     width = max(map(len, lines)) + 2
@@ -50,7 +50,7 @@ def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[i
 def ask(
     criterion: BlockStoppingCriteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]
 ) -> StopVerdict:
-    """Call the criterion with rows without their blocks; assert unchanged inputs."""
+    """Call the criterion on rows without their blocks, and assert that its inputs are unchanged."""
     tokens = TokenBuffer(token_ids)
     tokens.row_lens.set(prefix_lens)
     before, rows = (
@@ -68,7 +68,7 @@ def ask(
 def run_token_by_token(
     criteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]
 ) -> StopVerdict:
-    """Append a token and call the whole list, as plain `generate` does."""
+    """Append token by token and call the whole list each time, as plain `generate` does."""
     plain = StoppingCriteriaList(criteria)
     num_emitted, is_done = list(num_new), [False] * len(num_new)
     for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_new, strict=True)):
@@ -81,7 +81,7 @@ def run_token_by_token(
 
 @register_row_wise
 class EndsOnSum(StoppingCriteria):
-    """Custom criterion over the whole prefix.
+    """Custom criterion that depends on the whole prefix.
 
     It records the shapes of its calls.
     """
@@ -98,7 +98,7 @@ class EndsOnSum(StoppingCriteria):
 
 @register_row_wise
 class EndsAtLengthAsOneBool(StoppingCriteria):
-    """Custom criterion with one bool for all rows, as in older versions."""
+    """Custom criterion that returns one bool for all rows, as in older versions."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
         return input_ids.shape[1] >= 9

@@ -1,6 +1,6 @@
 """Search with faulty drafts: `python -m tests.reliability.bad_drafts --seed 1 --num 2000`.
 
-Calls are drawn, compared with plain decoding and printed as by `tests.random_search`. No fault of a
+Calls are drawn, compared with plain decoding and printed as in `tests.random_search`. No fault in a
 draft may change a text or end a call.
 """
 
@@ -19,7 +19,7 @@ from hf_speculate.options.heads.head import DraftHead
 from tests.reliability.faults import Fault, Mistake
 from tests.support.tiny import with_context
 
-CONTEXT = 14  # tokens, within the texts of the search
+CONTEXT = 14  # tokens; reached by the texts of the search
 FAULTS = (
     "context",
     "NaN",
@@ -33,7 +33,7 @@ FAULTS = (
 
 
 def with_fault(draft: Any, fault: str, at: int, seed: int) -> Any:
-    """Return a copy of a draft model or a head with one of `FAULTS`; the n-th call raises."""
+    """Return a copy of a draft model or head with one of `FAULTS`, which may raise at call `at`."""
     draw, is_head = random.Random(seed), isinstance(draft, DraftHead)
     if fault == "context" and not is_head:
         return with_context(draft, CONTEXT)
@@ -47,7 +47,7 @@ def with_fault(draft: Any, fault: str, at: int, seed: int) -> Any:
     match fault:
         case "NaN" | "infinity":
             draw.choice(weights)[0, -1] = value
-        case "NaN of a token" | "infinity of a token":  # not every text has it
+        case "NaN of a token" | "infinity of a token":  # not every text contains such a token
             weight = weights[0] if is_head else draft.get_input_embeddings().weight
             weight[draw.randrange(len(weight)) :: 7] = value
         case "raises" if not is_head:

@@ -1,4 +1,4 @@
-"""Define faults that raise a given error object at their n-th call, and their places in a call."""
+"""Define faults that raise a given error at their n-th call, and the places in a call for them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +16,11 @@ import hf_speculate
 
 
 class Mistake(RuntimeError):
-    """Error of the user's class."""
+    """Error class of a user."""
 
 
 class Halt(BaseException):
-    """Error that no `except Exception` catches."""
+    """Error that `except Exception` does not catch."""
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -79,7 +79,7 @@ def hook(module: torch.nn.Module, fault: Fault) -> AbstractContextManager:
 def put_in(
     place: str, fault: Fault, target: Any, draft: Any
 ) -> tuple[AbstractContextManager, dict[str, Any]]:
-    """Return a context and the options of a call, so `fault` ticks at `place`."""
+    """Return a context and options for a call, so that `fault` ticks at `place`."""
     layer = target.model.layers[1].self_attn
     hooked = {"target forward": target, "target layer": layer, "draft forward": draft}.get(place)
     options: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Test random calls with drafts of a short context, NaN or infinite weights, or errors."""
+"""Test random calls with drafts that have a short context, NaN or infinite weights, or errors."""
 
 import random
 
@@ -14,7 +14,7 @@ FAMILIES = tuple(random.Random(0).sample(FAMILY_NAMES, len(FAMILY_NAMES)))
 
 
 def check(seed, first, num):
-    """Run these calls, as drawn by `python -m tests.reliability.bad_drafts` from other families."""
+    """Run these calls, drawn as by `python -m tests.reliability.bad_drafts` from other families."""
     print(f"seed {seed}, calls {first} to {first + num - 1}")
     counts = search(seed, range(first, first + num), FAMILIES, FAULTS)
     assert counts["different"] == 0

@@ -1,4 +1,4 @@
-"""Test logits without a distribution: the target's end a draw, the draft's change nothing."""
+"""Test that logits without a distribution end sampling in the target, but not in the draft."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ CELLS = [
 
 
 def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
-    """Set the logits to `value` after the tokens with `after`: a function of the text alone."""
+    """Set the logits to `value` after tokens that `after` selects, which depends on text alone."""
 
     def spoil(module, args, kwargs, output):
         ids = kwargs["input_ids"][:, -output.logits.shape[1] :]
@@ -30,7 +30,7 @@ def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
         )
         return output
 
-    # The handle is a context and removes the hook at its end.
+    # The handle is a context manager that removes the hook on exit.
     return model.register_forward_hook(spoil, with_kwargs=True)
 
 
@@ -48,7 +48,7 @@ def test_greedy_decoding_continues_as_plain_and_reports_it(value, batch_size, ca
         )
     flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
     assert Status(stats.status) == flag
-    assert stats.num_rescored > 0  # it found the same
+    assert stats.num_rescored > 0  # scoring again gave the same result
 
 
 @each_value(value=[NAN, INF, -INF], verifier=["rejection", "block", "coupled", "typical", None])
@@ -77,7 +77,7 @@ def test_logits_of_an_ended_row_are_not_checked():
 
 @hf_speculate.register_row_wise
 class ForbidsFrom(LogitsProcessor):
-    """Processor that forbids every token after so many."""
+    """Processor that forbids all tokens from length `num` on."""
 
     def __init__(self, num):
         self.num = num
@@ -87,7 +87,7 @@ class ForbidsFrom(LogitsProcessor):
 
 
 class StopsAtSevenths(StoppingCriteria):
-    """Custom criterion; it moves the rows in lock step."""
+    """Custom criterion; rows move in lock step because of it."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids[:, -1] % 7 == 1
@@ -97,7 +97,7 @@ EndsAtSevenths = hf_speculate.register_row_wise(type("EndsAtSevenths", (StopsAtS
 
 
 def test_logits_past_the_common_end_are_not_checked():
-    """Let stopped rows go on until all have stopped, without EOS: one may be ahead by then."""
+    """Let stopped rows run, without EOS, until all have stopped, when one may be ahead."""
     target, draft = pair("llama")
     inputs = ragged_prompts(3, seed=2)
     options = {
@@ -118,7 +118,7 @@ def test_logits_past_the_common_end_are_not_checked():
 
 @pytest.mark.fallback("lock step")
 def test_stopped_lock_step_rows_are_checked_without_eos():
-    """Let stopped rows go on until all have stopped, without EOS.
+    """Let stopped rows run, without EOS, until all have stopped.
 
     Plain `generate` fails if such a row has no distribution.
     """
@@ -133,7 +133,7 @@ def test_stopped_lock_step_rows_are_checked_without_eos():
         has_stopped = (input_ids[:, inputs["input_ids"].shape[1] :] % 7 == 1).any(1)
         return torch.where(has_stopped[:, None], torch.full_like(scores, NAN), scores)
 
-    # With EOS, stopped rows see padding.
+    # With EOS, stopped rows only get padding.
     ended = target.generate(**own, eos_token_id=63)
     assert_equal_ids(ended, target.generate(**own, eos_token_id=63, logits_processor=[spoil]))
     with pytest.raises(BadLogitsError, match="got NaN in row"):

@@ -1,4 +1,4 @@
-"""Test errors in drafts, which end the drafts but not the call, and errors in the user's code."""
+"""Test errors in drafts, which end the drafts but not the call, and errors in user code."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ K, NUM_NEW = 3, 16
 RAISED = "plain decoding, because the drafter"
 pytestmark = pytest.mark.filterwarnings("ignore:plain decoding")
 
-# Draft sources beside the draft model.
+# Draft sources besides the draft model.
 SOURCES: dict[str, dict[str, Any]] = {
     "model": {},
     "dynamic": {"speculation_cache": "dynamic"},
@@ -67,10 +67,11 @@ def hooks_of(*models):
     at=[1, 2, 5, 7],
 )
 def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
-    # Otherwise, times of tiny models decide if a draft is called again.
+    # Otherwise, timings of tiny models would decide whether a draft is called again.
     monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)
     target, draft = new_pair(family)
-    # The adaptive schedule never calls a draft of the target's size. It may call this one once.
+    # The adaptive schedule never calls a draft of the target's size. It may call this smaller one
+    # once.
     if source == "adaptive":
         draft, at = make_model(family, num_hidden_layers=1), 1
     layer = list(draft.modules())[-2]
@@ -99,7 +100,7 @@ def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at,
 @pytest.mark.fallback(RAISED)
 @each_value(family=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
 def test_hooks_are_removed_after_a_draft_fault(family, early_exit, at):
-    """Include recurrent layers: after early exit, the target's plain steps run on them."""
+    """Include recurrent layers, because the target's plain steps use them after an early exit."""
     target, draft = new_pair(family)
     layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
     options = {
@@ -123,7 +124,7 @@ def test_hooks_are_removed_after_a_draft_fault(family, early_exit, at):
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize(("number", "family"), list(enumerate(HEADS)))
 def test_head_that_raises_leaves_the_text(number, family, tmp_path):
-    """Fail in the first or last linear layer; the first of some heads reads the target's states."""
+    """Fail in the first or last linear layer; the first may be the one that reads target states."""
     head, target = HEADS[family](tmp_path)
     linear = [module for module in head.network.modules() if isinstance(module, nn.Linear)]
     hf_speculate.enable(target)
@@ -167,7 +168,7 @@ class Faulty(Drafter):
 
 
 class FaultyInside(Faulty):
-    """The same as a drafter of the library."""
+    """The same drafter, marked as part of the library."""
 
     def is_callers(self, error):
         return False
@@ -235,7 +236,7 @@ def test_error_of_the_device_is_raised():
 
 
 def test_device_error_behind_a_host_error_is_recognised(monkeypatch):
-    """Hide a device error behind one of the host: the next wait reports it."""
+    """Hide a device error behind a host error, so that only the next wait reports it."""
     waits: list[Any] = [None, RuntimeError("CUDA error: an illegal memory access was encountered")]
 
     def synchronize(device):
@@ -273,7 +274,7 @@ def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
     cache_kind=["dynamic", "preallocated"],
 )
 def test_rows_with_nan_drafts_stop_drafting_alone(value, options, cache_kind):
-    """Spoil the draft's first row from its third forward on, as NaN among its states would."""
+    """Spoil the draft's first row from its third forward on, like NaN in the states of that row."""
     target, draft = new_pair("llama")
     num_calls = itertools.count()
 
@@ -312,7 +313,7 @@ def test_head_of_nan_logits_is_soon_left_out(family, tmp_path):
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize("at", [1, 4])
 def test_draft_fault_in_a_running_batch_leaves_all_texts(at):
-    """Fail in a forward of one row's prompt or of all rows; later rows bring a working drafter."""
+    """Fail while one row's prompt or all rows are read; later rows come with a working drafter."""
     target, draft = new_pair("llama")
     texts = [ragged_prompts(1, seed=seed)["input_ids"][0].tolist() for seed in range(6)]
     source = iter([RowPrompt(text) for text in texts])

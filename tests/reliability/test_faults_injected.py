@@ -1,4 +1,4 @@
-"""Test errors raised anywhere in a call: unchanged, with one note on the place, without a trace."""
+"""Test that an error raised anywhere in a call is unchanged, gets one note, and leaves no trace."""
 
 import re
 from functools import cache
@@ -18,11 +18,11 @@ from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, p
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 from tests.support.tiny_encoders import NUM_FRAMES, make_whisper, speech
 
-# A round gives at most three tokens: round 3 comes after the first token and at most six more.
+# A round gives at most three tokens, so round 3 comes after the first token and at most six more.
 NUM_NEW = 10
 NUM_AFTER = 6
 TEXT = torch.tensor([[5, 6]])
-NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window
+NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window holds
 PROMPT, ROUND_1, ROUND_3, LATER = "$", ", round 1$", ", round 3$", r", round \d+$"
 READ, DRAFTED, SCORED = (
     "the target read the prompt",
@@ -39,12 +39,13 @@ OUTPUT = "the output was built"
 
 class Case(NamedTuple):
     place: str
-    at: int  # the failing call
-    note: str  # a pattern
+    at: int  # number of the failing call
+    note: str  # a regular expression
 
 
 CASES = [
-    # The target runs once for the prompt and once a round, a draft of two tokens twice a round.
+    # The target runs once for the prompt and once per round; a draft of two tokens runs twice per
+    # round.
     Case("target forward", 1, READ + PROMPT),
     Case("target forward", 2, SCORED + ROUND_1),
     Case("target layer", 4, SCORED + ROUND_3),
@@ -84,7 +85,7 @@ SETUPS += [
 def fits(case: Case, setup: Setup) -> bool:
     if case.place.startswith("streamer") and setup.batch_size > 1:
         return False
-    # Rows without an end go in lock step there, and the criterion is called in another stage.
+    # Rows without an end move in lock step there, and the criterion is called in another stage.
     return case.place != "row-wise criterion" or setup.family != "mistral_window"
 
 
@@ -121,7 +122,7 @@ def configs(*models):
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)])
 def test_error_is_raised_unchanged_and_leaves_no_state(number, case):
-    """Take one of the setups that fit the case, with one class of errors: both take turns."""
+    """Use one of the setups that fit the case and one class of errors, both in turn."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
     setup, error = fitting[number % len(fitting)], list(ERRORS.values())[number % len(ERRORS)]()
     target, draft = pair(setup.family)

@@ -16,19 +16,19 @@ from hf_speculate.compat import CACHE_NAME
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
-# Take samples after the same kinds of call. A schedule keeps the newest 30 rounds of each size.
-# They are complete after 400 calls.
+# Samples are taken after the same kinds of calls. A schedule keeps the newest 30 rounds of each
+# size, which are complete after 400 calls.
 NUM_CALLS, NUM_WARM, EVERY = 800, 440, 40
-# One leaked object in one of ten kinds of call makes 0.1.
+# One object leaked by one of the ten kinds of calls gives 0.1.
 OBJECTS_A_CALL = 0.04
-# Python's free lists grow for some hundred calls: 200 bytes a call up to the 150th, 45 from the
-# 100th to the 500th, 3 after the 1000th. A tensor takes 72 bytes without its data.
+# Python's free lists grow for some hundred calls: by 200 bytes per call up to the 150th, by 45 from
+# the 100th to the 500th, by 3 after the 1000th. A tensor takes 72 bytes without its data.
 TRACED_BYTES_A_CALL = 64.0
 NEVER = 10**9  # no call reaches this fault
 
 
 def slopes(run: Callable[[int], Any]) -> tuple[float, float]:
-    """Return the traced bytes and objects that each call of `run` adds after the first ones.
+    """Return the traced bytes and objects that each call of `run` adds after the warm-up.
 
     `run` gets the number of the call.
     """
@@ -37,8 +37,8 @@ def slopes(run: Callable[[int], Any]) -> tuple[float, float]:
     for number in range(NUM_CALLS):
         run(number)
         if number in counts:
-            # The lists hold numbers only: an object for each sample would be counted by the next
-            # ones.
+            # The lists contain only numbers: later samples would count one object per earlier
+            # sample.
             gc.collect()
             num_bytes.append(tracemalloc.get_traced_memory()[0])
             num_objects.append(len(gc.get_objects()))
@@ -47,7 +47,7 @@ def slopes(run: Callable[[int], Any]) -> tuple[float, float]:
 
 
 def calls() -> Callable[[int], Any]:
-    """Run ten kinds of call in turn, one of which fails."""
+    """Return a function that runs ten kinds of calls in turn, one of which fails."""
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
     draft, recurrent = noisy_copy(target), hf_speculate.enable(make_model("mamba2"))
     store = hf_speculate.SuffixStore(max_bytes=1 << 20)
@@ -70,7 +70,7 @@ def calls() -> Callable[[int], Any]:
         lambda _: {"stopping_criteria": [FaultyCriterion(Fault(NEVER, Mistake()))]},
         lambda _: {"logits_processor": [FaultyProcessor(Fault(3, Mistake("on purpose")))]},
     ]
-    # Take every sample after the same kinds of call.
+    # Take every sample after the same kinds of calls.
     assert EVERY % (len(calls) * len(inputs)) == 0
 
     def run(number: int) -> None:

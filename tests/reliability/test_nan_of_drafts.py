@@ -1,8 +1,8 @@
-"""Test NaN logits of the target after a rejected draft: text, scores and caches equal plain.
+"""Test that NaN logits in the target after a rejected draft change no text, score or cache.
 
-`NAN_ID` is in no text, but drafted again and again. Either its embedding is NaN, as after an
-overflow in half precision, and attention spreads it over the row. Or NaN overwrites the states of a
-forward before the rollback, as attention that skips masked columns would leave them.
+`NAN_ID` occurs in no text, but is drafted again and again. In some tests, its embedding is NaN, as
+after an overflow in half precision, and attention spreads NaN over the row. In others, NaN
+overwrites the states of a forward before the rollback, as with attention that skips masked columns.
 """
 
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ from tests.support.tiny_configs import RECURRENT_FAMILIES
 
 NUM_NEW = 16
 PAD = 2
-# Draft lengths. After a shorter draft, attention reads columns written by a longer one.
+# Draft lengths. After a shorter draft, attention reads columns that a longer one has written.
 LENS = (3, 0, 3, 1)
 
 
@@ -74,9 +74,10 @@ def assert_equal_outputs(plain: Any, ours: Any, family: str) -> None:
 STATES = {"output_hidden_states": True, "output_logits": True}
 COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 9}
 PREALLOCATED, DYNAMIC = {"speculation_cache": "preallocated"}, {"speculation_cache": "dynamic"}
-# Kind, rows, options of the call, our options.
+# Kind, number of rows, options of both calls, options of the call with drafts.
 Call = tuple[str, int, dict[str, Any], dict[str, Any]]
-# In these kinds, attention reads buffers past a row's end. In others, a rollback removes all.
+# With these kinds, attention reads buffers past a row's end. With others, a rollback removes
+# everything.
 BUFFERED: list[Call] = [
     *((family, 4, {}, PREALLOCATED) for family in ("llama", "mistral_window", "gemma2")),
     ("llama", 3, COUPLED, {}),
@@ -96,7 +97,7 @@ CALLS: list[Call] = [
         for family in ("bloom", "gpt_oss", "deepseek_v3", "llama4", "gpt_neo", "t5", "bart")
     ),
     *((family, 3, {}, {}) for family in ("falcon_h1", "lfm2")),
-    ("mamba2", 3, {**COUPLED, "eta_cutoff": 1e-3}, {}),  # a warper that fails for NaN
+    ("mamba2", 3, {**COUPLED, "eta_cutoff": 1e-3}, {}),  # a warper that fails on NaN
 ]
 
 
@@ -141,7 +142,7 @@ def test_text_scores_and_caches_equal_plain(spoil, family, batch_size, options, 
     assert_equal_outputs(ended, ours_ended, family)
     assert_equal_states(plain, ours)
     stats = ours.speculation
-    # Here, states after a token do not depend on later ones.
+    # In Mamba 2, the states after a token do not depend on later tokens.
     assert (stats.num_rescored > 0) == (family != "mamba2")
     assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
     assert stats.status == 0
@@ -152,7 +153,7 @@ INSIDE = {"verifier": "typical", "do_sample": True, "relax_only_inside": (5, 9)}
 
 @pytest.mark.parametrize("verifier", [*VERIFIERS, "spans"])
 def test_verifier_decides_as_if_the_token_were_finite(verifier):
-    """Keep drafts in spite of the target's NaN, so samples keep their distribution."""
+    """Keep drafts although the target's logits are NaN, so samples keep their distribution."""
     (target, draft), texts = pair("llama"), []
     options = {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 40, "seed": 5}
     options |= {
@@ -167,12 +168,12 @@ def test_verifier_decides_as_if_the_token_were_finite(verifier):
     (text, nan), (finite_text, finite) = texts
     assert text == finite_text
     assert nan.num_rescored > 0 == finite.num_rescored
-    if verifier not in ("greedy", "coupled"):  # its rounds become plain steps
+    if verifier not in ("greedy", "coupled"):  # their rounds become plain steps
         assert nan.accepted_per_position == finite.accepted_per_position
         assert nan.drafted_per_position == finite.drafted_per_position
 
 
-# There, masks of window layers with recorded pasts are made for one forward at a time.
+# Before 5.24, masks for window layers with recorded pasts serve only one forward.
 FAILS_BEFORE_5_24 = [] if TAKES_CACHE else pytest.mark.xfail(strict=True, raises=RuntimeError)
 
 
@@ -227,7 +228,7 @@ def test_stateful_processor_follows_the_text_only():
 
 
 class DraftsNan(Watcher):
-    """Drafter of `NAN_ID` that gets the states of plain forwards."""
+    """Drafter that proposes `NAN_ID` and reads the states of plain forwards."""
 
     def continued(self, row, text, num):
         wrong = zip(
@@ -318,7 +319,7 @@ def test_draft_model_with_nan_drafts_alike_from_any_cache(scripted):
 
 
 def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return a pair in half precision: a neuron of the target is 2e5 for `NAN_ID`, otherwise 0."""
+    """Return a half-precision pair: a neuron of the target is 2e5 for `NAN_ID` and 0 otherwise."""
     target = make_model("llama", dtype=torch.float16)
     embeddings, layer = target.get_input_embeddings().weight, target.model.layers[0]
     embeddings[:, -1], layer.self_attn.o_proj.weight[-1] = 0, 0

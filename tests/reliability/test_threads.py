@@ -1,4 +1,4 @@
-"""Compare calls of one enabled model in two threads with calls alone."""
+"""Compare calls of one enabled model in two threads with the same calls on their own."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ from tests.reliability.faults import Fault, FaultyProcessor, Mistake
 from tests.support.compiled_calls import compile_config
 from tests.support.tiny import cheaper_copy, ragged_prompts
 
-SWITCH_S = 1e-5  # between threads; 500 times as often as Python's default of 5 ms
+SWITCH_S = 1e-5  # between threads; 500 times as often as with Python's default of 5 ms
 TIMEOUT_S = 60.0
 NUM_NEW = 9
 ENDS = [17, 3, 40, 9]
@@ -27,7 +27,7 @@ ENDS = [17, 3, 40, 9]
 
 @cache
 def models():
-    """Return a target with shared keys and values, so its config changes, and a draft."""
+    """Return a target with shared keys and values, whose config therefore changes, and a draft."""
     target, _ = new_pair(num_hidden_layers=1)
     return target, cheaper_copy(target)
 

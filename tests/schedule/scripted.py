@@ -1,4 +1,4 @@
-"""Draft given numbers of tokens and record the outcomes."""
+"""Draft the given numbers of tokens and record the outcomes."""
 
 from itertools import cycle
 
@@ -8,7 +8,7 @@ LENS = (0, 3, 0, 0, 5, 1, 0, 2, 0, 0, 0, 4)
 
 
 class ScriptedSchedule(Schedule):
-    """Schedule of given draft lengths, repeated in a cycle."""
+    """Schedule with given draft lengths, repeated in a cycle."""
 
     is_trial = False
 

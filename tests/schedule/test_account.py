@@ -18,12 +18,12 @@ from hf_speculate.schedule import (
 )
 
 SHARE = 0.02  # maximum loss per counted second
-ALLOWANCE = 24.0  # additional plain steps of loss
-MAX_FACTOR = 2.0  # maximum cost of a round as a multiple of the expected seconds, besides reading
+ALLOWANCE = 24.0  # additional loss, in plain steps
+MAX_FACTOR = 2.0  # maximum cost of a round relative to the expected seconds, excluding reading
 ROUNDING = 1e-6
 MAX_DRAFT_TOKENS = 10
 
-# Acceptance of a round by its number, chosen to mislead a schedule.
+# Acceptance in a round, given its number; chosen to mislead a schedule.
 ADVERSARIES: dict[str, Callable[[int], bool]] = {
     "useless": lambda number: False,
     "good, then useless": lambda number: number < 40,
@@ -41,12 +41,12 @@ class Machine(NamedTuple):
     step_s: float = 0.2  # per draft step
     read_s: float = 0.01  # per prompt token
     jitter: float = 0.0
-    pause_rate: float = 0.0  # share of rounds with 30 times their seconds
-    compile_s: float = 0.0  # first forward of a length
+    pause_rate: float = 0.0  # fraction of rounds that take 30 times as long
+    compile_s: float = 0.0  # first forward with a new length
 
 
 class Ledger:
-    """Bound on the calls of a process."""
+    """Bound on the losses of all calls in a process."""
 
     def __init__(self, memory: ScheduleMemory) -> None:
         self.memory = memory
@@ -68,7 +68,7 @@ class Ledger:
 
     @property
     def excess(self) -> float:
-        """Return the plain steps beyond the bound, negative within it."""
+        """Return the loss beyond the bound in plain steps; negative if within the bound."""
         return self.counted - self.replaced - SHARE * self.counted - ALLOWANCE
 
 
@@ -84,7 +84,7 @@ def play(
     step_ratio: float = 0.2,
     sizes: tuple[int, ...] | None = None,
 ) -> tuple[Ledger, int]:
-    """Decode calls; assert the bound after every round; return the ledger and drafted rounds."""
+    """Decode calls, check the bound after every round, and return the ledger and drafted rounds."""
     generator, compiled = random.Random(seed), set()
     memory = ScheduleMemory(DraftPrior(step_ratio), MAX_DRAFT_TOKENS, sizes)
     ledger, number, num_drafted = Ledger(memory), 0, 0
@@ -118,7 +118,7 @@ def play(
 def rows_of(
     choice: Choice, ahead: list[RowAhead], is_accepted: bool, has_proposal: bool
 ) -> list[RowOutcome]:
-    """Accept all tokens or none."""
+    """Return the outcome of every row, which accepts all its tokens or none."""
     rows = []
     for row in ahead:
         num = min(choice.num_draft_tokens, row.num_left - 1)
@@ -138,7 +138,7 @@ def outcome_of(
     compiled: set[int],
     sizes: tuple[int, ...] | None,
 ) -> RoundOutcome:
-    """Return the round with seconds of a noisy clock."""
+    """Return the outcome of a round, timed by a noisy clock."""
     width = max(row.num_drafted for row in rows)
     size = next((size for size in sizes or () if size >= width), width) if width else 0
     factor = generator.lognormvariate(0, machine.jitter) * (
@@ -184,7 +184,7 @@ def test_losses_of_all_calls_stay_within_the_bound(data):
 
 
 def test_lying_proposals_use_up_the_account():
-    """End by the bound alone, because the probabilities never fall."""
+    """Keep the probabilities constant, so that only the bound can end drafting."""
     ledger, num_drafted = play(Machine(), ADVERSARIES["useless"], False, True, num_calls=12)
     assert num_drafted > 0
     assert ledger.counted - ledger.replaced > 0.8 * ALLOWANCE

@@ -1,4 +1,4 @@
-"""Test choices of the adaptive schedule, round by round."""
+"""Test the choices of the adaptive schedule, round by round."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ STEADY = Machine(
 def decode(
     memory: ScheduleMemory, rate: float, num_calls: int, num_tokens: int = 64, **setting
 ) -> list[list[int]]:
-    """Return the widths of the rounds of each call."""
+    """Return the width of every round in each call."""
     setting = {"has_model": True, **setting}
     process = Process(Setting(STEADY, num_tokens=num_tokens, **setting))
     texts = even_texts(rate) if setting["has_model"] else misleading_texts()
@@ -168,7 +168,7 @@ def test_new_size_is_compiled_once_its_lack_has_cost_as_much():
 
 
 def test_outcome_of_an_unusable_round_changes_no_choice_range():
-    """Accept a clock without progress."""
+    """Use a clock that does not advance."""
     memory = new_memory()
     schedule = AdaptiveSchedule(memory, 2)
     for number in range(100):

@@ -1,4 +1,4 @@
-"""Test the schedules of transformers."""
+"""Test the schedules that transformers offers."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_constant_of_free_proposals_asks_no_model():
     [
         ([5], [5], 7),
         ([5], [4], 4),
-        ([2], [2], 7),  # accepted draft, ended early
+        ([2], [2], 7),  # accepted draft that ended early
         ([5, 5], [5, 0], 7),  # half of the rows
         ([5, 5, 5], [5, 0, 4], 4),  # fewer than half
     ],

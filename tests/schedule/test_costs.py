@@ -1,4 +1,4 @@
-"""Test the adaptive schedule's estimates of round seconds and draft acceptance."""
+"""Test the adaptive schedule's estimates of round times and draft acceptance."""
 
 import pytest
 
@@ -12,7 +12,7 @@ MAX_DRAFT_TOKENS = 10
 def costs_of(
     *seconds: tuple[int, float], num_rows: int = 1, sizes: tuple[int, ...] | None = None
 ) -> Costs:
-    """Return costs after verifications of the given K and seconds."""
+    """Return the costs after verifications with the given K and seconds."""
     costs = Costs(DraftPrior(0.2), MAX_DRAFT_TOKENS, sizes)
     for num, score_s in seconds:
         costs.add_verification(num_rows, num, score_s)

@@ -1,6 +1,6 @@
 """Test the adaptive schedule on recorded texts.
 
-The margins are wide. The whole laboratory runs by hand.
+The margins are wide. The complete laboratory is run by hand.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.schedule.laboratory.texts import Match, num_equal, rival_matches, run
 
 TRACES = read_traces()
 CELLS = {cell.name: cell for cell in [*main_cells(TRACES, 64), *scenes(TRACES)]}
-# Minimum share of the best constant's speed. The worst of many runs exceeds it by 0.04.
+# Minimum speed relative to the best constant. The worst of many runs is 0.04 above it.
 FLOORS = {
     "lookup: texts, smollm2-cpu, B=1, N=64": 1.0,
     "lookup: copying, h200, B=1, N=64": 0.95,

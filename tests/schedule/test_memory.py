@@ -1,4 +1,4 @@
-"""Test the memory shared by calls of one type."""
+"""Test the memory that calls of one type share."""
 
 import gc
 import threading

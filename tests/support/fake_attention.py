@@ -1,4 +1,4 @@
-"""Model attention on the fake GPU: torch's choice of backend, its demands and its output."""
+"""Model attention on the fake GPU: torch's choice of a backend, its requirements and its output."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 _HALF = (torch.float16, torch.bfloat16)
-# Operators around the kernel. A mask of bools is made additive, and one of odd strides is padded.
+# Operators around the kernel. A bool mask is made additive, and a mask with odd strides is padded.
 # The math backend is a chain of matrix products, masks and a softmax.
 _MASK_LAUNCHES, _PAD_LAUNCHES, _MATH_LAUNCHES = 2, 1, 6
 
@@ -18,7 +18,7 @@ class AttentionCall(NamedTuple):
     """One call of an attention backend."""
 
     backend: str  # "cudnn", "flash", "efficient" or "math"
-    plan: tuple[Any, ...]  # sizes and strides of all tensors; cuDNN keeps a plan for them
+    plan: tuple[Any, ...]  # sizes and strides of all tensors; cuDNN has one plan per layout
     num_launches: int
     has_mask: bool
 
@@ -42,7 +42,7 @@ def sdpa_call(
 
 
 def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCall, tuple[Any, ...]]:
-    """Call a backend by its name; it runs or fails."""
+    """Call a backend by name; it runs or fails."""
     return (_flash if name == FLASH else _efficient)(*args, **kwargs)
 
 
@@ -61,7 +61,7 @@ def _flash(
         "the last dimension must be contiguous",
     )
     mask = None
-    if is_causal:  # the last query sees the last key, whatever their numbers
+    if is_causal:  # the last query sees the last key, however many queries and keys there are
         num_query, num_keys = query.shape[2], key.shape[2]
         mask = torch.ones(num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
     output = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)

@@ -1,13 +1,13 @@
-"""A CUDA device that is not there: tensors that say `cuda:0`, hold their data on the CPU and log what is done to them.
+"""Simulate a CUDA device whose tensors report `cuda:0`, keep their data on the CPU and are logged.
 
     with FakeCuda() as gpu:
         model.to("cuda")
         ...
     gpu.log.launches, gpu.log.waits, gpu.log.attention
 
-Every ATen operator that is no view counts as one launch, and so does every Triton kernel, which
-runs in Triton's interpreter. A tensor of the host among those of the device is an error, as it is
-on a GPU. An asynchronous copy to the host holds garbage until an event or a stream was waited for.
+Every ATen operator except views counts as one launch, and so does every Triton kernel, which runs
+in Triton's interpreter. As on a GPU, mixing host tensors with device tensors is an error. An
+asynchronous copy to the host contains garbage until the host waits for an event or a stream.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ _WAITS = (
 
 
 class FakeCudaTensor(Tensor):
-    """A tensor that says that it lies on the GPU; `data_on_host` is what it holds."""
+    """Tensor that reports the GPU as its device and keeps its values in `data_on_host`."""
 
     data_on_host: Tensor
 
@@ -77,7 +77,7 @@ class FakeCudaTensor(Tensor):
             strides=data.stride(),
             storage_offset=data.storage_offset(),
             dtype=data.dtype,
-            device="meta",  # a build for CPUs knows no other device that holds nothing
+            device="meta",  # in a CPU build of torch, the only other device without data
         )
 
     def __init__(self, data: Tensor):
@@ -97,7 +97,7 @@ class FakeCudaTensor(Tensor):
         return self.to("cpu")
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As torch's, which would take the tensor for one of another device."""
+        """Convert like torch's method, which would treat the tensor as one on another device."""
         device, dtype, *_ = torch._C._nn._parse_to(
             *args, **{k: v for k, v in kwargs.items() if k != "copy"}
         )
@@ -142,26 +142,27 @@ class FakeCudaTensor(Tensor):
 
 @dataclass
 class Log:
-    """What was done, since the last `clear`, by stage; the stage "" is whatever runs outside of watched modules."""
+    """Operations since the last `clear`, by stage; "" is the stage outside of watched modules."""
 
     launches: dict[str, Counter[str]] = field(default_factory=dict)
-    waits: dict[str, list[str]] = field(default_factory=dict)  # the host waited for the device
-    uploads: list[str] = field(default_factory=list)  # from pinned memory, which nobody waits for
+    waits: dict[str, list[str]] = field(default_factory=dict)  # waits of the host for the device
+    # from pinned memory, so nothing waits for them
+    uploads: list[str] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
-    # of cuDNN, which makes one for each set of sizes and strides
+    # plans of cuDNN, which makes one for each set of sizes and strides
     plans: set[Any] = field(default_factory=set)
 
     def num_launches(self, stage: str = "") -> int:
         return self.launches.get(stage, Counter()).total()
 
     def clear(self) -> None:
-        """Forget all but the plans, which a GPU keeps."""
+        """Clear everything except the plans, which a GPU keeps."""
         for entries in (self.launches, self.waits, self.uploads, self.attention):
             entries.clear()
 
 
 class FakeEvent:
-    """Stands for `torch.cuda.Event` and for a stream."""
+    """Replacement for `torch.cuda.Event` and base of the stream."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._num_before = 0
@@ -174,17 +175,17 @@ class FakeEvent:
 
 
 class FakeStream(FakeEvent):
-    """Stands for the current stream."""
+    """Replacement for the current stream."""
 
     def synchronize(self) -> None:
         _device().arrive(_device().num_begun, "stream")
 
     def wait_stream(self, stream: Any) -> None:
-        """The device waits, not the host."""
+        """Do nothing, because the device waits and not the host."""
 
 
 class FakeGraph:
-    """Stands for `torch.cuda.CUDAGraph`: a replay is one launch."""
+    """Replacement for `torch.cuda.CUDAGraph`; a replay is one launch."""
 
     def __init__(self) -> None:
         self.operators: list[Operator] = []
@@ -199,20 +200,23 @@ class FakeGraph:
 
 @contextmanager
 def _captured(graph: FakeGraph, **options: Any) -> Iterator[None]:
-    """Stands for `torch.cuda.graph`; operators run, for nothing else could tell their results."""
+    """Replace `torch.cuda.graph`; operators also run, because their results are needed."""
     with recording() as graph.operators:
         yield
 
 
 class _Mode(TorchDispatchMode):
-    """Sees what makes tensors of the device out of none."""
+    """Mode that intercepts the creation of device tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _device().run(func, args, kwargs or {})
 
 
 class FakeCuda:
-    """The device; use it as a context. One at a time, in one thread; launches are booked on `stage`."""
+    """Simulated device, used as a context, one at a time and in one thread.
+
+    Launches are logged under `stage`.
+    """
 
     present: "FakeCuda | None" = None
 
@@ -220,7 +224,7 @@ class FakeCuda:
         self.log = Log()
         self.stage = ""
         self.num_begun = 0
-        # number, place full of garbage on the host, data
+        # number, target on the host that still contains garbage, data
         self._transfers: list[tuple[int, Tensor, Tensor]] = []
         self._pinned = WeakIdKeyDictionary()  # tensors of the host
         self._mode = _Mode()
@@ -229,7 +233,7 @@ class FakeCuda:
     def __enter__(self) -> "FakeCuda":
         lifts_on_host = torch._C._only_lift_cpu_tensors()
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_on_host)
-        # shows the mode the copy inside torch.tensor(..., device="cuda")
+        # makes the copy inside torch.tensor(..., device="cuda") visible to the mode
         torch._C._set_only_lift_cpu_tensors(True)
         torch._C._ensureCUDADeviceGuardSet()
         self._stack.enter_context(patch.multiple(torch.cuda, **_OF_CUDA))
@@ -247,7 +251,7 @@ class FakeCuda:
         self._stack.close()
 
     def watch(self, module: nn.Module, stage: str) -> None:
-        """Book what a module's forwards launch on a stage of its own, as long as the device is there."""
+        """Log the launches in a module's forwards under `stage`, until the device is removed."""
         before: list[str] = []
 
         def enter(*args: Any) -> None:
@@ -265,11 +269,11 @@ class FakeCuda:
         self.log.launches.setdefault(self.stage, Counter())[name] += count
 
     def wait(self, name: str) -> None:
-        """Book a wait of the host; everything launched before has then arrived."""
+        """Log a wait of the host, after which all earlier launches have arrived."""
         self.arrive(self.num_begun, name)
 
     def arrive(self, num_begun: int, name: str) -> None:
-        """Book a wait for what was launched first."""
+        """Log a wait for the first `num_begun` launches."""
         self.log.waits.setdefault(self.stage, []).append(name)
         for number, side, data in self._transfers:
             if number <= num_begun:
@@ -277,13 +281,13 @@ class FakeCuda:
         self._transfers = [entry for entry in self._transfers if entry[0] > num_begun]
 
     def attend(self, *args: Any, **kwargs: Any) -> FakeCudaTensor:
-        """`torch.nn.functional.scaled_dot_product_attention`, by the backend that torch 2.11 takes on sm_90."""
+        """Compute attention with the backend that torch 2.11 chooses on sm_90."""
         call, output = sdpa_call(*_unwrapped(args), **_unwrapped(kwargs))
         self._book(call)
         return FakeCudaTensor(output)
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator on what the tensors hold, and book it."""
+        """Run an operator on the data of its tensors, and log it."""
         flat, _ = tree_flatten((args, kwargs))
         on_device = [tensor for tensor in flat if isinstance(tensor, FakeCudaTensor)]
         device = kwargs.get("device")
@@ -298,7 +302,7 @@ class FakeCuda:
         if not on_device and not goes_there:
             return func(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self._mode:  # inference mode shows operators that are made of others
+            with self._mode:  # in inference mode, composite operators reach the mode
                 return func.decompose(*args, **kwargs)
         on_host = [
             tensor
@@ -328,7 +332,7 @@ class FakeCuda:
         return _wrapped(output, on_device, has_views)
 
     def _copy(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Copies inside the device, and across."""
+        """Copy within the device, or between the host and the device."""
         source = args[1] if name == "copy_" else args[0]
         target = args[0] if name == "copy_" else torch.device(kwargs.get("device") or source.device)
         goes_up = not isinstance(source, FakeCudaTensor) and _is_there(target)
@@ -343,7 +347,7 @@ class FakeCuda:
                 self.log.uploads.append("pinned")
             else:
                 self.wait("upload of pageable memory" if is_async else "upload")
-        # only such copies go to pinned memory
+        # only asynchronous `_to_copy` goes to pinned memory
         elif goes_down and not (is_async and name == "_to_copy"):
             self.wait("download")
         output = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs)))
@@ -386,7 +390,7 @@ def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> Any:
-    """What an operator gave, as tensors of the device; what it wrote to is the tensor that it was given."""
+    """Return an operator's output as device tensors, reusing the inputs that it wrote to."""
     by_id = {id(tensor.data_on_host): tensor for tensor in inputs}
 
     def wrap(leaf: Any) -> Any:
@@ -394,7 +398,7 @@ def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> 
             return leaf
         return by_id[id(leaf)] if id(leaf) in by_id else FakeCudaTensor(leaf)
 
-    # then its views are ordinary tensors too, also in inference mode
+    # so its views are ordinary tensors, even in inference mode
     if has_views and not inputs[0].is_inference():
         with torch.inference_mode(False):
             return tree_map(wrap, output)
@@ -402,13 +406,16 @@ def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> 
 
 
 def _check_devices(name: str, on_host: Sequence[Tensor], is_index: bool) -> None:
-    """Raise where a GPU would: a tensor of the host may be a number, or an index."""
+    """Raise where a GPU would: a host tensor may only be a number or an index."""
     indices = (torch.int64, torch.bool, torch.uint8) if is_index else ()
     strays = [
         tuple(tensor.shape) for tensor in on_host if tensor.dim() and tensor.dtype not in indices
     ]
     if strays:
-        words = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
+        words = (
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            "cuda:0 and cpu"
+        )
         raise RuntimeError(f"{words}: {name} was given tensors of the host of shapes {strays}")
 
 
@@ -420,7 +427,7 @@ _PROPERTIES = SimpleNamespace(
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-# What the library and transformers ask torch of a GPU.
+# Functions that the library and transformers call to ask torch about a GPU.
 _OF_CUDA: dict[str, Any] = {
     **dict.fromkeys(
         ("_lazy_init", "reset_peak_memory_stats", "empty_cache", "manual_seed", "manual_seed_all"),
@@ -449,7 +456,7 @@ _OF_CUDA: dict[str, Any] = {
 
 
 def _triton_on_device() -> AbstractContextManager[Any]:
-    """Lets Triton's interpreter run on the device's tensors."""
+    """Let Triton's interpreter run on tensors of the simulated device."""
     from triton.runtime.interpreter import GridExecutor
 
     run = GridExecutor.__call__

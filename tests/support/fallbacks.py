@@ -1,4 +1,4 @@
-"""Check the fallbacks expected by a test, because a dead drafter does not change the text."""
+"""Check that only expected fallbacks occur, because a drafter that never runs changes no text."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,11 +28,12 @@ OF_CACHES = (
 
 @contextmanager
 def only_fallbacks(*words: str) -> Iterator[None]:
-    """Fail at the end if a call inside fell back for a reason without these words.
+    """Fail on exit if a call in this context fell back for a reason with none of the words.
 
-    Reasons of caches are allowed.
+    Reasons for a dynamic KV cache are allowed.
     """
-    reasons: dict[str, None] = {}  # each once: a test may count objects left by calls
+    # each reason once, because a test may count the objects that calls leave behind
+    reasons: dict[str, None] = {}
     add = SpeculationStats.add_fallback
 
     def add_and_keep(stats: SpeculationStats, reason: str) -> None:
@@ -49,7 +50,7 @@ def only_fallbacks(*words: str) -> Iterator[None]:
 
 
 def without_caches(reasons: Iterable[str]) -> list[str]:
-    """Return the reasons without those for a dynamic KV cache, see `OF_CACHES`."""
+    """Return the reasons except the ones for a dynamic KV cache, see `OF_CACHES`."""
     return [
         reason
         for reason in reasons

@@ -1,4 +1,4 @@
-"""Define a tokenizer of letters and pairs, and grammars that often force the text."""
+"""Define a tokenizer with letters and pairs, and grammars that often force the text."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,14 +10,14 @@ from torch import Tensor
 import hf_speculate
 from tests.support.grammars import PureGrammar, RollbackGrammar
 
-# Allowed characters at each place of a text; the pattern repeats.
+# Allowed characters at each position of a text; the pattern repeats.
 PATTERN = ("a", "b", "c", "d", "abcd", "c", "d", "b", "abd", "bc")
 
 
 class Pieces:
-    """Tokenizer of single letters and pairs such as "ab".
+    """Tokenizer with single letters and pairs such as "ab".
 
-    It takes the longest piece from the left.
+    From the left, it takes the longest piece that matches.
     """
 
     def __init__(self, size: int):
@@ -49,9 +49,9 @@ def pieces(size: int) -> Pieces:
 
 
 class TextMachine:
-    """Automaton of a pattern. States are places in the text, or None after a forbidden token.
+    """Automaton for a pattern. A state is a position in the text, or None after a forbidden token.
 
-    A text that does not repeat its pattern ends with the token `end_id`.
+    If the text does not repeat its pattern, it ends with the token `end_id`.
     """
 
     start = 0
@@ -80,7 +80,7 @@ class TextMachine:
         return [*flags, *[False] * (vocab_size - len(flags))][:vocab_size]
 
     def forced(self, state: int | None, most: int = 1000) -> str:
-        """Return the characters without a choice."""
+        """Return the characters that follow without a choice."""
         text = ""
         while state is not None and len(text) < most and len(self._at(state)) == 1:
             text, state = text + self._at(state), state + 1
@@ -93,7 +93,7 @@ class TextMachine:
 
 
 class ForcedGrammar(RollbackGrammar):
-    """Grammar with state and rollback; it counts its calls."""
+    """Stateful grammar with rollback that counts its calls."""
 
     num_asked = 0
 
@@ -104,7 +104,7 @@ class ForcedGrammar(RollbackGrammar):
 
 @hf_speculate.register_row_wise
 class PureForcedGrammar(PureGrammar):
-    """Grammar without state."""
+    """Stateless grammar."""
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
         return self.machine.forced(self._state(input_ids.tolist()))

@@ -1,4 +1,4 @@
-"""Count launches, uploads and waits of each round of a call on the fake GPU."""
+"""Count the launches, uploads and waits in each round of a call on the fake GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,28 +14,29 @@ from tests.support.fake_cuda import FakeCuda
 
 
 class RoundCount(NamedTuple):
-    """Counts of one round, without the two models' forwards."""
+    """Counts of one round, excluding the forwards of the two models."""
 
     num_launches: int
     launches: dict[str, int]  # by operator
     waits: list[str]
     num_uploads: int
-    attention: list[AttentionCall]  # in the forwards
-    num_plans: int  # built by cuDNN so far
+    attention: list[AttentionCall]  # in the models' forwards
+    num_plans: int  # plans that cuDNN has built so far
     report: RoundReport
 
 
 class Enough(Exception):
-    """Exception that ends a call after the counted rounds."""
+    """Exception that ends a call when enough rounds are counted."""
 
 
 class Rounds(list[RoundCount]):
-    """Rounds of a call, as `speculation_callback=rounds.end`."""
+    """Rounds of a call, recorded with `speculation_callback=rounds.end`."""
 
     def __init__(self, gpu: FakeCuda):
         super().__init__()
         self.gpu = gpu
-        self.most: int | None = None  # after this many rounds, `Enough` ends the call
+        # `Enough` ends the call after this many rounds; None for no limit
+        self.most: int | None = None
 
     def end(self, report: RoundReport) -> None:
         """Record the log since the last round."""
@@ -50,9 +51,9 @@ class Rounds(list[RoundCount]):
             raise Enough
 
     def steady(self) -> list[RoundCount]:
-        """Return rounds with a draft and an unchanged batch.
+        """Return the rounds that have a draft and the same batch as the round before.
 
-        The first one is left out, because it reads the prompt.
+        The first round is left out, because it reads the prompt.
         """
         rounds = ((now, before.report.row_ids) for before, now in pairwise(self))
         drafted = [
@@ -65,7 +66,7 @@ class Rounds(list[RoundCount]):
 
 @contextmanager
 def counted(target: PreTrainedModel, draft: PreTrainedModel | None) -> Iterator[Rounds]:
-    """Enter a fake GPU with both models on it; their forwards are counted separately."""
+    """Enter a fake GPU and move both models to it; their forwards are counted separately."""
     with FakeCuda() as gpu:
         for model, stage in ((target, "target"), (draft, "draft")):
             if model is not None:

@@ -11,11 +11,11 @@ import hf_speculate
 
 
 class Brackets:
-    """Automaton of two kinds of matching brackets, at most four deep.
+    """Automaton for two kinds of matching brackets, nested at most four deep.
 
-    A text may end outside of them. Ids by their remainder of 8: 0 and 1 open, 2 and 3 close, 4 to 6
-    are letters, 7 may stand outside of brackets only. The state is None after a forbidden token,
-    and then nothing is forbidden.
+    A text may end outside of brackets. The id modulo 8 decides: 0 and 1 open, 2 and 3 close, 4 to 6
+    are letters, and 7 is allowed only outside of brackets. After a forbidden token, the state is
+    None and nothing is forbidden.
     """
 
     start: tuple[int, ...] = ()
@@ -40,21 +40,21 @@ class Brackets:
 
 
 def masked(machine: Brackets, states: Sequence[Any], scores: Tensor) -> Tensor:
-    """Set scores [B, V] to -inf where a row's state forbids an id; a state of None forbids none."""
+    """Set scores [B, V] to -inf where a row's state forbids an id; None forbids nothing."""
     size = scores.shape[1]
     allowed = [[True] * size if state is None else machine.allowed(state, size) for state in states]
     return scores.masked_fill(~torch.tensor(allowed, device=scores.device), -torch.inf)
 
 
 class Grammar(LogitsProcessor):
-    """Grammar that follows the text token by token, like those of grammar libraries.
+    """Grammar that follows the text token by token, like those in grammar libraries.
 
-    A block does not know it.
+    It is not written for blocks of tokens.
     """
 
     def __init__(self, machine: Brackets):
         self.machine = machine
-        self.states: list[list[Any]] | None = None  # [B], the state at each call, the newest last
+        self.states: list[list[Any]] | None = None  # [B] states at each call, the newest call last
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.states is None:
@@ -84,7 +84,7 @@ class RollbackGrammar(Grammar):
 
 @hf_speculate.register_row_wise
 class PureGrammar(LogitsProcessor):
-    """Grammar without state: every call reads all new tokens."""
+    """Stateless grammar; every call reads all new tokens."""
 
     def __init__(self, machine: Brackets, prompt_len: int):
         self.machine = machine
@@ -101,14 +101,15 @@ class PureGrammar(LogitsProcessor):
 
 
 class WatchedGrammar(RollbackGrammar):
-    """Grammar that records each row's followed tokens as drafts begin and after rollbacks."""
+    """Grammar that records each row's followed tokens when drafts begin and after rollbacks."""
 
     def __init__(self, machine: Brackets, prompt_len: int):
         super().__init__(machine)
         self.prompt_len = prompt_len
-        self.row_ids: list[int] = []  # [B] each row's place in the output
+        self.row_ids: list[int] = []  # [B] output position of each row
         self.followed: list[list[int]] = []  # [B]
-        self.log: list[tuple[int, list[int]]] = []  # a row's place, and its followed tokens
+        # output position of a row -> tokens that the row has followed
+        self.log: list[tuple[int, list[int]]] = []
         self.num_forks = self.num_rollbacks = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hide options of the library: an editable installation would find those a copy lacks."""
+"""Hide options of the library, which an editable installation would find outside of a copy."""
 
 import sys
 from collections.abc import Collection
@@ -11,7 +11,7 @@ PREFIX = "hf_speculate.options."
 
 
 class Placeholder:
-    """Stand-in for a name imported from an option; its use fails as the import would."""
+    """Stand-in for a name imported from an option; using it raises the error of the import."""
 
     def __init__(self, module: str):
         object.__setattr__(self, "_module", module)
@@ -24,7 +24,7 @@ class Placeholder:
 
 
 class Placeholders(Loader):
-    """Loader of modules of placeholders."""
+    """Loader for modules whose names are placeholders."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return ModuleType(spec.name)
@@ -39,11 +39,11 @@ class Placeholders(Loader):
 
 
 class Missing(MetaPathFinder):
-    """Finder that finds no module of the named options and stops the search."""
+    """Finder that hides the modules of the named options and stops the search."""
 
     def __init__(self, options: Collection[str] | None):
-        self.options = options  # None for all
-        self.gives_placeholders = False  # instead of an error
+        self.options = options  # None for all options
+        self.gives_placeholders = False  # load placeholders instead of raising an error
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         option = fullname.removeprefix(PREFIX).partition(".")[0]
@@ -58,14 +58,14 @@ class Missing(MetaPathFinder):
         raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
     def fail(self) -> None:
-        """Stop giving placeholders, and forget the modules of the existing ones."""
+        """Stop loading placeholders, and forget the modules that contain them."""
         self.gives_placeholders = False
         for name in [name for name in sys.modules if f"{name}.".startswith(PREFIX)]:
             del sys.modules[name]
 
 
 def hide(options: Collection[str] | None) -> Missing:
-    """Hide the modules of these options, None for all; none is imported yet."""
+    """Hide the modules of these options, or of all options if None; none may be imported yet."""
     loaded = [name for name in sys.modules if name.startswith(PREFIX)]
     assert not loaded, loaded
     finder = Missing(options)

@@ -1,4 +1,4 @@
-"""Draft a token with NaN in the target: in its embedding, or in the states of a forward."""
+"""Draft a token that causes NaN in the target: in its embedding or in the states of a forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +13,7 @@ from hf_speculate.cache.layers import attention_layers, text_cache
 from hf_speculate.cache.ragged_layer import RaggedLayer
 
 NAN_ID = 7
-# A logit minus this is never chosen. It is finite in half precision, and NaN stays NaN.
+# A logit reduced by this is never chosen. It stays finite in half precision, and NaN stays NaN.
 UNLIKELY = 1e4
 Spoil = Callable[[PreTrainedModel], Any]  # returns the handle of a hook
 
@@ -26,7 +26,7 @@ def embedding_is_nan(target: PreTrainedModel) -> Any:
 
 
 def written_states_are_nan(target: PreTrainedModel) -> Any:
-    """Make logits, keys and values of a forward NaN, from the first `NAN_ID` of a row on."""
+    """Make a forward's logits, keys and values NaN, in each row from its first `NAN_ID` on."""
 
     def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         is_nan = (_queried(kwargs) == NAN_ID).cumsum(1).bool()  # [B, Q]
@@ -54,7 +54,7 @@ def drafts_of_nan(
 ) -> Iterator[None]:
     """Let the draft propose `NAN_ID` after each id divisible by `every`; the target never emits it.
 
-    A sampled draft proposes it with the odds exp(`likely`).
+    A sampled draft proposes `NAN_ID` with odds of exp(`likely`).
     """
 
     def forbid(module: Any, args: Any, output: Any) -> None:

@@ -1,11 +1,11 @@
-"""Run tests of the host on a device: options and caches without a test marked `gpu`.
+"""Run tests written for the host on a device: tests of options and caches not marked `gpu`.
 
     python -m pytest -p tests.support.on_device -n 8 tests/options tests/generation
 
-This plugin puts models and tensors without a named device on `$ON_DEVICE`, by default `cuda:0`,
-with the numbers of the host. Tests that name the host, start threads or compile fail for that
-reason alone. Read the failures with last lines in `hf_speculate/`, and compare with the same test
-on a CPU.
+This plugin puts models, and tensors without an explicit device, on `$ON_DEVICE`, by default
+`cuda:0`, with the same numbers as on the host. Tests that name the host, start threads or compile
+fail only because of the plugin. Look at failures whose last lines are in `hf_speculate/`, and
+compare them with the same test on a CPU.
 """
 
 import functools
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, which reads it once
+# set before the import of transformers, which reads it once
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.support import fallbacks, tiny, tiny_encoders, tiny_families, tiny_wr
 
 DEVICE = torch.device(os.environ.get("ON_DEVICE", "cuda:0"))
 _FACTORIES = frozenset(_device_constructors())
-# A device draws other numbers.
+# A device draws different random numbers.
 _RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 _COMPARISONS = (torch.equal, torch.allclose, torch.isclose)
 _MAKERS = {
@@ -46,7 +47,7 @@ _MAKERS = {
 
 
 class OnDevice(TorchFunctionMode):
-    """Mode that makes tensors on the device unless a call names one."""
+    """Mode that creates tensors on the device unless a call names a device."""
 
     is_paused = False
 
@@ -68,7 +69,7 @@ class OnDevice(TorchFunctionMode):
 
 
 def _draws_on_the_host(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a generator of the host fills, or chooses by, a tensor of the device."""
+    """Return whether a host generator is used to fill, or sample from, a tensor on the device."""
     generator = kwargs.get("generator")
     on_host = generator is not None and generator.device.type == "cpu"
     return on_host and bool(args) and isinstance(args[0], Tensor) and args[0].device.type != "cpu"
@@ -93,7 +94,7 @@ def _moved(value: Any) -> Any:
 
 
 def _moving(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a maker: it runs on the host, and its result is moved."""
+    """Wrap a function that makes models: it runs on the host, and its result is moved."""
 
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Read the pages with their blocks, commands and scripts."""
+"""Read pages, with their code blocks, commands and scripts."""
 
 import configparser
 import re
@@ -16,7 +16,7 @@ PROGRAM = re.compile(
     r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )"
 )
 COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
-# Row of a script in the examples' table: its name and its extras, or "-".
+# Row for a script in the table of examples: its name, and its extras or "-".
 ROW = re.compile(r"^\| `([^`]+)` \| `?([^`\s]+)`? \|", re.M)
 EXTRA = re.compile(r'pip install (?:-U )?"\.\[([\w,]+)\]"')
 
@@ -26,24 +26,24 @@ def read(page: str) -> str:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return the page's blocks of one language, in order."""
+    """Return the code blocks of a page in one language, in order."""
     return [dedent(code) for _, label, code in BLOCK.findall(read(page)) if label == language]
 
 
 def commands(page: str) -> list[str]:
-    """Return the commands of a page's blocks of sh, in order, with their continuation lines."""
+    """Return the commands in a page's `sh` blocks, in order, with their continuation lines."""
     return [
         command for block in blocks(page, "sh") for command in re.split(r"(?<!\\)\n", block.strip())
     ]
 
 
 def named_commands(page: str) -> list[str]:
-    """Return the commands named in a page's text, many without their arguments."""
+    """Return the commands named in the text of a page, often without their arguments."""
     return [" ".join(command.split()) for command in COMMAND.findall(BLOCK.sub("", read(page)))]
 
 
 def extras_of_scripts() -> dict[str, set[str]]:
-    """Return the extras of each row of the examples' table."""
+    """Return the extras in each row of the table of examples."""
     return {
         name: set(extras.split(",")) - {"-"}
         for name, extras in ROW.findall(read("examples/README.md"))
@@ -51,7 +51,7 @@ def extras_of_scripts() -> dict[str, set[str]]:
 
 
 def extras_named_in(text: str) -> set[str]:
-    """Return the extras of setup.cfg with installation commands in a text."""
+    """Return the extras of setup.cfg that a text gives installation commands for."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     named = {extra for extras in EXTRA.findall(text) for extra in extras.split(",")}

@@ -1,7 +1,8 @@
-"""Graphs for devices that have none: operators are recorded with their tensors, and run again on these.
+"""Simulate graphs on devices without them: record operators with their tensors, and run them again.
 
-It fails where a CUDA graph would be wrong: a tensor from outside has moved, changed its shape or
-been freed since, the host was read during the capture, or outputs are read after a later replay.
+An error is raised where a CUDA graph would be wrong: a tensor from outside has since moved, changed
+its shape or been freed, the host was read during the capture, or outputs are read after a later
+replay.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ def is_view(func: Any) -> bool:
 
 
 class Outside:
-    """A tensor that was there before the capture, as the graph knows it."""
+    """Tensor from before the capture, as the graph expects it."""
 
     def __init__(self, tensor: Tensor):
         self._tensor = ref(tensor)
@@ -60,12 +61,12 @@ class _HostMethods(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs operators and records them."""
+    """Mode that runs operators and records them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Operator] = []
-        self._made: dict[int, Tensor] = {}  # by id; recorded operators keep them
+        self._made: dict[int, Tensor] = {}  # by id; recorded operators keep the tensors alive
         self._outside: dict[int, Outside] = {}
 
     def add_launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -75,7 +76,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # inference mode shows operators that are made of others
+            with self:  # in inference mode, composite operators reach the mode
                 return func.decompose(*args, **(kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
@@ -95,7 +96,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Compiler(TorchDispatchMode):
-    """Replaces an operator by others, as compilers do."""
+    """Mode that replaces an operator by others, as compilers do."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.silu.default:
@@ -105,20 +106,20 @@ class _Compiler(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """Graphs as those of `CudaGraphs`, over recorded operators; a replay takes as long as tests say."""
+    """Graphs with the interface of `CudaGraphs` that replay recorded operators on a fake clock."""
 
     num_captures = 0
     num_replays = 0
-    num_code_replays = 0  # of these, of compiled code
-    spent_s = 0.0  # by replays
+    num_code_replays = 0  # replays of compiled code among them
+    spent_s = 0.0  # simulated time of all replays
     replay_s, code_s, eager_s = 1.0, 0.5, 2.0
-    is_wrong = False  # whether replays give other numbers
-    is_code_wrong = False  # whether compiled code does
+    is_wrong = False  # whether replays give wrong numbers
+    is_code_wrong = False  # whether compiled code gives wrong numbers
     has_memory = True
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._outputs: list[Any] = []  # of all graphs; they share their memory
+        self._outputs: list[Any] = []  # outputs of all graphs, which share their memory
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         with recording() as operators:
@@ -155,7 +156,7 @@ class RecordedGraphs:
 
 
 def overwrite(outputs: Any) -> None:
-    """Fill the tensors in nested lists and tuples with NaN, and with ids that no model has."""
+    """Fill the tensors in nested lists and tuples with NaN, or with ids that no model has."""
     for output in tree_flatten(outputs)[0]:
         if isinstance(output, Tensor):
             output.fill_(torch.nan if output.is_floating_point() else torch.iinfo(output.dtype).max)
@@ -170,7 +171,7 @@ def spoil(outputs: Any) -> None:
 
 @contextmanager
 def recording() -> Iterator[list[Operator]]:
-    """The operators that run in the block."""
+    """Record the operators that run in the block."""
     with _HostMethods(), HostReads(), _Recorder() as recorder:
         _RECORDERS.append(recorder)
         try:
@@ -179,24 +180,24 @@ def recording() -> Iterator[list[Operator]]:
             _RECORDERS.pop()
 
 
-_RECORDERS: list[_Recorder] = []  # of the captures that run now
+_RECORDERS: list[_Recorder] = []  # recorders of the captures in progress
 
 
 def record_launch(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Record a kernel that writes to its arguments, during a capture."""
+    """Record a kernel that writes to its arguments, if a capture is in progress."""
     for recorder in _RECORDERS:
         recorder.add_launch(run, *args, **kwargs)
 
 
 def replay(operators: list[Operator]) -> None:
-    """Run recorded operators again; what they give goes where it went before."""
-    with torch.inference_mode():  # which writes to tensors of either mode
+    """Run recorded operators again and copy their results to the recorded outputs."""
+    with torch.inference_mode():  # inference mode can write to tensors of either mode
         for operator in operators:
             args, kwargs = tree_map(
                 lambda part: part.get() if isinstance(part, Outside) else part, operator[1:3]
             )
             if operator.is_view:
-                continue  # it still shows the memory that it showed
+                continue  # the view still refers to the same memory
             results = tree_flatten(operator.func(*args, **kwargs))[0]
             for recorded, value in zip(operator.outputs, results, strict=True):
                 if isinstance(recorded, Tensor) and recorded is not value:

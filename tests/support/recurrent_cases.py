@@ -1,4 +1,4 @@
-"""Share helpers of tests of hybrid and recurrent models."""
+"""Share helpers between the tests of hybrid and recurrent models."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from hf_speculate.cache.layers import attention_layers
 from hf_speculate.options.recurrent.states import States, states_of
 from tests.support import tiny
 
-# Float64 rounds at 1e-16. Float32 states, or experts weighed in float32, round at 6e-8, and a
-# number on the border between two of them may fall to either side. Wrong states differ by 1e-2 and
-# more.
+# Float64 rounds at 1e-16. Float32 states, or experts weighted in float32, round at 6e-8, and a
+# value close to the midpoint between two of them may round either way. Wrong states differ by 1e-2
+# or more.
 TOLERANCE, FLOAT32_TOLERANCE = 1e-12, 1e-6
 
 
 def hooks_of(model: PreTrainedModel) -> list[object]:
-    """Return all hooks except those of `tests.support.tiny`."""
+    """Return all hooks except those installed by `tests.support.tiny`."""
     tables = [
         table
         for module in model.modules()
@@ -26,18 +26,18 @@ def hooks_of(model: PreTrainedModel) -> list[object]:
 
 
 def recurrent_states(kv_cache: Cache) -> list[States]:
-    """Return copies of the states, by layer."""
+    """Return copies of the recurrent states, by layer."""
     layers = [layer for layer in kv_cache.layers if hasattr(layer, "conv_states")]
     return [{slot: state.clone() for slot, state in states_of(layer).items()} for layer in layers]
 
 
 def error(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference, relative to the largest number."""
+    """Return the largest difference relative to the largest value."""
     return float((one - other).abs().max() / other.abs().max())
 
 
 def assert_equal_caches(one: Cache, other: Cache, most: float = FLOAT32_TOLERANCE) -> None:
-    """Compare states of both kinds and the other state of a cache."""
+    """Compare the recurrent, attention and other states of two caches."""
     for layer, expected in zip(one.layers, other.layers, strict=True):
         if hasattr(layer, "conv_states"):
             assert not layer.record_past

@@ -17,14 +17,15 @@ from hf_speculate.tools.cli.main import app
 ROOT = Path(__file__).parents[2]
 CLI = "hf_speculate.tools.cli.main"
 LAUNCHERS = r"python(3(\.\d+)?)?|torchrun|accelerate"
-FREE = (".", "cp", "curl", "export", "gh", "git", "pip")  # unknown commands, not checked here
+# other programs, whose arguments are not checked
+FREE = (".", "cp", "curl", "export", "gh", "git", "pip")
 
 
 def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
-    """Return the problems of each command of a block of sh.
+    """Return the problems with each command in an `sh` block.
 
-    The block begins at the root of a clone. Commands in running text are often only named: without
-    `is_whole`, they may lack arguments.
+    The block starts in the root of a clone. Commands in running text are often only named: if
+    `is_whole` is False, arguments may be missing.
     """
     problems, folder = [], ROOT
     for words in commands_in(block):
@@ -40,7 +41,7 @@ def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
 def commands_in(block: str) -> Iterator[list[str]]:
     """Yield the words of each simple command.
 
-    Comments, variables set in front, and redirections are removed.
+    Comments, leading variable assignments and redirections are removed.
     """
     for line in block.replace("\\\n", " ").splitlines():
         for command in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
@@ -54,7 +55,7 @@ def commands_in(block: str) -> Iterator[list[str]]:
 
 
 def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
-    """Return the problem of one command given in `folder`, or None."""
+    """Return the problem with one command run in `folder`, or None."""
     program, *arguments = words
     name = Path(program).name or program
     if name == "make":
@@ -87,7 +88,7 @@ def _cli_problem(words: list[str], is_whole: bool) -> str | None:
     try:
         group.commands[name].make_context(name, arguments)
     except typer.Exit:
-        return None  # for --help
+        return None  # needed for --help
     except TyperException as error:
         message = error.format_message()
         return None if message.startswith("Missing") and not is_whole else message
@@ -109,7 +110,7 @@ def _script_problem(words: list[str], folder: Path, is_whole: bool) -> str | Non
 
 
 def _options_problem(path: Path, words: list[str]) -> str | None:
-    """Look for options in the script, and in the modules beside it."""
+    """Look for the options in the script and in the modules next to it."""
     if not path.is_file():
         return f"no file {path.name}"
     sources = [path, *path.parent.glob("*.py"), *path.parent.glob("*/*.py")]

@@ -1,4 +1,4 @@
-"""Simulate devices for `hf-speculate doctor`; the process of each check enters one of them."""
+"""Simulate devices for `hf-speculate doctor`; each check runs in a process with one of them."""
 
 import os
 import pkgutil
@@ -17,7 +17,7 @@ from tests.support.recorded_graphs import spoil
 
 @contextmanager
 def kernels_wrong() -> Iterator[None]:
-    """Let the greedy kernel accept one token more."""
+    """Let the greedy kernel accept one token too many."""
     kernels = pkgutil.resolve_name("hf_speculate.kernels.kernels")
     greedy = kernels.greedy
 
@@ -31,7 +31,7 @@ def kernels_wrong() -> Iterator[None]:
 
 @contextmanager
 def graphs_wrong() -> Iterator[None]:
-    """Let replays write other numbers."""
+    """Let graph replays write wrong numbers."""
     replay = fake_cuda.FakeGraph.replay
 
     def wrong(graph: Any) -> None:
@@ -44,7 +44,7 @@ def graphs_wrong() -> Iterator[None]:
 
 @contextmanager
 def crashing() -> Iterator[None]:
-    """Let graphs end their process."""
+    """Let graphs kill their process."""
 
     def crash(*_: Any) -> str:
         os.write(2, b"an illegal memory access was encountered\n")
@@ -57,7 +57,7 @@ def crashing() -> Iterator[None]:
 
 @contextmanager
 def hanging() -> Iterator[None]:
-    """Let texts never end."""
+    """Let text generation never end."""
 
     def hang(*_: Any) -> str:
         while True:

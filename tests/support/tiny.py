@@ -19,15 +19,15 @@ from tests.support.tiny_configs import (
     recurrent_configs,
 )
 
-# Hooks of tests count forwards and the like. They are not a user's hooks, which
-# `tests.generation.test_hooks` makes.
+# Hooks of tests count forwards and the like. Only `tests.generation.test_hooks` makes hooks that
+# count as a user's.
 KNOWN_PACKAGES.add("tests")
 
-# The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times
-# float64's resolution.
+# With this scale, the median gap between the two largest logits is above 0.5 for every kind, 1e14
+# times the resolution of float64.
 LOGIT_SCALE = 2.0
 _ALTERNATING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
-_SHARED: dict[str, Any] = {  # the last two layers read the states of the first two
+_SHARED: dict[str, Any] = {  # the last two layers share the states of the first two
     "num_hidden_layers": 4,
     "layer_types": _ALTERNATING["layer_types"] * 2,
     "num_kv_shared_layers": 2,
@@ -46,14 +46,14 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "mistral_window": (transformers.MistralConfig, {}),
-    # Two of each sort.
+    # Two layers of each type.
     "gemma2": (transformers.Gemma2Config, {**_SOFTCAPS, "num_hidden_layers": 4}),
     "gpt2": (transformers.GPT2Config, {}),
     "bloom": (transformers.BloomConfig, {}),
 }
 
-# Each test of a whole call runs for these kinds. `MORE_KINDS` are in
-# `tests/generation/test_models.py` only.
+# Every test of a whole call runs for these kinds. `MORE_KINDS` are used only in
+# `tests/generation/test_models.py`.
 TINY_FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 
 _CONFIGS |= {
@@ -90,7 +90,7 @@ _CONFIGS |= recurrent_configs()
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    """Return the config of a tiny model of `kind` in `KINDS`; `overrides` are its fields."""
+    """Make a tiny config for a kind in `KINDS`; `overrides` are fields of the config."""
     if family not in _CONFIGS:
         raise ValueError(f"kind must be one of {sorted(_CONFIGS)}, got {family!r}")
     config_class, fields = _CONFIGS[family]
@@ -102,8 +102,8 @@ def _clamp_mask(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keep an additive float64 mask finite in float32.
 
-    Eager attention adds float64's lowest number and then takes the softmax in float32, where that
-    number is -inf: a padded query, which sees nothing, would become NaN. No released checkpoint
+    Eager attention adds the lowest float64 number and then computes softmax in float32, where that
+    number is -inf. A padded query, which sees nothing, would become NaN. No released checkpoint
     runs in float64.
     """
     mask = kwargs.get("attention_mask")
@@ -113,7 +113,7 @@ def _clamp_mask(
 
 
 def clamp_masks(model: PreTrainedModel) -> None:
-    """Have every attention layer of the model clamp its mask."""
+    """Make every attention layer of the model clamp its mask."""
     for name, module in model.named_modules():
         if name.endswith((".self_attn", ".self_attention", ".SelfAttention")):
             module.register_forward_pre_hook(_clamp_mask, with_kwargs=True)
@@ -130,16 +130,17 @@ def make_model(
 ) -> PreTrainedModel:
     """Make a tiny random causal language model in eval mode; `overrides` are config fields.
 
-    The same arguments give the same weights, drawn in float64 and rounded. torch's global generator
-    stays the same. Nothing ends a text unless the caller sets an EOS id. Gemma 2 and Bloom take the
-    softmax of attention in float32 for every dtype.
+    The same arguments give the same weights, drawn in float64 and then rounded. torch's global
+    generator is left unchanged. No text ends early unless the caller sets an EOS id. Gemma 2 and
+    Bloom compute the attention softmax in float32 for every dtype.
     """
     if attn_implementation is None and family == "gemma2":
-        attn_implementation = "eager"  # transformers 5.17 takes SDPA, without the softcapping
+        # transformers 5.17 chooses SDPA, which leaves out the softcapping
+        attn_implementation = "eager"
     config = make_config(family, vocab_size=vocab_size, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The grouped matrix product of experts does not run in float64.
+        # The grouped matrix product for experts does not run in float64.
         options = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **options).eval()
     model.requires_grad_(False)
@@ -154,7 +155,7 @@ def make_model(
 
 
 def vary_vectors(model: PreTrainedModel) -> None:
-    """Add noise to biases, decays and norms: their initial zeros would hide errors."""
+    """Add noise to biases, decays and norms, whose initial constants would hide errors."""
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         if weight.ndim < 2:
@@ -166,8 +167,8 @@ def make_small_model(
 ) -> PreTrainedModel:
     """Make a Llama of width 16, small enough for the joint distribution of a few tokens.
 
-    `sharpness` multiplies the logits: 0 makes distributions uniform, 1 leaves an entropy of 1 to
-    1.6 nats at V = 8.
+    `sharpness` multiplies the logits: 0 makes distributions uniform, 1 gives an entropy of 1 to 1.6
+    nats at V = 8.
     """
     sizes = {
         "hidden_size": 16,
@@ -183,17 +184,17 @@ def make_small_model(
 
 
 def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> PreTrainedModel:
-    """Copy a model with Gaussian noise in its weights: a draft that is mostly right.
+    """Copy a model and add Gaussian noise to its weights, which makes a draft that is mostly right.
 
-    `scale` is the standard deviation of the noise, relative to that of each weight; 0 copies
-    exactly.
+    `scale` is the standard deviation of the noise relative to that of each weight; 0 gives an exact
+    copy.
     """
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     seen: set[int] = set()
     for weight in draft.parameters():
         if weight.ndim < 2 or weight.data_ptr() in seen:
-            continue  # norms and biases begin as constants: relative noise would be none
+            continue  # norms and biases start as constants, so relative noise would be zero
         seen.add(weight.data_ptr())
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         weight.add_((noise * scale * weight.double().std().cpu()).to(weight))
@@ -209,22 +210,22 @@ _CONTEXTS = (
 
 
 def with_context(model: PreTrainedModel, num_tokens: int, **fields: Any) -> PreTrainedModel:
-    """Return a `cut_copy` with tables of positions that end after `num_tokens`."""
+    """Return a `cut_copy` with position tables that end after `num_tokens`."""
     return cut_copy(model, **dict.fromkeys(_CONTEXTS, num_tokens), **fields)
 
 
 def cheaper_copy(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel:
-    """Return a noisy copy of a Llama with two units less per layer, so "adaptive" calls it."""
+    """Return a noisy copy of a Llama with two units less per layer, so "adaptive" drafts."""
     return noisy_copy(cut_copy(model, intermediate_size=model.config.intermediate_size - 2), scale)
 
 
 def cut_copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
-    """Copy a model with other `fields` of its text config and the leading part of each weight.
+    """Copy a model with other `fields` in its text config and the leading part of each weight.
 
-    Fields unknown to the config are ignored.
+    Fields that the config does not have are ignored.
     """
     config = copy.deepcopy(model.config)
-    # A copy in encoder-decoders.
+    # This is a copy in encoder-decoders.
     for section in (config, config.get_text_config(decoder=True)):
         for name, value in fields.items():
             if hasattr(section, name):
@@ -249,8 +250,8 @@ def ragged_prompts(
 ) -> dict[str, Tensor]:
     """Return left-padded random prompts of different lengths, as keywords with [B, T] int64.
 
-    With two rows or more, the shortest prompt has `min_len` and the longest `max_len` tokens. No
-    real token is `pad_token_id`.
+    With two rows or more, the shortest prompt has `min_len` tokens and the longest has `max_len`.
+    No real token is `pad_token_id`.
     """
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(min_len, max_len + 1, (batch_size,), generator=generator)
@@ -259,7 +260,7 @@ def ragged_prompts(
         lens[shortest], lens[longest] = min_len, max_len
     width = int(lens.max())
     token_ids = torch.randint(0, vocab_size - 1, (batch_size, width), generator=generator)
-    token_ids = token_ids + (token_ids >= pad_token_id)  # every id but the padding
+    token_ids = token_ids + (token_ids >= pad_token_id)  # every id except the padding id
     attention_mask = (torch.arange(width) >= width - lens[:, None]).long()  # [B, T]
     input_ids = torch.where(
         attention_mask.bool(), token_ids, torch.full_like(token_ids, pad_token_id)

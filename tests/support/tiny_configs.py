@@ -1,4 +1,4 @@
-"""Make configs of tiny models, also recurrent ones, with sizes by the names of their fields."""
+"""Make tiny configs, including recurrent ones, with sizes chosen by the names of config fields."""
 
 import dataclasses
 from typing import Any
@@ -11,19 +11,19 @@ MAX_LEN = 512
 PAD_TOKEN_ID, START_TOKEN_ID = 0, 1
 VOCAB_SIZE = 64
 # A standard deviation of 0.3 at width 32 makes attention peaked, and the blocks outweigh the
-# residual stream. So the text depends on its prefix, and greedy text does not repeat one token
-# forever.
+# residual stream. Therefore the text depends on its prefix, and greedy text does not repeat one
+# token forever.
 INITIALIZER_RANGE = 0.3
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "initializer_range": INITIALIZER_RANGE,
-    "tie_word_embeddings": False,  # tied heads prefer the token just read
+    "tie_word_embeddings": False,  # tied heads prefer the token that was just read
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": PAD_TOKEN_ID,
 }
-# A config class takes the fields that it knows, also by another name.
+# A config class takes the fields that it has, some of them under another name.
 _NAMES: dict[Any, str] = {
     32: "hidden_size d_model n_embd embedding_size word_embed_proj_dim",
     48: "intermediate_size ffn_dim d_ff dff encoder_ffn_dim decoder_ffn_dim",
@@ -32,7 +32,7 @@ _NAMES: dict[Any, str] = {
     8: "head_dim d_kv rotary_dim query_pre_attn_scalar sliding_window qk_rope_head_dim "
     "qk_nope_head_dim v_head_dim swa_head_dim linear_head_dim linear_key_head_dim "
     "linear_value_head_dim sliding_window_size mamba_d_state "
-    # Chunks of 128 tokens take most of a small model's time.
+    # Chunks of 128 tokens would take most of the time of a small model.
     "ssm_state_size state_size chunk_size mamba_chunk_size",
     4: "num_attention_heads n_head num_heads attention_heads encoder_attention_heads "
     "decoder_attention_heads swa_num_attention_heads linear_num_value_heads linear_num_heads "
@@ -49,7 +49,7 @@ _SIZES = {name: value for value, names in _NAMES.items() for name in names.split
 
 
 def fill(config_class: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
-    """Make a config of tiny sizes; `fields` are specific to it."""
+    """Make a config with tiny sizes; `fields` are specific to the config."""
     aliases, names = (
         config_class.attribute_map,
         {field.name for field in dataclasses.fields(config_class)},
@@ -82,8 +82,8 @@ _INKLING = {
     "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
-# Kind -> name of the config class, fields of its own. Old versions of transformers lack some of the
-# classes.
+# Kind -> name of the config class and its specific fields. Old versions of transformers lack some
+# of the classes.
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", _LINEAR),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _LINEAR),
@@ -119,7 +119,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "inkling": ("InklingTextConfig", {**_INKLING, "d_rel": 4, "rel_extent": 32}),
     "zaya": ("ZayaConfig", {"num_experts_per_tok": 1}),
 }
-# Models with recurrent states outside the cache layers handed to their modules.
+# Models whose recurrent states are outside of the cache layers passed to their modules.
 UNSUPPORTED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("MiniMaxConfig", {"layer_types": ["linear_attention", "full_attention"]}),
     "recurrent_gemma": ("RecurrentGemmaConfig", {"lru_width": 32}),
@@ -132,7 +132,7 @@ RECURRENT_FAMILIES: tuple[str, ...] = tuple(
 
 
 def recurrent_configs() -> dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]:
-    """Return config class and fields by kind, for kinds in this version of transformers."""
+    """Return config class and fields by kind, for the kinds in this version of transformers."""
     known = {family: _KINDS[family] for family in RECURRENT_FAMILIES}
     return {
         family: (getattr(transformers, name), {"num_hidden_layers": 3, **fields})
@@ -141,6 +141,6 @@ def recurrent_configs() -> dict[str, tuple[type[PreTrainedConfig], dict[str, Any
 
 
 def unsupported_config(family: str) -> PreTrainedConfig:
-    """Make the config of a tiny model of `UNSUPPORTED_RECURRENT`."""
+    """Make a tiny config for a model in `UNSUPPORTED_RECURRENT`."""
     name, fields = UNSUPPORTED_RECURRENT[family]
     return fill(getattr(transformers, name), **fields)

@@ -1,4 +1,4 @@
-"""Build tiny random encoder-decoders and picture models in code."""
+"""Build tiny random encoder-decoders and vision-language models in code."""
 
 import copy
 from typing import Any
@@ -25,7 +25,7 @@ from tests.support.tiny_configs import (
 )
 
 IMAGE_TOKEN_ID, VIDEO_TOKEN_ID = 60, 61
-NUM_MEL_BINS, NUM_FRAMES = 8, 20  # of one Whisper window
+NUM_MEL_BINS, NUM_FRAMES = 8, 20  # frames in one Whisper window
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -61,9 +61,10 @@ QWEN_ROPE = {
 }
 QWEN_TEXT = {**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE}
 _START = {"decoder_start_token_id": START_TOKEN_ID}
-# With more layers than the decoder, a cache made for the config has layers that stay empty.
+# If the config has more layers than the decoder, some layers of its cache stay empty.
 _LONGER = {"encoder_layers": 3}
-# The encoder gives nearly the same in every column. Weaker output leaves the text to its prefix.
+# The encoder output is nearly the same in every column. Weaker output lets the prefix decide the
+# text.
 _T5_GAINS = {
     "EncDecAttention.o.": 0.5,
     "SelfAttention.o.": 6.0,
@@ -78,7 +79,8 @@ def ready(
 ) -> PreTrainedModel:
     """Return the model in float64 and eval mode, with new random matrices, for greedy decoding.
 
-    `gains` multiply the decoder's weights of such names; `settings` are of the generation config.
+    `gains` multiply the decoder weights whose names contain the keys; `settings` go into the
+    generation config.
     """
     generator = torch.Generator().manual_seed(seed)
     model.to(torch.float64).eval().requires_grad_(False)
@@ -114,7 +116,7 @@ def make_t5(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Make a BART, which takes columns as positions; `overrides` are config fields."""
+    """Make a BART, which uses columns as positions; `overrides` are config fields."""
     config = fill(transformers.BartConfig, **_START | _LONGER | overrides)
     return ready(transformers.BartForConditionalGeneration(config), seed, _BART_GAINS)
 
@@ -122,8 +124,8 @@ def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGeneration:
     """Make a Whisper with windows of `NUM_FRAMES` frames; `overrides` are config fields.
 
-    Ids from 50 on are times. Generation settings are those of English-only checkpoints, with
-    another id suppressed at the beginning than later.
+    Ids from 50 on are timestamps. The generation settings match English-only checkpoints; the id
+    suppressed at the beginning is not the one suppressed later.
     """
     sizes = {
         "num_mel_bins": NUM_MEL_BINS,
@@ -148,9 +150,9 @@ def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGen
 def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
     """Make a decoder-only draft with the weights of `model`.
 
-    It attends to another model's encoder output.
+    The draft attends to the encoder output of another model.
     """
-    config = copy.deepcopy(model.config)  # the class writes into it
+    config = copy.deepcopy(model.config)  # the class changes the config in place
     decoder = WhisperForCausalLM(config).to(torch.float64).eval().requires_grad_(False)
     decoder.model.decoder.load_state_dict(model.model.decoder.state_dict())
     decoder.proj_out.load_state_dict(model.proj_out.state_dict())
@@ -159,7 +161,7 @@ def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    """Return the same random float64 numbers for the same shape and seed."""
+    """Return random float64 numbers, the same ones for the same shape and seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -169,14 +171,14 @@ def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> T
 
 
 def make_llava(*, seed: int = 0) -> PreTrainedModel:
-    """Make a LLaVA over a Llama, with four tokens an image."""
+    """Make a LLaVA based on a Llama, with four tokens per image."""
     return make(
         "LlavaForConditionalGeneration", seed, **CLIP_AND_LLAMA, image_token_id=IMAGE_TOKEN_ID
     )
 
 
 def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
-    """Make a Qwen2-VL: its positions have three axes and lag behind tokens at every image."""
+    """Make a Qwen2-VL, whose positions have three axes and lag behind the tokens at every image."""
     vision = {**MERGING_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
     return make(
         "Qwen2VLForConditionalGeneration",
@@ -206,7 +208,7 @@ def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
 
 
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
-    """Make a text-only model with the noisy text weights of a picture model."""
+    """Make a text-only model with noisy copies of the text weights of a vision-language model."""
     name = target.config.model_type
     family = "qwen3_5" if name == "qwen3_5" else "qwen2" if name.startswith("qwen2") else "llama"
     draft = make_model(family, vocab_size=VOCAB_SIZE)
@@ -218,7 +220,7 @@ def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
 def picture_prompts(
     target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return left-padded prompts with one picture of four tokens each, as keywords."""
+    """Return left-padded prompts with one four-token image each, as keyword arguments."""
     inputs = prompts_with(batch_size, IMAGE_TOKEN_ID, 4)
     if target.config.model_type == "llava":
         return {**inputs, "pixel_values": noise(batch_size, 3, 8, 8, seed=seed)}
@@ -231,7 +233,7 @@ def picture_prompts(
 def mixed_prompts(
     target: PreTrainedModel, pictures_of_rows: tuple[int, ...] = (0, 1, 2), *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return left-padded prompts with this many pictures by row, and different padding."""
+    """Return left-padded prompts with the given number of images per row, and different padding."""
     picture = [62, *[IMAGE_TOKEN_ID] * 4, 63]
     rows = [
         [3 + row, 4, *(picture * num), 8, *range(9, 12 + 2 * row)]
@@ -251,7 +253,7 @@ def mixed_prompts(
 def prompts_with(
     batch_size: int, token_id: int, num_tokens: int, **inputs: Tensor
 ) -> dict[str, Tensor]:
-    """Return left-padded prompts with a picture of `num_tokens` places, beside further `inputs`."""
+    """Return left-padded prompts with one image of `num_tokens` tokens each, plus `inputs`."""
     rows = [
         [3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)]
         for row in range(batch_size)

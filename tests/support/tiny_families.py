@@ -1,4 +1,4 @@
-"""Build tiny random models of many families, with sizes by the names of config fields."""
+"""Build tiny random models for many families, with sizes chosen by the names of config fields."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _TEXT = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": SL
 _TEXT |= {"bos_token_id": START_TOKEN_ID}
 _SPARSE = {"encoder_sparse_step": 1, "decoder_sparse_step": 2}
 
-# Fields that a family needs beside those above.
+# Fields that a family needs in addition to the common ones.
 _PLAIN_DECODERS = (
     *(
         "apertus",
@@ -95,7 +95,7 @@ def make_family(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrain
     else:
         model = auto.from_config(config, dtype=torch.float64, experts_implementation="eager")
     model = ready(model, seed)
-    if model_type == "xglm":  # it makes a float32 number of float64's lowest
+    if model_type == "xglm":  # it converts the lowest float64 number to float32
         model.to(torch.float32)
         model.config.dtype = torch.float32
     return model

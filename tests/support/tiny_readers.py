@@ -1,4 +1,4 @@
-"""Build tiny random models that read pictures, patches and sounds, and their prompts."""
+"""Build tiny random models that read images, patches and audio, and their prompts."""
 
 import inspect
 from typing import NamedTuple
@@ -20,9 +20,9 @@ _MERGING_ALL = {**tiny.MERGING_VISION, "fullatt_block_indexes": [0]}
 
 
 class Reading(NamedTuple):
-    """Model, prompt with pictures, and another value of the tested argument.
+    """Model, prompt with images, and another value of the tested argument.
 
-    The other value gives another text.
+    The other value must give another text.
     """
 
     target: PreTrainedModel
@@ -31,14 +31,14 @@ class Reading(NamedTuple):
 
 
 def sizes_of_images() -> Reading:
-    """Make a LLaVA-NeXT: it arranges tile features by the image's size and needs the size."""
+    """Make a LLaVA-NeXT, which arranges tile features by image size and so needs the size."""
     target = make(
         "LlavaNextForConditionalGeneration",
         **tiny.CLIP_AND_LLAMA,
         image_grid_pinpoints=[[8, 16], [16, 8]],
     )
-    # 4 tokens of the whole image. Two tiles side by side have 2 rows of 4, each with its end.
-    # Each image whole, and its two tiles.
+    # The whole image has 4 tokens. Two tiles side by side have 2 rows of 4 tokens, each with an end
+    # token. Each image comes as a whole and as two tiles.
     pixels, sizes = noise(2, 3, 3, 8, 8), torch.tensor([[8, 16], [8, 16]])
     inputs = prompts_with(
         2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), pixel_values=pixels, image_sizes=sizes
@@ -47,7 +47,7 @@ def sizes_of_images() -> Reading:
 
 
 def masks_of_pixels() -> Reading:
-    """Make an Idefics3 that ignores the right half of the picture."""
+    """Make an Idefics3 that ignores the right half of the image."""
     fields = {
         "text_config": {"model_type": "llama", **TEXT},
         "scale_factor": 2,
@@ -63,7 +63,7 @@ def masks_of_pixels() -> Reading:
 
 
 def seconds_of_videos() -> Reading:
-    """Make a Qwen2.5-VL: its positions in time follow the seconds between frames."""
+    """Make a Qwen2.5-VL, whose temporal positions follow the seconds between frames."""
     vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
     fields = {
         "vision_config": {**tiny.MERGING_VISION, **vision},
@@ -71,7 +71,7 @@ def seconds_of_videos() -> Reading:
         **tiny.QWEN_IDS,
     }
     target = make("Qwen2_5_VLForConditionalGeneration", **fields)
-    # 2 times 4 x 4, merged by four.
+    # 2 times 4 x 4 patches, merged by four.
     patches, grid = noise(2 * 32, 3 * 2 * 4 * 4), torch.tensor([[2, 4, 4]] * 2)
     inputs = prompts_with(
         2, tiny.VIDEO_TOKEN_ID, 8, pixel_values_videos=patches, video_grid_thw=grid
@@ -82,7 +82,7 @@ def seconds_of_videos() -> Reading:
 
 
 def encoded_images() -> Reading:
-    """Make a LLaVA, with its encoder's output for the images."""
+    """Make a LLaVA that gets the encoder output for the images."""
     target = tiny.make_llava()
     inputs, others = tiny.picture_prompts(target, 2), tiny.picture_prompts(target, 2, seed=1)
     images = [each.pop("pixel_values") for each in (inputs, others)]
@@ -97,13 +97,13 @@ READINGS = {
     "pixel_attention_mask": masks_of_pixels,
     "second_per_grid_ts": seconds_of_videos,
 }
-# Not in older versions.
+# Missing in older versions.
 if "mm_encoder_outputs" in inspect.signature(type(tiny.make_llava()).forward).parameters:
     READINGS["mm_encoder_outputs"] = encoded_images
 
 
 def patches() -> Reading:
-    """Make a Fuyu, which reads patches of pictures as it reads embeddings."""
+    """Make a Fuyu, which reads image patches like embeddings."""
     text = {"model_type": "persimmon", **TEXT}
     target = make(
         "FuyuForCausalLM",
@@ -138,7 +138,7 @@ def sounds() -> Reading:
 
 
 def waves() -> Reading:
-    """Make a VibeVoice-ASR, which draws noise when it reads a wave."""
+    """Make a VibeVoice-ASR, which draws noise when it reads a waveform."""
     encoder = {
         "model_type": "vibevoice_acoustic_tokenizer_encoder",
         "kernel_size": 3,
@@ -162,7 +162,7 @@ def waves() -> Reading:
 
 
 def crops() -> Reading:
-    """Make a Phi-4 multimodal: a crop and the picture, of one patch each, take five tokens."""
+    """Make a Phi-4 multimodal: a crop and the whole image, one patch each, take five tokens."""
     vision = {**VISION, "num_hidden_layers": 2, "hidden_size": 32, "patch_size": 4, "crop_size": 8}
     audio = {"num_blocks": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 24}
     audio |= {
@@ -178,12 +178,12 @@ def crops() -> Reading:
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 5, image_pixel_values=noise(2, 2, 3, 8, 8))
     inputs["image_sizes"] = torch.tensor([[8, 8]] * 2)
     inputs["image_attention_mask"] = mask = torch.ones(2, 2, 2, 2)
-    mask[:, 0, :, 1] = 0  # of the whole picture
+    mask[:, 0, :, 1] = 0  # for the whole image
     return Reading(make("Phi4MultimodalForCausalLM", **fields), inputs, torch.ones(2, 2, 2, 2))
 
 
 def beside_the_text() -> Reading:
-    """Make an Mllama: one layer attends to the tiles of a picture and caches their states."""
+    """Make an Mllama, in which one layer attends to image tiles and caches their states."""
     vision = {
         **VISION,
         "patch_size": 4,
@@ -198,7 +198,7 @@ def beside_the_text() -> Reading:
     fields = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID}
     target = make("MllamaForConditionalGeneration", **fields)
     for name, weight in target.named_parameters():
-        if "gate" in name.rsplit(".", 1)[-1]:  # of the picture layers, shut at first
+        if "gate" in name.rsplit(".", 1)[-1]:  # gates of the image layers, closed at first
             weight.fill_(1.0)
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 1, pixel_values=noise(2, 1, 2, 3, 8, 8))
     inputs["aspect_ratio_ids"] = torch.tensor([[2], [1]])
@@ -218,7 +218,7 @@ READERS = {
 
 
 def make_exaone4_5() -> PreTrainedModel:
-    """Make an EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
+    """Make an EXAONE 4.5, whose `prepare_inputs_for_generation` does not return positions."""
     vision = {**_MERGING_ALL, "num_key_value_heads": 1}
     text = {
         "model_type": "exaone4",
@@ -231,7 +231,7 @@ def make_exaone4_5() -> PreTrainedModel:
 
 
 def make_hyperclovax() -> PreTrainedModel:
-    """Make a HyperCLOVA X Vision v2, which leaves the positions out too."""
+    """Make a HyperCLOVA X Vision v2, which does not return positions either."""
     vision = {"model_type": "qwen2_5_vl_vision", **_MERGING_ALL}
     text = {"model_type": "hyperclovax", **TEXT}
     return make(
@@ -243,12 +243,12 @@ def make_hyperclovax() -> PreTrainedModel:
 
 
 COLUMN_COUNTERS = {"exaone4_5": make_exaone4_5}
-if hasattr(transformers, "HyperCLOVAXVisionV2Config"):  # not in older versions
+if hasattr(transformers, "HyperCLOVAXVisionV2Config"):  # missing in older versions
     COLUMN_COUNTERS["hyperclovax"] = make_hyperclovax
 
 
 def attention_to_all() -> Reading:
-    """Make an LED: its encoder attends in windows, except at the tokens named by a mask."""
+    """Make an LED, whose encoder attends in windows except at the tokens that a mask selects."""
     inputs = ragged_prompts(2, seed=1)
     inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
     mask = torch.zeros_like(inputs["input_ids"])
@@ -257,7 +257,7 @@ def attention_to_all() -> Reading:
 
 
 def pictures_of_an_encoder() -> Reading:
-    """Make a T5Gemma 2: its encoder reads one picture of four tokens in each text."""
+    """Make a T5Gemma 2, whose encoder reads one four-token image in each text."""
     sizes = {
         **TEXT,
         "bos_token_id": 1,

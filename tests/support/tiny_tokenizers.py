@@ -9,7 +9,7 @@ WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def letters_tokenizer(tokens: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with an id per character; `tokens` may hold special tokens."""
+    """Make a tokenizer with one id per character; `tokens` may contain special tokens."""
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], fuse_unk=False))
     backend.decoder = decoders.Fuse()
@@ -17,7 +17,7 @@ def letters_tokenizer(tokens: Sequence[str], **special_tokens: str) -> PreTraine
 
 
 def byte_level_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of all 256 bytes and `words` as GPT-2's; words are merged from the left."""
+    """Make a GPT-2 style tokenizer of all 256 bytes and `words`; words are merged from the left."""
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {
         character: index
@@ -37,7 +37,7 @@ def byte_level_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrai
 def metaspace_tokenizer(
     words: Sequence[str], letters: str, **special_tokens: str
 ) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of letters, bytes such as <0x0A> and `words`, spelled as Llama 2's."""
+    """Make a Llama 2 style tokenizer of letters, bytes such as <0x0A>, and `words`."""
     vocab: dict[str, int] = {}
     for token in (
         "<unk>",
@@ -61,7 +61,7 @@ def metaspace_tokenizer(
 
 
 def _merges(words: Sequence[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the merges of each word from its left, and add them to `vocab` in place."""
+    """Return the merges that build each word from the left, and add them to `vocab` in place."""
     merges: list[tuple[str, str]] = []
     for word in words:
         for end in range(2, len(word) + 1):

@@ -1,4 +1,4 @@
-"""Build tiny random picture and sound models that wrap another package's text decoder."""
+"""Build tiny random image and audio models that wrap a text decoder from another package."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ _LLAMA, _QWEN2 = ({"model_type": name, **TEXT} for name in ("llama", "qwen2"))
 _QWEN3, _MISTRAL = ({"model_type": name, **TEXT, "head_dim": 8} for name in ("qwen3", "mistral"))
 _LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention"]}  # masks of two kinds
 _COHERE2 = {"model_type": "cohere2", **TEXT, "sliding_window": SLIDING_WINDOW, **_LAYER_TYPES}
-# Positions of three axes.
+# Positions with three axes.
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _GLM4V = {
     "model_type": "glm4v_text",
@@ -161,12 +161,12 @@ _OMNI |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 
 
 class Wrapper(NamedTuple):
-    """Recipe for a wrapper and its prompt of two rows."""
+    """Recipe for a wrapper and a prompt with two rows."""
 
     class_name: str
-    fields: dict[str, Any]  # of its config
-    inputs: dict[str, Any]  # beside the text: tensors, or the shape of a noise tensor
-    num_tokens: int = 4  # tokens of the picture or sound in the text
+    fields: dict[str, Any]  # fields of its config
+    inputs: dict[str, Any]  # inputs besides the text: tensors, or the shape of a noise tensor
+    num_tokens: int = 4  # number of image or audio tokens in the text
     seed: int = 0
 
     @property
@@ -236,7 +236,7 @@ def _generating(name: str) -> str:
     return f"{name}ForConditionalGeneration"
 
 
-# The latter in older versions.
+# Older versions use the second name.
 _FEATURE_LAYERS = {"vision_feature_layer": [-2, -1], "vision_feature_layers": [-2, -1]}
 _ALL = {
     "vipllava": _of(
@@ -310,7 +310,7 @@ _ALL = {
         {**_SIGLIP, "patch_size": 4},
         _QWEN2,
         {"pixel_values": (2, 3, 3, 8, 8), "image_sizes": torch.tensor([[8, 16]] * 2)},
-        14,  # 4 of the whole picture; 2 rows of 4 of two tiles, each with its end
+        14,  # 4 for the whole image; 2 tiles give 2 rows of 4, each with an end token
         **_TILES,
         **_VIDEO,
     ),

@@ -1,4 +1,4 @@
-"""Test a trainer's log of rollouts."""
+"""Test the rollout values that a trainer logs."""
 
 import warnings
 
@@ -46,4 +46,4 @@ def test_log_holds_acceptance_and_age_of_the_draft():
     assert 0 < logs[0]["draft/acceptance_rate"] < 1 < logs[0]["draft/acceptance_length"]
     hf_speculate.disable(target)
     train(1)
-    assert logs[-1] == {"loss": 1.0}  # a log leaves nothing for the next one
+    assert logs[-1] == {"loss": 1.0}  # a log entry leaves nothing for the next one

@@ -29,13 +29,13 @@ from tests.support.tiny import ragged_prompts
 
 VOCAB_SIZE = 11
 make_keys = partial(distributions.make_keys, seed=5, rounds=2, positions=9)
-CERTAIN = 60.0  # this far above the others, a logit leaves them a probability of 0 in float32
+CERTAIN = 60.0  # a logit this far above the others leaves them a probability of 0 in float32
 
 
 def make_round(
     batch_size: int, num_drafted: int, *, has_logits: bool, lens: list[int] | None = None
 ) -> tuple[Tensor, DraftOut]:
-    """Return random target logits [B, K+1, V] and a draft with about half of their argmaxes."""
+    """Return random target logits [B, K+1, V], and a draft with about half of their argmaxes."""
     make = torch.Generator().manual_seed(batch_size + 10 * num_drafted)
     target = 3 * torch.randn(batch_size, num_drafted + 1, VOCAB_SIZE, generator=make)
     drafted = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
@@ -45,7 +45,7 @@ def make_round(
 
 
 def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
-    """Assert the form of a verdict on a round without bad input."""
+    """Assert that a verdict on a round without bad input is well-formed."""
     batch_size, num_drafted = draft.token_ids.shape
     assert verdict.token_ids.shape == (batch_size, num_drafted + 1)
     assert verdict.token_ids.dtype == torch.int64
@@ -68,9 +68,9 @@ def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
 
 
 class VerifierContract:
-    """Contract of every verifier.
+    """Contract for every verifier.
 
-    A subclass makes the verifier and names the fields of the keys in its draws.
+    A subclass makes the verifier and names the fields of the keys that its draws depend on.
     """
 
     reads_keys: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ def typical(**settings) -> Verifier:
 
 
 def keeps(verifier: Verifier, probs: list[float]) -> bool:
-    """Return True if the verifier accepts token 0 of a distribution [V]."""
+    """Return True if the verifier accepts token 0 under the distribution [V]."""
     draft = DraftOut(
         torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), None, None
     )
@@ -181,15 +181,15 @@ def keeps(verifier: Verifier, probs: list[float]) -> bool:
 
 
 def test_typical_thresholds_follow_the_paper():
-    # four equal probabilities are exp(-H), the threshold
+    # four equal probabilities have the value exp(-H), which is the threshold
     even = {"posterior_threshold": 0.99, "posterior_alpha": 0.9}
     assert keeps(typical(**even, entropy_epsilon=0.0), [0.25] * 4)
-    # inside the logarithm: the threshold is 1/2
+    # inside the logarithm, the epsilon makes the threshold 1/2
     assert not keeps(typical(**even, entropy_epsilon=0.25), [0.25] * 4)
     assert not keeps(typical(posterior_threshold=0.5, posterior_alpha=9.0), [0.5, 0.5])
     assert keeps(typical(), [0.091, 0.909])
     assert not keeps(typical(), [0.089, 0.911])
-    flat = [1 / 64] * 64  # accepted for its entropy: 0.3 * exp(-H) is below 1/64
+    flat = [1 / 64] * 64  # accepted because of its entropy: 0.3 * exp(-H) is below 1/64
     assert keeps(typical(), flat)
     assert not keeps(typical(posterior_alpha=1.1), flat)
 
@@ -210,7 +210,7 @@ def test_typical_correction_is_the_argmax_or_a_draw():
 
 
 class KeepNothing:
-    """Custom verifier without acceptance.
+    """Custom verifier that accepts nothing.
 
     It emits the target's argmax and records its drafts.
     """
@@ -244,7 +244,7 @@ def test_taken_verifier_name_needs_replace(registry):
 
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
 def test_custom_verifier_chooses_the_draft_stream(registry, stream):
-    """Draft with the target's noise, so an equal draft proposes the target's tokens."""
+    """Draft with the target's noise, so an identical draft proposes the target's tokens."""
     register_verifier(
         "winners", lambda config: CoupledVerifier(), lossless=True, draft_stream=stream
     )

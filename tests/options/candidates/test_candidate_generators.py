@@ -1,4 +1,4 @@
-"""Test transformers' candidate generators in our loop, and our drafter in their assisted loop."""
+"""Test transformers' candidate generators in our loop, and our drafter in its assisted loop."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ NUM_NEW = 24
 
 
 class Scripted(CandidateGenerator):
-    """Generator that proposes from a script and records its input."""
+    """Generator that proposes from a script and records its inputs."""
 
     def __init__(self, *proposals: list[int]):
         self.proposals = list(proposals)
@@ -63,14 +63,14 @@ def ask(
 def test_generator_gets_the_inputs_and_matches_of_transformers():
     generator = Scripted([7, 8, 9], [1, 2], [3])
     drafter = CandidateGeneratorDrafter(generator)
-    # The token after the prompt was the prompt's candidate.
+    # The token after the prompt equals the first candidate for the prompt.
     assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[8, 9]]
     assert ask(drafter, [0], kept=[8, 4]).token_ids.tolist() == [[1, 2]]
     assert ask(drafter, [0], kept=[0]).token_ids.tolist() == [[3]]
     assert generator.shown == [[5, 6], [5, 6, 7, 8, 4], [5, 6, 7, 8, 4, 0]]
     assert generator.told == [(3, 2), (2, 0)]
     generator = Scripted([9, 9], [1])
-    # Token 7 was no candidate.
+    # Token 7 was not a candidate.
     assert ask(CandidateGeneratorDrafter(generator), [5, 6, 7]).token_ids.tolist() == [[1]]
     assert (generator.shown, generator.told) == ([[5, 6], [5, 6, 7]], [(2, 0)])
     drafter = CandidateGeneratorDrafter(Scripted([], [], [1, 2, 3, 4]))
@@ -211,7 +211,7 @@ def test_draft_cache_follows_a_rejected_draft(family):
     generator = DraftModelCandidateGenerator(
         drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14
     )
-    # The last requests reach the end.
+    # The last requests reach the maximum length.
     for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):
         with torch.no_grad():
             candidates, _ = generator.get_candidates(text)

@@ -1,4 +1,4 @@
-"""A stand-in for device graphs."""
+"""Provide a replacement for device graphs."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.support.recorded_graphs import RecordedGraphs
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraphs]]:
-    """The stand-in, as what captures graphs on a CPU."""
+    """Let `RecordedGraphs` capture graphs on a CPU."""
     monkeypatch.setitem(GRAPH_BACKENDS, "cpu", "tests.support.recorded_graphs:RecordedGraphs")
     RecordedGraphs.num_captures = RecordedGraphs.num_replays = RecordedGraphs.num_code_replays = 0
     warn_once.cache_clear()

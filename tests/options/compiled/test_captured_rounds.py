@@ -1,4 +1,4 @@
-"""Rounds that a graph scores and verifies give the text of eager rounds, by a few launches."""
+"""Test that rounds scored and verified in a graph equal eager rounds with only a few launches."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ def without_graphs(target: PreTrainedModel, inputs: dict[str, Tensor], **options
     [
         {**WARPED, "verifier": "block"},
         {**WARPED, "verifier": "typical", "typical_correction": "sample"},
-        # rows end apart, and the last drafts are cut
+        # rows end at different times, and the last drafts are cut
         {"max_new_tokens": 7, "eos_token_id": ENDS},
         {"assistant_model": None, "prompt_lookup_num_tokens": 4, **CONSTANT},
     ],
@@ -83,7 +83,7 @@ def test_graphs_read_fixed_tensors_in_place(backend: Any) -> None:
     numbers.fill_(4.0)
     assert doubled(numbers).tolist() == [8.0] * 3
     assert (backend.num_captures, backend.num_replays) == (1, 2)
-    assert doubled(others).tolist() == [2.0] * 3  # another address, another graph
+    assert doubled(others).tolist() == [2.0] * 3  # another address needs another graph
     assert numbers.tolist() == [4.0] * 3
 
 

@@ -1,4 +1,7 @@
-"""Graphs of compiled code run where compiling pays and its code is right and faster; a stand-in compiles."""
+"""Test that graphs of compiled code run if compiling pays and the code is correct and faster.
+
+A simulated compiler is used.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,7 +31,7 @@ BOTH = ["target", "draft"]
 
 @pytest.fixture
 def quick_compiler(backend: type[RecordedGraphs], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Compilers that take no time, and short trials; the list grows by an entry for each compilation."""
+    """Make compiling free and trials short; return a list that gets an entry per compilation."""
     monkeypatch.setattr(code_graphs, "START_S", 0.0)
     monkeypatch.setattr(code_graphs, "LAYER_S", 0.0)
     monkeypatch.setattr(graph_trial, "NUM_TIMED", 1)
@@ -36,7 +39,10 @@ def quick_compiler(backend: type[RecordedGraphs], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         backend,
         "compile",
-        lambda *args: compilations.append(1) or compile_it(*args),  # type: ignore[func-returns-value]
+        lambda *args: (
+            compilations.append(1)  # type: ignore[func-returns-value]
+            or compile_it(*args)
+        ),
     )
     return compilations
 
@@ -44,7 +50,7 @@ def quick_compiler(backend: type[RecordedGraphs], monkeypatch: pytest.MonkeyPatc
 def decode(
     target: PreTrainedModel, draft: PreTrainedModel, batch_size: int = 2, **options: Any
 ) -> Any:
-    """Statistics of a call, whose text is the plain one."""
+    """Return the statistics of a call; assert that its text equals plain decoding."""
     inputs, stats = ragged_prompts(batch_size), hf_speculate.SpeculationStats()
     options = {**OPTIONS, "num_assistant_tokens": 3, **options}
     ids = target.generate(
@@ -59,7 +65,7 @@ def decode(
     return stats
 
 
-def test_faster_code_is_compiled_once_and_runs_alone_in_later_calls(
+def test_faster_code_is_compiled_once_and_serves_later_calls(
     backend: Any, quick_compiler: list[int]
 ) -> None:
     target, draft = hookless_pair()
@@ -71,8 +77,8 @@ def test_faster_code_is_compiled_once_and_runs_alone_in_later_calls(
     assert (second.graphed, second.compiled, backend.num_captures) == (BOTH, BOTH, 0)
     assert "from graphs: target (compiled), draft (compiled);" in second.plan
     assert backend.num_code_replays == backend.num_replays > 0
-    # Other buffers have a trial of their own. The target has one more graph, because it reads the
-    # outputs of both graphs of the draft in place.
+    # Other buffers need a separate trial. The target has one more graph, because it reads the
+    # outputs of both draft graphs in place.
     third = decode(target, draft, batch_size=3)
     assert (third.compiled, backend.num_captures, len(quick_compiler)) == (BOTH, 5, 2)
 
@@ -101,7 +107,7 @@ def test_sampled_text_of_code_equals_that_of_eager_rounds(
         ({"compile": lambda *_: raising(RuntimeError("graph break"))}, "compiled: graph break"),
     ],
 )
-def test_code_that_is_slow_or_wrong_or_fails_leaves_the_graphs_as_loaded(
+def test_slow_wrong_or_failing_code_leaves_graphs_as_loaded(
     backend: Any,
     quick_compiler: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -117,11 +123,11 @@ def test_code_that_is_slow_or_wrong_or_fails_leaves_the_graphs_as_loaded(
         assert [reason in fallback for fallback in stats.fallbacks] == [True, True]
     assert ("(compiled)" in stats.plan) == ("code_s" in state)
     if "code_s" in state:
-        assert 0 < backend.num_code_replays < 20  # the later call found the times
+        assert 0 < backend.num_code_replays < 20  # the later call reused the measured times
 
 
 @pytest.mark.fallback("eager forwards")
-def test_code_may_be_faster_than_eager_forwards_where_graphs_as_loaded_are_not(
+def test_fast_code_runs_although_graphs_as_loaded_are_slow(
     backend: Any, quick_compiler: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "replay_s", 2.0)
@@ -135,13 +141,13 @@ def test_a_call_shorter_than_compiling_compiles_nothing(
 ) -> None:
     monkeypatch.setattr(code_graphs, "LAYER_S", 30.0)
     pair = hookless_pair()
-    CodeTimes.of(pair[0]).decoded_s = 1e6  # in long calls before
+    CodeTimes.of(pair[0]).decoded_s = 1e6  # as if spent in earlier, long calls
     stats = decode(*pair)
     assert (stats.graphed, stats.compiled, quick_compiler) == (BOTH, [], [])
 
 
 class CalledGraphs(RecordedGraphs):
-    """Calls functions again in place of recorded operators, and compiles them by dynamo."""
+    """Graphs that call functions again instead of replaying operators, and compile with dynamo."""
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         outputs = function()
@@ -155,7 +161,7 @@ class CalledGraphs(RecordedGraphs):
         return Graph(outputs, again)
 
     def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-        CalledGraphs.spent_s += 1.0  # of two runs in turn, the rival's comes second
+        CalledGraphs.spent_s += 1.0  # of two alternating runs, the rival's is the second
         return run(), CalledGraphs.spent_s
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +169,7 @@ class CalledGraphs(RecordedGraphs):
 
 
 @pytest.mark.slow
-def test_a_model_is_compiled_once_for_all_batches_lengths_and_draft_lengths(
+def test_model_is_compiled_once_for_all_batches_and_lengths(
     quick_compiler: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{CalledGraphs.__module__}:{CalledGraphs.__qualname__}"
@@ -184,11 +190,11 @@ def test_a_model_is_compiled_once_for_all_batches_lengths_and_draft_lengths(
     assert num_graphs == [2, 2, 4, 4]
 
 
-def test_the_rest_of_a_call_is_measured_in_rounds_as_they_mostly_are() -> None:
+def test_rest_of_a_call_is_estimated_from_typical_rounds() -> None:
     layout, times = SimpleNamespace(num_columns=100, max_columns=400), CodeTimes()
     pace: Any = Pace(SimpleNamespace(layout=layout), times)  # type: ignore[arg-type]
     assert pace.rest_s == 0.0
-    for now_s in (0.0, 1.0, 2.0, 3.0, 43.0, 44.0):  # the other model was compiled
+    for now_s in (0.0, 1.0, 2.0, 3.0, 43.0, 44.0):  # the other model was compiled meanwhile
         assert (pace.rest_s > 0.0) == (now_s > 43.0)
         pace.tick(now_s)
         layout.num_columns += 4
@@ -196,7 +202,7 @@ def test_the_rest_of_a_call_is_measured_in_rounds_as_they_mostly_are() -> None:
     assert times.decoded_s == 4 * 1.0 + 2.0
 
 
-def test_compiling_is_worth_it_once_calls_were_longer_and_the_rest_of_one_is() -> None:
+def test_compiling_pays_after_long_calls_with_a_long_rest() -> None:
     assert is_worth_compiling(compile_s=50.0, decoded_s=51.0, rest_s=60.0)
     assert not is_worth_compiling(compile_s=50.0, decoded_s=1e6, rest_s=49.0)
     assert not is_worth_compiling(compile_s=50.0, decoded_s=49.0, rest_s=1e6)

@@ -1,4 +1,4 @@
-"""Compiled rounds over fixed buffers give the eager text, compile nothing twice, and say where they cannot be."""
+"""Test that compiled rounds over fixed buffers give the eager text and compile nothing twice."""
 
 import logging
 
@@ -27,7 +27,7 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
     ("family", "batch_size", "options"),
     [
         ("llama", 3, {}),
-        # the last steps are taken one by one
+        # the last steps run one by one
         ("llama", 3, {**COUPLED, "assistant_confidence_threshold": 0.2}),
         *(
             pytest.param(*case, {}, marks=pytest.mark.slow)
@@ -49,7 +49,7 @@ def test_text_equals_the_eager_one_and_rows_that_end_stay(family, batch_size, op
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width():
+def test_inductor_compiles_once_while_text_outgrows_its_width():
     target, draft = small_pair("llama")
     arguments = target, draft, ragged_prompts(3), compile_config("inductor")
     num_graphs = []
@@ -64,8 +64,8 @@ def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width():
 @pytest.mark.parametrize(
     "mode", [{}, pytest.param({"do_sample": True, "top_k": 0, "seed": 3}, marks=pytest.mark.slow)]
 )
-def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
-    """The target's forward and the draft's step, each for one row and for several."""
+def test_four_graphs_serve_all_batch_sizes_and_lengths(mode):
+    """Expect two graphs per model, one for a single row and one for several rows."""
     target, draft = new_pair(num_hidden_layers=1)
     torch._dynamo.reset()
     counters.clear()
@@ -90,7 +90,7 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
 
 
 @pytest.mark.fallback("eager forwards")
-def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
+def test_call_stays_eager_where_plain_would_not_compile():
     for family, config, more, cache_kind, reasons in (
         ("llama", CompileConfig(), {}, "preallocated", ["plain generate() would not compile"]),
         ("llama", compile_config(), {"disable_compile": True}, "preallocated", [""]),
@@ -110,7 +110,7 @@ def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
 
 
 @pytest.mark.fallback("eager forwards")
-def test_a_target_that_stays_eager_beside_a_compiled_draft_takes_no_buffers_of_earlier_calls():
+def test_eager_target_beside_compiled_draft_reuses_no_buffers():
     target = hf_speculate.enable(make_llava())
     draft, inputs = text_draft(target), picture_prompts(target, 2)
     for _ in range(2):
@@ -126,7 +126,7 @@ def breaks_graphs(module, args):
 
 
 @pytest.mark.fallback("eager forwards")
-def test_a_model_that_cannot_be_compiled_says_so_once_and_decodes_eagerly(caplog):
+def test_uncompilable_model_warns_once_and_decodes_eagerly(caplog):
     target, draft = new_pair(num_hidden_layers=1)
     target.model.register_forward_pre_hook(breaks_graphs)
     with caplog.at_level(logging.WARNING, logger="hf_speculate"):
@@ -157,7 +157,7 @@ def test_cuda_graphs_replay_the_eager_text(batch_size):
     }
     eager = target.generate(**inputs, **options, speculation_graphs="off")
     counters["inductor"].clear()
-    for _ in range(3):  # a static cache alone compiles on a GPU, with graphs
+    for _ in range(3):  # on a GPU, a static cache alone enables compiling
         stats = hf_speculate.SpeculationStats()
         ids = target.generate(
             **inputs, **options, cache_implementation="static", speculation_stats=stats
@@ -178,7 +178,7 @@ def addresses_of(*models):
 
 
 @pytest.mark.fallback("lock step")
-def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back():
+def test_buffers_are_returned_after_a_failed_call():
     target, draft = new_pair(num_hidden_layers=1)
     options = {
         "max_new_tokens": 12,
@@ -209,8 +209,8 @@ def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back
             torch.testing.assert_close(layer.keys, expected.keys)
 
 
-def test_a_call_inside_another_and_one_with_a_shorter_prompt_read_no_states_but_their_own():
-    """The inner call needs buffers as large as those that the outer one holds; later calls take them in turn."""
+def test_nested_and_shorter_calls_read_only_their_own_states():
+    """Give both calls buffers of the same size, which later calls take in turn."""
     target, draft = new_pair(num_hidden_layers=1)
     prompts = [
         ragged_prompts(2, seed=length, min_len=length - 3, max_len=length) for length in (20, 9)
@@ -246,7 +246,7 @@ def test_a_recompile_limit_holds_for_the_call_alone() -> None:
         )
 
     first = compilation()
-    # of three numbers of dimensions torch compiles two
+    # of three numbers of dimensions, torch compiles two
     with torch._dynamo.config.patch(recompile_limit=2):
         results = [first.run("double", doubled, torch.ones((1,) * num)) for num in (1, 2, 3)]
     assert [result is None for result in results] == [False, False, True]

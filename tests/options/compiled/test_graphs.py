@@ -1,4 +1,4 @@
-"""Rounds that run from device graphs, on a stand-in that replays recorded operators, give plain decoding's text."""
+"""Test that rounds from graphs give the text of plain decoding, with simulated device graphs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 ENDS = [17, 3, 40, 9]
 GRAPHS: dict[str, Any] = {"speculation_graphs": "on", "num_assistant_tokens": 3}
-# or times decide on lengths
+# otherwise, measured times would decide on lengths
 CONSTANT = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "constant"}
 
 VARYING = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "heuristic"}
@@ -37,7 +37,7 @@ def decode(
 
 
 @each_value(family=["llama", "gemma2"], batch_size=[1, 3])
-def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
+def test_draft_model_gives_plain_text_and_captures_once(
     backend: Any, family: str, batch_size: int
 ) -> None:
     target, draft = new_pair(family, 0.1)
@@ -86,7 +86,7 @@ def test_sampled_text_is_that_of_eager_rounds(backend: Any, options: dict[str, A
     assert backend.num_replays >= stats.num_batch_rounds
 
 
-def test_steps_are_split_into_captured_lengths_and_the_last_part_is_rounded_up() -> None:
+def test_steps_are_split_into_captured_lengths() -> None:
     assert [split_steps(num, (1, 2, 4, 6)) for num in (1, 3, 5, 6, 13)] == [
         [1],
         [2, 1],
@@ -104,7 +104,7 @@ def next_ids(model: PreTrainedModel, carry: Numbers, weights: Tensor) -> tuple[T
 
 
 def test_steps_of_two_calls_in_turn_share_their_memory(backend: Any) -> None:
-    """Outputs are the graph's, which the next replay overwrites, and inputs are not copied."""
+    """Check that replays overwrite the outputs of the graph, and that inputs are not copied."""
     model = make_model("llama", num_hidden_layers=1)
     runner = Graphing(model, CompiledUnits(), pytest.fail, is_tried=False)
     runner.bind(SimpleNamespace(graphs={}))  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_steps_that_differ_twice_are_compared_again(
     for number in range(num_wrong):
         monkeypatch.setattr(backend, "is_wrong", True)
         token_ids, _ = runner.repeat("steps", steps, 5, carry, weights)
-        assert token_ids[0].tolist() == [3, 9, 27, 17, 51], number  # the eager ones
+        assert token_ids[0].tolist() == [3, 9, 27, 17, 51], number  # the ids of the eager steps
     assert [bool(reasons), runner.is_working] == [num_wrong == 3, num_wrong == 2]
 
 
@@ -155,20 +155,20 @@ def reads_host(module: Any, args: Any) -> None:
 
 
 @pytest.mark.fallback("eager forwards")
-def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(
+def test_new_weights_are_recaptured_and_host_reads_run_eagerly(
     backend: Any,
 ) -> None:
     target, draft = new_pair("llama", 0.1)
     inputs, stranger = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
     decode(target, inputs, assistant_model=draft)
     for weight, new in zip(target.parameters(), stranger.parameters(), strict=True):
-        weight.data = new.data  # moves it
+        weight.data = new.data  # moves the weight
     ids, stats = decode(target, inputs, assistant_model=draft)
     assert_equal_ids(stranger.generate(**inputs, max_new_tokens=24), ids)
     assert (stats.graphed, backend.num_captures) == (["target", "draft"], 3)
     target, draft = new_pair("llama", 0.1)
     target.model.register_forward_pre_hook(reads_host)
-    for _ in range(2):  # it is not tried again
+    for _ in range(2):  # the second call does not try again
         ids, stats = decode(target, inputs, assistant_model=draft)
         assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
         assert (stats.graphed, backend.num_captures) == (["draft"], 4)
@@ -234,7 +234,7 @@ def test_a_graph_has_workspaces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     )
     with FakeCuda():
         CudaGraphs(torch.device("cuda", 0)).capture(lambda: seen.append("run"))
-    # the first one looks for reads of the host
+    # the first run looks for reads on the host
     assert seen == ["run", "run", "dropped", "run", "dropped"]
 
 
@@ -254,7 +254,7 @@ def test_graphs_outlive_the_workspaces_that_others_drop() -> None:
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0, "seed": 1}])
 def test_graphs_on_a_device_give_the_eager_text(batch_size: int, options: dict[str, Any]) -> None:
-    """Half precision is decoded in test_half_precision_on_gpu.py."""
+    """Use float32; half precision is tested in test_half_precision_on_gpu.py."""
     target = hf_speculate.enable(make_model("llama", dtype=torch.float32).cuda())
     options = {**options, "assistant_model": noisy_copy(target, 0.1), "max_new_tokens": 40}
     for seed in (4, 5, 4):

@@ -1,4 +1,4 @@
-"""`speculation_graphs="auto"`: a trial on the model at hand decides whether its graphs run."""
+"""Test `speculation_graphs="auto"`: a trial on the current model decides whether graphs run."""
 
 import logging
 from typing import Any
@@ -17,7 +17,8 @@ from tests.support.gpu_rounds import on_gpu
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.support.tiny import make_model, ragged_prompts
 
-CONSTANT = {"num_assistant_tokens_schedule": "constant"}  # or times decide on lengths
+# otherwise, measured times would decide on lengths
+CONSTANT = {"num_assistant_tokens_schedule": "constant"}
 FAULT = "CUDA error: an illegal memory access was encountered"
 
 
@@ -37,7 +38,7 @@ def decode(
 def hookless_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     target, draft = new_pair("llama", 0.1)
     for module in (*target.modules(), *draft.modules()):
-        module._forward_pre_hooks.clear()  # those of the tests
+        module._forward_pre_hooks.clear()  # the hooks installed by tests
     return target, draft
 
 
@@ -48,15 +49,15 @@ def test_a_trial_ends_and_later_calls_replay_alone(
     inputs, num_forwards = ragged_prompts(2), []
     layer = target.model.layers[0].mlp
     forward, counted = layer.forward, []
-    # a hook would show
+    # a hook would be noticed
     monkeypatch.setattr(layer, "forward", lambda *args: counted.append(1) or forward(*args))
-    decode(target, inputs, assistant_model=draft, max_new_tokens=1)  # looks at the model first
+    decode(target, inputs, assistant_model=draft, max_new_tokens=1)  # inspects the model first
     for _ in range(2):
         counted.clear()
         stats = decode(target, inputs, assistant_model=draft, **CONSTANT, eos_token_id=None)[1]
         assert stats.graphed == ["target", "draft"]
         num_forwards.append(len(counted))
-    # prompt, capture, comparison and what is timed; then the prompt alone
+    # first prompt, capture, comparison and timing; then only the prompt
     assert num_forwards == [1 + 1 + 1 + 3, 1]
 
 
@@ -64,9 +65,9 @@ def test_a_trial_ends_and_later_calls_replay_alone(
 @pytest.mark.parametrize(
     ("state", "reason", "num_captures"),
     [
-        # remembered
+        # the verdict is remembered
         ({"is_wrong": True}, "cannot be captured: a replay differs from the eager forward", 2),
-        # the graphs stay
+        # the graphs are kept
         ({"replay_s": 2.0}, "whose graphs are not faster: ", 2),
         ({"has_memory": False}, "for whose graphs too little of the device's memory is free", 0),
     ],
@@ -91,7 +92,7 @@ def test_graphs_that_are_wrong_or_slow_on_this_model_are_left(
             assert [reason in fallback for fallback in stats.fallbacks] == [True, True]
             assert backend.num_captures == num_captures
     messages = [record.message for record in caplog.records]
-    # one of each model, once where they are alike
+    # one message per model, or one in total if they are the same
     assert 1 <= len(messages) == len(set(messages)) <= 2
     RecordedGraphs.is_wrong = False
     # compares and times nothing
@@ -100,7 +101,7 @@ def test_graphs_that_are_wrong_or_slow_on_this_model_are_left(
 
 
 @pytest.mark.fallback("no graphs")
-def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
+def test_graphs_run_by_default_where_they_equal_eager_forwards(
     backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = hookless_pair()
@@ -125,7 +126,7 @@ def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
 
 
 @pytest.mark.fallback("no graphs")
-# a config without heads, one whose layers have several sizes
+# a config without heads, and one whose layers have several sizes
 @pytest.mark.parametrize("family", ["mamba", "gemma4"])
 def test_without_a_setting_every_config_decodes(backend: Any, family: str) -> None:
     target = hf_speculate.enable(make_model(family))
@@ -155,7 +156,7 @@ def test_a_failed_replay_is_followed_by_eager_forwards(
 ) -> None:
     target, draft = hookless_pair()
     inputs = ragged_prompts(2)
-    decode(target, inputs, assistant_model=draft)  # what fails later was right before
+    decode(target, inputs, assistant_model=draft)  # the graphs were correct before they fail
     with monkeypatch.context() as patch:
         patch.setattr("tests.support.recorded_graphs.replay", raising(error))
         ids, stats = decode(target, inputs, assistant_model=draft)

@@ -1,4 +1,7 @@
-"""Models whose layers run kernels of the Hub or of Liger decode from graphs; stand-ins replace the kernels."""
+"""Test that models with layers replaced by kernels from the Hub or from Liger decode from graphs.
+
+Stand-ins replace the kernels.
+"""
 
 from types import MethodType
 from typing import Any
@@ -13,11 +16,11 @@ import hf_speculate
 from tests.cases import assert_equal_ids, new_pair
 from tests.support.tiny import ragged_prompts
 
-CALLS: list[int] = []  # of the replaced layers; a replay calls none
+CALLS: list[int] = []  # calls of the replaced layers; a replay makes none
 
 
 class NormKernel(nn.Module):
-    """What a repository of kernels holds for a layer: a stateless class."""
+    """Stateless class, as a kernel repository provides for a layer."""
 
     weight: Tensor
     variance_epsilon: float
@@ -29,7 +32,7 @@ class NormKernel(nn.Module):
 
 
 class Repository:
-    """As `kernels.LayerRepository`, but loads nothing."""
+    """Repository like `kernels.LayerRepository` that loads nothing."""
 
     def load(self) -> type[nn.Module]:
         return NormKernel
@@ -59,7 +62,7 @@ def lce_forward(
     skip_logits: bool | None = None,
     **options: Any,
 ) -> CausalLMOutputWithPast:
-    """Take the arguments of the forward that Liger gives causal models."""
+    """Take the arguments of the forward that Liger gives to causal models."""
     outputs = self.model(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -77,7 +80,7 @@ lce_forward.__module__ = "liger_kernel.transformers.model.llama"
 
 
 def apply_liger(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace forwards of instances, as Liger's `apply_liger_kernel_to_llama(model=model)`."""
+    """Replace forwards of instances, like Liger's `apply_liger_kernel_to_llama(model=model)`."""
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm):
             module.forward = MethodType(norm_forward, module)

@@ -1,4 +1,4 @@
-"""Test `verifier_backend="auto"`: it compares Triton kernels with their references."""
+"""Test that `verifier_backend="auto"` compares the Triton kernels with their references."""
 
 import importlib
 import logging
@@ -21,7 +21,7 @@ SAMPLED = {"do_sample": True, "top_k": 1, "seed": 1}
 
 @pytest.fixture(autouse=True)
 def first_use() -> Iterator[None]:
-    """Forget all comparisons, before and after the test."""
+    """Forget all comparisons before and after the test."""
     caches = kernel_trial._problem, kernel_trial._warn_once
     for cached in caches:
         cached.cache_clear()
@@ -31,9 +31,9 @@ def first_use() -> Iterator[None]:
 
 
 def decoded(num_calls: int, **options: Any) -> tuple[set[str], Any]:
-    """Return launches of calls on the simulated device and the last statistics.
+    """Return the launches of calls on the simulated device, and the statistics of the last call.
 
-    The texts equal plain decoding.
+    The texts must equal plain decoding.
     """
     target, draft = new_pair("llama", 0.1)
     inputs, launches = ragged_prompts(1), set[str]()

@@ -1,4 +1,4 @@
-"""Test our kernel of attention for few queries: calls on a GPU use it after a successful trial."""
+"""Test the attention kernel for few queries, which a GPU uses after a successful trial."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +29,7 @@ class AllUsed(dict[Build, str]):
 
 
 class Clock:
-    """Clock with given seconds of calls."""
+    """Clock for calls that take given times."""
 
     now = 0.0
 
@@ -69,12 +69,12 @@ def test_verification_through_the_kernel_gives_plain_ids(
         launches[f"triton {name}_kernel"] for name in ("key_spans", "attend", "merge")
     )
     assert num_attend == num_merge == target.config.num_hidden_layers * num_spans
-    # Neither the prompt nor a single token at the end needs a mask of ours.
+    # Neither the prompt nor a single token at the end needs a mask from the library.
     assert num_spans == launches["embedding"] - 2
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """Return arguments of `serves`, with some changes."""
+    """Return arguments for `serves`, with some changes."""
     query, key = (
         torch.zeros(1, 4, 6, 16, dtype=torch.bfloat16),
         torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16),

@@ -13,7 +13,7 @@ def test_rows_of_every_kind_are_cut_as_in_transformers(top_p: float) -> None:
     scores = torch.randn(7, 3000, generator=torch.Generator().manual_seed(1))
     scores[1] = -torch.inf
     scores[2, 5], scores[3, 5] = torch.nan, torch.inf
-    scores[4, 5] = 60.0  # outweighs all
+    scores[4, 5] = 60.0  # outweighs all other tokens
     scores[5] = 0.0
     processor = TopPLogitsWarper(top_p, filter_value=-7.0)
     assert_same_bits(apply_cutoff(processor, scores), processor(None, scores))

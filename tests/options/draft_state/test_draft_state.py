@@ -1,4 +1,4 @@
-"""Test `DraftState`: the draft model reads no token twice over calls, and nothing else changes."""
+"""Test that `DraftState` saves reading a token twice across calls, and changes nothing else."""
 
 import copy
 
@@ -18,7 +18,7 @@ from tests.support.tiny import PAD_TOKEN_ID, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
 K = 3
-SAID = [[41, 42, 43], [44], [45, 46]]  # tokens after each row's answer, by turn
+SAID = [[41, 42, 43], [44], [45, 46]]  # tokens added after an answer, by row or turn
 
 
 def padded(rows):
@@ -30,7 +30,7 @@ def padded(rows):
 
 
 def answers(output, inputs, end=None):
-    """Return each row's prompt and answer without fillers behind its end."""
+    """Return each row's prompt and answer, without padding after its end."""
     texts, prompt_len = [], inputs["input_ids"].shape[1]
     for row, mask in zip(output.tolist(), inputs["attention_mask"], strict=True):
         new = row[prompt_len:]
@@ -42,7 +42,7 @@ def answers(output, inputs, end=None):
 
 
 def say(target, draft, inputs, state=None, **options):
-    """Run one turn; return ids, statistics and the widths of the draft's input."""
+    """Run one turn; return ids, statistics and the widths of the draft's inputs."""
     stats = SpeculationStats()
     draft_options = {
         "assistant_model": draft,
@@ -59,7 +59,7 @@ def say(target, draft, inputs, state=None, **options):
 
 
 def assert_holds_what_its_texts_give(state, draft):
-    """Assert the states of a draft that has read each row's text alone."""
+    """Assert that the states equal those of a draft that has read only the text of each row."""
     for row, text in enumerate(state._saved.token_ids):
         cache = DynamicCache()
         if text:
@@ -73,10 +73,10 @@ def assert_holds_what_its_texts_give(state, draft):
 
 
 def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **options):
-    """Compare texts, drafts and the draft's input over some turns, with the state and without."""
+    """Compare texts, drafts and draft inputs over several turns with and without the state."""
     state, inputs = DraftState(), ragged_prompts(batch_size, seed=1, min_len=4, max_len=9)
     for turn in range(3):
-        if end_after is not None:  # of the first row, so rows end at different times
+        if end_after is not None:  # an id from the first row, so rows end at different times
             options["eos_token_id"] = int(
                 target.generate(**inputs, max_new_tokens=NUM_NEW)[0, end_after - NUM_NEW]
             )
@@ -90,7 +90,7 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         )
         assert_holds_what_its_texts_give(state, draft)
         assert expected_widths[0] == prompt_len + 1
-        # Ended rows stay in the batch with a draft state.
+        # With a draft state, ended rows stay in the batch.
         assert widths[1:] == expected_widths[1:] or batch_size > 1
         assert widths[0] == prompt_len + 1 - num_saved or (
             batch_size > 1 and turn and widths[0] < prompt_len
@@ -122,7 +122,7 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
     ],
 )
 def test_later_turns_read_new_tokens_only(family, batch_size, end_after, options):
-    """Let rows end early: they are kept up to their last read token."""
+    """Let rows end early, which keeps them up to the last token that was read."""
     assert_turns_are_the_same(*pair(family), batch_size, end_after=end_after, **options)
 
 

@@ -10,20 +10,20 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from tests.support.tiny import INITIALIZER_RANGE, PAD_TOKEN_ID, make_config, make_model
 from tests.support.tiny_configs import fill
 
-GLOBAL_HEAD_DIM = 16  # of layers with full attention; others have 8
+GLOBAL_HEAD_DIM = 16  # for layers with full attention; the others have 8
 NUM_CENTROIDS, NUM_BEST = 8, 3
 LAYER_SCALAR = 0.7
 
 
 def make_target(num_shared: int = 2, **fields: Any) -> PreTrainedModel:
-    """Make a Gemma 4 of four layers; the last `num_shared` read the states of earlier ones."""
+    """Make a Gemma 4 with four layers; the last `num_shared` read the states of earlier ones."""
     return make_model(
         "gemma4", num_kv_shared_layers=num_shared, global_head_dim=GLOBAL_HEAD_DIM, **fields
     )
 
 
 def make_unified_target() -> PreTrainedModel:
-    """Make a target of the 12B model's family."""
+    """Make a target of the same family as the 12B model."""
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     return _built(
         fill(transformers.Gemma4UnifiedTextConfig, global_head_dim=GLOBAL_HEAD_DIM, **layers),
@@ -32,7 +32,7 @@ def make_unified_target() -> PreTrainedModel:
 
 
 def make_reader() -> PreTrainedModel:
-    """Make a target of the published checkpoints' class, without its picture encoder."""
+    """Make a target of the class of the published checkpoints, without its image encoder."""
     text = make_config("gemma4", num_kv_shared_layers=2, global_head_dim=GLOBAL_HEAD_DIM)
     return _built(
         transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None), seed=0
@@ -47,9 +47,9 @@ def make_assistant(
     scale: float = 1.0,
     **fields: Any,
 ) -> PreTrainedModel:
-    """Make a random assistant of three layers for a target; `fields` are those of its layers.
+    """Make a random three-layer assistant for a target; `fields` are the fields of its layers.
 
-    `scale` multiplies its logits: 0 proposes all tokens alike.
+    `scale` multiplies its logits: at 0, all tokens are equally likely to be proposed.
     """
     text = target.config.get_text_config()
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -101,5 +101,5 @@ def _built(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def num_scored(vocab_size: int) -> int:
-    """Return the number of tokens scored by a row of ordered embeddings."""
+    """Return the number of tokens that ordered embeddings score in each row."""
     return NUM_BEST * math.ceil(vocab_size / NUM_CENTROIDS)

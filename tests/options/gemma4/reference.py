@@ -1,4 +1,4 @@
-"""Compute the drafts of one row of a Gemma 4 assistant in float64, without masks or a cache."""
+"""Compute the drafts of a Gemma 4 assistant for one row in float64, without masks or a cache."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tests.support.tiny import SLIDING_WINDOW
 
 THETA = {"sliding_attention": 1e4, "full_attention": 1e6}
-ROTATED = {"sliding_attention": 1.0, "full_attention": 0.25}  # share of a head that turns
+ROTATED = {"sliding_attention": 1.0, "full_attention": 0.25}  # fraction of a head that is rotated
 
 
 def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,7 +20,7 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(heads: Tensor, position: int, layer_type: str) -> Tensor:
-    """Rotate heads [N, D] at a position: dimensions i and i + D/2 pair, the first pairs turn."""
+    """Rotate heads [N, D] for a position: the first pairs of dimensions i and i + D/2 turn."""
     half = heads.shape[1] // 2
     turning = int(ROTATED[layer_type] * heads.shape[1]) // 2
     angles = torch.zeros(half, dtype=torch.float64)
@@ -37,9 +37,9 @@ def rotate(heads: Tensor, position: int, layer_type: str) -> Tensor:
 
 
 class Reference:
-    """Reference drafts from a text alone.
+    """Reference that computes drafts from the text alone.
 
-    The target has read all tokens but the newest.
+    The target has read all tokens except the newest.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], drafted: Sequence[int], num: int) -> Tensor:
-        """Return logits [K, V] of the first `num` drafts, the later ones after `drafted`."""
+        """Return logits [K, V] for the first `num` drafts, which follow the tokens in `drafted`."""
         assistant, table = self.assistant, self.target.get_input_embeddings().weight
         read, newest = list(text[:-1]), text[-1]
         output = self.target(
@@ -110,7 +110,7 @@ class Reference:
         ) * layer.layer_scalar
 
     def scores(self, normed: Tensor) -> Tensor:
-        """Return the scores [V] of a state [H]."""
+        """Return the scores [V] for a state [H]."""
         head, embedder = self.assistant.lm_head.weight, self.assistant.masked_embedding
         if embedder is None:
             cap = self.config.final_logit_softcapping or math.inf

@@ -1,4 +1,4 @@
-"""Compare every draft of Gemma 4 assistants in whole calls with the formula for its row alone."""
+"""Compare every draft of Gemma 4 assistants in whole calls with the formula applied to one row."""
 
 from typing import NamedTuple
 
@@ -23,22 +23,22 @@ from tests.options.gemma4.models import (
 from tests.options.gemma4.reference import Reference
 from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 
-TOLERANCE = 1e-5  # transformers takes norms in float32
-STALE = 1e4  # content of columns without a token of the row; masks hide finite numbers only
+TOLERANCE = 1e-5  # transformers computes norms in float32
+STALE = 1e4  # value in columns without a token of the row; masks hide finite values only
 CAP = {"final_logit_softcapping": 1.0}
-DRAFT_LENS = (3, 0, 0, 5, 1, 0, 2)  # the first right after the prompt
+DRAFT_LENS = (3, 0, 0, 5, 1, 0, 2)  # the first draft comes right after the prompt
 ENDS = {"eos_token_id": [3, 9, 17, 30, 44]}
 
 
 class Record(NamedTuple):
-    texts: list[list[int]]  # of the rows, the newest token included
+    texts: list[list[int]]  # one per row, including the newest token
     draft: DraftOut
 
 
 class Recording(Gemma4Drafter):
-    """Drafter that keeps every draft with the rows' texts.
+    """Drafter that records every draft and the texts of the rows.
 
-    It first fills the columns of the target's cache that no row may read.
+    It first overwrites the columns of the target's cache that no row may read.
     """
 
     def __init__(self, assistant, setup, records):
@@ -77,7 +77,7 @@ def states_of(layer):
 
 
 def fill_stale(cache):
-    """Fill the columns before each row's first token and behind its last one."""
+    """Overwrite the columns before each row's first token and after its last token."""
     end = cache.num_columns
     for layer in cache.cache.layers:
         for states in states_of(layer):
@@ -105,15 +105,15 @@ def recorded(assistant, target, inputs, position=-1, **options):
 
 
 def window_of(stats):
-    """Return the number of tokens visible to window layers.
+    """Return the number of tokens that layers with a window can see.
 
-    A dynamic cache keeps no more than the target needs for its next token.
+    A dynamic cache keeps no more tokens than the target needs for its next token.
     """
     return SLIDING_WINDOW - (stats.cache == "dynamic")
 
 
 def assert_drafts_are_the_references(reference, records, ends=()):
-    """Compare the drafts of rows that have not ended."""
+    """Compare drafts with the reference in rows that have not ended."""
     for record in records:
         num = record.draft.token_ids.shape[1]
         for row, (text, ids) in enumerate(
@@ -127,8 +127,8 @@ def assert_drafts_are_the_references(reference, records, ends=()):
             )
 
 
-# Rows, layers of the target with shared states, ordered embeddings, the cache, position, and
-# options.
+# Number of rows, number of target layers with shared states, ordered embeddings, cache, position,
+# and options.
 CALLS = {
     "one row": (1, 2, False, "preallocated", -1, {}),
     "rows that leave": (4, 0, False, "preallocated", -1, ENDS),
@@ -150,7 +150,7 @@ def test_drafts_equal_the_reference(name, scripted):
         target, is_ordered=is_ordered, scale=0.3, **({} if is_ordered else CAP)
     )
     inputs = ragged_prompts(batch_size, seed=2, max_len=2 * SLIDING_WINDOW)
-    if CACHE_NAME in options:  # it outlives the call, so ended rows stay
+    if CACHE_NAME in options:  # this cache outlives the call, so ended rows stay
         options = {**options, CACHE_NAME: DynamicCache(config=target.config)}
     records, stats = recorded(
         assistant, target, inputs, position, speculation_cache=cache, **options

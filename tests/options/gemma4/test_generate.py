@@ -1,4 +1,4 @@
-"""Test Gemma 4 assistants in `generate()`: texts of the target, and refused mismatches."""
+"""Test Gemma 4 assistants in `generate()`: texts equal the target's, and mismatches are refused."""
 
 import re
 import warnings
@@ -21,7 +21,7 @@ from tests.options.refill.test_continuous import alone, decoded
 from tests.support.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
-# Of 512 texts. The prompt's forward gives the first token, a round the others.
+# Over 512 texts. The prompt's forward gives the first token, and a round gives the others.
 NUM_DRAWS, NUM_DRAWN = 8_000, 3
 SMALL = {
     "vocab_size": 8,
@@ -65,7 +65,7 @@ def test_greedy_text_equals_plain_with_lossless_verifiers(
 
 
 class Sealed(nn.Module):
-    """Linear layer with a weight readable by the module only, as in packing libraries."""
+    """Linear layer whose weight only the module can read, as in packing libraries."""
 
     def __init__(self, linear):
         super().__init__()
@@ -93,7 +93,7 @@ def test_packed_head_drafts_the_same_tokens(is_ordered):
 @pytest.mark.parametrize(("is_ordered", "verifier"), [(False, "rejection"), (True, "block")])
 def test_joint_distribution_is_that_of_the_target(is_ordered, verifier):
     target = hf_speculate.enable(make_target(dtype=torch.float32, **SMALL))
-    target.get_output_embeddings().weight.mul_(0.3)  # flat enough for every token
+    target.get_output_embeddings().weight.mul_(0.3)  # flat enough that every token occurs
     assistant, stats = (
         make_assistant(target, is_ordered=is_ordered, scale=0.5),
         hf_speculate.SpeculationStats(),
@@ -106,9 +106,9 @@ def test_joint_distribution_is_that_of_the_target(is_ordered, verifier):
 
 @pytest.mark.fallback("past the context of")
 def test_joining_rows_get_the_texts_of_rows_alone():
-    """Join rows while others stay, although their length has ended their drafts.
+    """Add rows while others stay, although the latter are too long for further drafts.
 
-    The assistant then serves some of the rows.
+    The assistant then serves only some of the rows.
     """
     target = make_target()
     assistant = make_assistant(target, scale=0.3, max_position_embeddings=20)
@@ -166,7 +166,7 @@ def test_low_first_token_acceptance_warns_once():
 
 
 def changed(make, **fields):
-    """Return a target and an assistant made for another one."""
+    """Return a target, and an assistant made for a different one."""
     return make_target(**fields), make(make_target())
 
 

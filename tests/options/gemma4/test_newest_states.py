@@ -7,7 +7,7 @@ from hf_speculate.types import Scored
 
 
 def states_of(*rows):
-    """Return states as a forward with so many columns does; row r has 10 r plus the column."""
+    """Return states as from a forward with this many columns; row r has 10 r plus the column."""
     hidden = torch.tensor(rows, dtype=torch.float64)[..., None]  # [B, Q, 1]
     return Scored(hidden, (hidden,))
 
@@ -23,7 +23,7 @@ def test_plain_rounds_keep_the_newest_state_and_a_count():
         states.add(states_of([3, 4, 5], [13, 14, 15]), counts)
     assert states.counts == [5, 3]
     sizes = [value.shape[1] for value in vars(states).values() if isinstance(value, torch.Tensor)]
-    assert sizes == [1]  # Nothing grows with the rounds.
+    assert sizes == [1]  # The size does not grow with the rounds.
     assert states.take(torch.device("cpu"))[..., 0].tolist() == [[3.0], [13.0]]
     assert states.counts == [0, 0]
 

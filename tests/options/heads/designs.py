@@ -1,4 +1,4 @@
-"""Define draft heads of tiny random weights, and write the folders of trainers."""
+"""Define draft heads with tiny random weights, and write folders in the trainers' formats."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -69,14 +69,14 @@ MTP = Design(kind="mtp", has_head_norms=True, draft_ids=None, aux_layers=(NUM_TA
 
 
 def make_weights(design: Design, seed: int = 0) -> dict[str, Tensor]:
-    """Make weights in float32 under the names of the speculators format."""
+    """Make float32 weights with the names of the speculators format."""
     generator, weights = torch.Generator().manual_seed(seed), {}
     for name, shape in _shapes(design).items():
         weights[name] = torch.randn(*shape, generator=generator) * WEIGHT_SCALE
         if "norm" in name:
             weights[name] += 1
         if name.startswith(("lm_head", "markov_head.markov_w")):
-            weights[name] *= 4  # apart, so the argmax is certain
+            weights[name] *= 4  # spread out, so the argmax is certain
     if design.draft_ids is not None:
         ids = torch.tensor(design.draft_ids)
         weights["d2t"] = ids - torch.arange(len(ids))
@@ -180,7 +180,7 @@ def _markov_shapes(design: Design, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def layer_fields(design: Design) -> dict[str, Any]:
-    """Return the layer part of a config."""
+    """Return the part of a config that describes the layers."""
     fields = {
         "model_type": "qwen3" if design.has_head_norms else "llama",
         "hidden_size": design.hidden_size,
@@ -250,7 +250,7 @@ def write_z_lab(
     saving: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Path:
-    """Write a DFlash head as z-lab saves it; its ids name layers by their outputs."""
+    """Write a DFlash head as z-lab saves it, where ids name layers by their outputs."""
     architecture = "DFlash2DraftModel" if design.kind == "dflash2" else "DFlashDraftModel"
     config = {
         **layer_fields(design),

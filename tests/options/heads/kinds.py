@@ -1,4 +1,4 @@
-"""Load every kind of head for a small target, for their common tests."""
+"""Load every kind of head for a small target, for tests that all kinds share."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Compute draft heads without caches in float64: every draft step reads the whole text.
+"""Compute draft heads in float64 without caches: every draft step reads the whole text.
 
-The code follows the formats' descriptions and shares nothing with the package. It takes one row at
-a time.
+The code follows the descriptions of the formats and shares nothing with the package. It processes
+one row at a time.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ EPS = 1e-5
 
 
 class Reference:
-    """Reference distributions of a head, recomputed from the whole text."""
+    """Reference that recomputes the distributions of a head from the whole text."""
 
     def __init__(self, design: Design, weights: dict[str, Tensor], table: Tensor, head: Tensor):
         self.design, self.options = design, design.options
@@ -28,13 +28,13 @@ class Reference:
             name: weight.double() for name, weight in named.items() if weight.is_floating_point()
         }
         self.table, self.head = table.double(), head.double()
-        # Replacements of token embeddings, by number of the token.
+        # Replacements for token embeddings, keyed by token number.
         self.merged: dict[int, Tensor] = {}
-        # Positions [3, T] of the tokens in time, height and width, if they have these.
+        # Positions [3, T] of the tokens in time, height and width; None for one axis.
         self.axes: Tensor | None = None
 
     def logits(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
-        """Return scores [num, Vd] of draft steps, given the tokens drafted before."""
+        """Return scores [num, Vd] for draft steps, given the previously drafted tokens."""
         match self.design.kind:
             case "eagle3":
                 return self._chain(text, self._fused(states), drafted, num, self._eagle)
@@ -99,7 +99,7 @@ class Reference:
         return self._scored(normed), normed
 
     def confidences(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
-        """Return DSpark's estimates [num] that the target keeps each drafted token."""
+        """Return DSpark's estimates [num] that the target will keep each drafted token."""
         features = self._block(text, states)[:num]
         if self.options["confidence_head_with_markov"]:
             previous = torch.tensor([text[-1], *drafted[: num - 1]])
@@ -109,7 +109,7 @@ class Reference:
         return self._linear(features, "confidence_head.proj")[:, 0].sigmoid()
 
     def _block(self, text: list[int], states: Tensor) -> Tensor:
-        """Return [b, H] after the final norm."""
+        """Return the states [b, H] after the final norm."""
         context = self._normed(self._linear(states, "fc"), "hidden_norm")
         ids = [text[-1]] + [self.options["mask_token_id"]] * (self.design.block_size - 1)
         hidden, positions = self._embedded(ids), torch.arange(len(states) + len(ids))
@@ -119,7 +119,7 @@ class Reference:
         return self._normed(hidden, "norm")
 
     def _convolved(self, hidden: Tensor, context: Tensor, positions: Tensor, index: int) -> Tensor:
-        """Apply a layer of DFlash 2 with a convolution on each side of its sublayers."""
+        """Apply a DFlash 2 layer, which has a convolution on each side of its sublayers."""
         name = f"layers.{index}"
         normed = self._normed(hidden, f"{name}.input_layernorm")
         asking = self._convolution(normed, normed, f"{name}.attention_conv", 0)
@@ -145,7 +145,7 @@ class Reference:
         return result
 
     def _selected(self, scores: Tensor, hidden: Tensor, previous: list[int]) -> Tensor:
-        """Return scores of each slot's best tokens with the previous token's bonus, or -inf."""
+        """Return the scores of each slot's best tokens plus the previous token's bonus, or -inf."""
         prefix, rank = "candidate_selector.", self.options["selector_rank"]
         before, after = (
             self.weights[f"{prefix}{name}_codebook"] for name in ("predecessor", "successor")
@@ -208,7 +208,7 @@ class Reference:
     def _finished(
         self, residual: Tensor, asking: Tensor, read: Tensor, positions: Tensor, index: int
     ) -> Tensor:
-        """Return the residual stream after attention of the last positions to all and the MLP."""
+        """Return the residual stream after the MLP and after attention from the last positions."""
         hidden = residual + self._attended(asking, read, positions, index)
         return hidden + self._fed_forward(
             self._normed(hidden, f"layers.{index}.post_attention_layernorm"), f"layers.{index}"
@@ -219,7 +219,7 @@ class Reference:
         return self._linear(silu(gate) * up, f"{name}.mlp.down_proj")
 
     def _attended(self, asking: Tensor, read: Tensor, positions: Tensor, index: int) -> Tensor:
-        """Return the output of attention of the last positions to all."""
+        """Return the attention output for the last positions, which attend to all positions."""
         design, name = self.design, f"layers.{index}"
         at = positions[len(read) - len(asking) :]
         queries, keys, values = (
@@ -270,7 +270,7 @@ class Reference:
         )
 
     def _on_axis(self, positions: Tensor, index: int) -> Tensor:
-        """Return the positions on the axis of this frequency index."""
+        """Return the positions along the axis that this frequency index belongs to."""
         if self.axes is None:
             return positions
         rope = self.design.rope["rope_scaling"]
@@ -308,7 +308,7 @@ def write_fitted(
     num_new: int,
     num_steps: int = 3,
 ) -> tuple[Path, dict[str, Tensor]]:
-    """Write a head that knows the target's greedy texts except some tokens; return both.
+    """Write a head fitted to the target's greedy texts except some tokens; return both.
 
     Its `lm_head` is the ridge regression of the target's logits along the texts.
     """

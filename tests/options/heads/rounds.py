@@ -1,4 +1,4 @@
-"""Feed drafters as the decoder does, round by round, with forced acceptance."""
+"""Run drafters as the decoder does, round by round, with forced acceptance."""
 
 import contextlib
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from tests.options.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_S
 from tests.support.tiny import make_model
 
 PAD = 0
-STALE = 1e4  # content of columns behind a row's end; masks hide finite numbers only
+STALE = 1e4  # value in columns behind a row's end; masks hide finite values only
 
 
 @cache
 def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
-    """Return a Llama of six layers. Shared between tests: do not change it."""
+    """Return a Llama with six layers. Tests share it: do not change it."""
     return make_model(
         "llama",
         dtype=dtype,
@@ -38,7 +38,7 @@ def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) 
 def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
     """Return states [T, A * Ht] of a plain forward.
 
-    They are inputs of layers, or the last layer's output before or after the final norm.
+    They are inputs of layers, or the output of the last layer before or after the final norm.
     """
     num_layers, states = target.config.num_hidden_layers, []
     with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ def random_texts(
 
 @hf_speculate.register_row_wise
 class BySum(LogitsProcessor):
-    """Processor that prefers a token by all tokens before it, padding included."""
+    """Processor that prefers one token, chosen by the sum of all previous ids and padding."""
 
     def __call__(self, input_ids, scores):
         return scores.scatter(1, (input_ids + 1).sum(1, keepdim=True) % VOCAB_SIZE, 1e3)
@@ -96,7 +96,7 @@ class Rounds:
             "stream": Stream.DRAFT,
         }
         self.drafter = head(DrafterSetup(**fields | changes))
-        self.told = [0] * len(texts)  # tokens of each row known to the drafter
+        self.told = [0] * len(texts)  # number of tokens per row that the drafter knows
         self.num_rounds = 0
 
     def draft(
@@ -105,7 +105,7 @@ class Rounds:
         strategy: SampleStrategy = SampleStrategy.GREEDY,
         seeds: Sequence[int] | None = None,
     ) -> DraftOut:
-        """Call the drafter with everything that rows have gained since the last call."""
+        """Call the drafter with everything that the rows have gained since the last call."""
         self.num_rounds += 1
         self._fill_stale_columns()
         is_first, begins = not any(self.told), [told or 1 for told in self.told]
@@ -125,7 +125,7 @@ class Rounds:
         return self.drafter.draft(DraftRequest(query, None, num, strategy, keys, kept))
 
     def accept(self, draft: DraftOut, counts: Sequence[int | None], seed: int) -> None:
-        """Keep this many drafted tokens of each row and one more that was not drafted.
+        """Keep the given number of drafted tokens per row and add one token that was not drafted.
 
         A row with None gains nothing.
         """
@@ -142,7 +142,7 @@ class Rounds:
             setattr(self, name, [getattr(self, name)[row] for row in indices])
 
     def states(self, row: int) -> Tensor:
-        """Return states [n, A * Ht] of all tokens of a row but the newest."""
+        """Return the states [n, A * Ht] of all tokens in a row except the newest."""
         return states_of(self.target, self.texts[row][:-1], self.layers)
 
     def _fill_stale_columns(self) -> None:
@@ -158,7 +158,7 @@ class Rounds:
         rows = []
         for text, begin, count in zip(self.texts, begins, counts, strict=True):
             own = states_of(self.target, text, self.layers)[begin - 1 : begin - 1 + count]
-            # Nothing may be read of it.
+            # The drafter must not read these states.
             junk = own.new_full((max(counts) - count, own.shape[1]), torch.nan)
             rows.append(self.drafter.project_states(torch.cat([own, junk])[None])[0])
         return torch.stack(rows)

@@ -1,6 +1,6 @@
-"""Compare heads with the cacheless float64 reference, in every format.
+"""Compare heads in every format with the cacheless float64 reference.
 
-PARD and checkpoint MTP have tests of their own.
+PARD and MTP layers of checkpoints have separate tests.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ from tests.options.heads.designs import (
 from tests.options.heads.reference import Reference
 from tests.options.heads.rounds import Rounds, random_texts, target_of
 
-TOLERANCE = 1e-9  # float64; sums over all pairs and over new ones round differently
+TOLERANCE = 1e-9  # float64; sums over all pairs round differently from sums over new pairs only
 K = 4
 MIXED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
 VARIANTS: dict[str, Design] = {
@@ -80,7 +80,7 @@ def reference_of(design, weights, target):
 
 
 def assert_drafts_are_the_references(rounds, reference, draft):
-    """Compare proposed distributions; they are -inf outside of the draft vocabulary."""
+    """Compare the proposed distributions, which are -inf outside of the draft vocabulary."""
     vocab_size, draft_ids = reference.design.vocab_size, reference.design.draft_ids
     for row, text in enumerate(rounds.texts):
         drafted, num = draft.token_ids[row].tolist(), draft.token_ids.shape[1]
@@ -93,7 +93,7 @@ def assert_drafts_are_the_references(rounds, reference, draft):
 
 
 def assert_drafts_are_the_best(rounds, reference, draft):
-    """Assert the reference's argmax for each token without sampling."""
+    """Assert that without sampling, each token is the argmax of the reference."""
     ids = torch.tensor(reference.design.draft_ids or range(reference.design.vocab_size))
     for row, text in enumerate(rounds.texts):
         drafted = draft.token_ids[row].tolist()
@@ -120,14 +120,15 @@ def test_drafts_equal_the_cacheless_reference(name, tmp_path):
         assert_drafts_are_the_references(rounds, reference, draft)
         rounds.accept(draft, accepted, seed=number)
         if number == 1:
-            # Plain steps; the next round reports their tokens.
+            # Plain steps, whose tokens are reported in the next round.
             rounds.texts = [[*text, 3, 7] for text in rounds.texts]
     rounds.rows([2, 0])
     draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
     assert_drafts_are_the_references(rounds, reference, draft)
 
 
-Z_LAB = {  # options of the folder, and its logits given those of the speculators format
+# options of the folder, and its logits as a function of the logits in the speculators format
+Z_LAB = {
     "z-lab": ({}, lambda logits: logits),
     "softcap": (
         {"output_multiplier": 0.5, "final_logit_softcapping": 3.0, "input_embedding_scale": 1.0},
@@ -147,7 +148,7 @@ def test_z_lab_and_speculators_formats_draft_the_same(name, tmp_path):
         given["encoder.fc.weight"], given["encoder.output_norm_enc.weight"] = (
             given.pop(old) for old in ("fc.weight", "hidden_norm.weight")
         )
-    elif name == "mask embedding":  # takes the place of another token's
+    elif name == "mask embedding":  # replaces the embedding of another token
         given["mask_embedding"] = (
             target.get_input_embeddings().weight[DFLASH.options["mask_token_id"]].float()
         )
@@ -160,14 +161,14 @@ def test_z_lab_and_speculators_formats_draft_the_same(name, tmp_path):
     plain, ours = (
         Rounds(head, target, texts).draft(16, SampleStrategy.RANDOM).token_logits for head in heads
     )
-    # a block bounds the draft
+    # a block bounds the draft length
     assert plain.shape[1] == DFLASH.block_size - 1 == heads[0].spec.max_draft_tokens
     # The table is rounded to float32.
     torch.testing.assert_close(ours, expected(plain), rtol=0, atol=1e-5)
 
 
 def as_embeddings(weights):
-    """Return codebooks under the names of embeddings."""
+    """Return the codebooks under the names of embeddings."""
     return {
         f"{name}.weight" if name.endswith("_codebook") else name: weight
         for name, weight in weights.items()
@@ -206,14 +207,14 @@ def test_dflash_2_drafts_the_same_in_every_format_and_length(name, tmp_path):
     heads = [load_drafter(folder, target) for folder in folders]
     assert {head.spec.kind for head in heads} == {"dflash2"}
     expected = Rounds(heads[0], target, texts).draft(16, SampleStrategy.RANDOM).token_logits
-    assert expected.shape[1] == DFLASH2.block_size - 1  # a block bounds the draft
-    for num in (16, 2):  # the block is always filled whole
+    assert expected.shape[1] == DFLASH2.block_size - 1  # a block bounds the draft length
+    for num in (16, 2):  # the block is always filled completely
         found = Rounds(heads[1], target, texts).draft(num, SampleStrategy.RANDOM).token_logits
         torch.testing.assert_close(found, expected[:, :num], rtol=0, atol=TOLERANCE)
 
 
 def without_effect(weights):
-    """Return weights with neutral convolutions and no bonus for the token before."""
+    """Return weights with neutral convolutions and no bonus from the previous token."""
     for name, weight in weights.items():
         if name.endswith("base_kernel"):
             weight.zero_()[:, 0] = 1
@@ -259,7 +260,7 @@ def test_row_with_all_proposals_banned_ignores_processors(design, tmp_path):
     proposed = expected.token_logits[0, 0].isfinite().nonzero()[:, 0]
     processors = BlockLogitsProcessorList([Bans(proposed)])
     draft = Rounds(head, target, texts, processors=processors).draft(K, SampleStrategy.RANDOM)
-    # These are logits as a processor returns them.
+    # The logits are float32, as a processor returns them.
     assert torch.equal(draft.token_logits[0, 0], expected.token_logits[0, 0].float())
     assert draft.token_ids[0, 0] == expected.token_ids[0, 0]
     assert draft.logsumexp.isfinite().all()
@@ -295,7 +296,8 @@ def nested(ids):
     return {name: None, "eagle_config": {name: ids}}
 
 
-# Prefix of weight names, the form of the saved weights, fields, and the layers read as a result.
+# Prefix of the weight names, options for saving the weights, config fields, and the layers that are
+# read.
 FORMATS = {
     "bin": ("", {"safe_serialization": False}, {}, EAGLE3.aux_layers),
     "sharded": ("", {"max_shard_size": 4096}, {}, EAGLE3.aux_layers),

@@ -1,4 +1,4 @@
-"""Test heads of targets that read pictures, with positions in time, height and width (M-RoPE)."""
+"""Test heads for targets that read images, with positions in time, height and width (M-RoPE)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ HEAD = replace(EAGLE3, hidden_size=32, target_hidden_size=32, vocab_size=64, aux
 
 
 def of_rope(rope: dict[str, Any] | None):
-    """Return a head with this entry in its config."""
+    """Return a head whose config has this entry."""
     return replace(
         HEAD, rope={"rope_theta": 1000.0} | ({} if rope is None else {"rope_scaling": rope})
     )
@@ -90,12 +90,12 @@ def test_positions_continue_from_the_prompt_in_every_row():
 
 @cache
 def target() -> PreTrainedModel:
-    """Return an enabled target. Shared between tests: do not change it."""
+    """Return an enabled target. Tests share it: do not change it."""
     return hf_speculate.enable(make_qwen2_vl())
 
 
 class Recorder:
-    """Drafter that records another one's drafts: (row, its known tokens, drafted tokens)."""
+    """Drafter that records the drafts of another: (row, number of known tokens, drafted tokens)."""
 
     drafts_fewer = True
 
@@ -131,7 +131,7 @@ class Recorder:
 def rows_alone(
     model: PreTrainedModel, inputs: dict[str, Tensor], outputs: Tensor
 ) -> list[dict[str, Tensor]]:
-    """Return arguments of plain forwards over each row's text and pictures, without padding."""
+    """Return arguments for plain forwards over the text and images of each row, without padding."""
     rows, begin = [], 0
     num_prompt = inputs["input_ids"].shape[1]
     for row, num in enumerate(PICTURES_OF_ROWS):
@@ -150,7 +150,7 @@ def rows_alone(
 
 
 def axes_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], num_more: int = K) -> Tensor:
-    """Return positions [3, T + num_more] of a row and of the tokens after it."""
+    """Return the positions [3, T + num_more] of a row and of the tokens after it."""
     ids = torch.nn.functional.pad(arguments["input_ids"], (0, num_more), value=5)
     if "image_grid_thw" not in arguments:
         return torch.arange(ids.shape[1]).expand(3, -1)
@@ -170,7 +170,7 @@ def states_of_row(
 def recorded(
     head: Any, inputs: dict[str, Tensor], model: PreTrainedModel | None = None, **options: Any
 ) -> tuple[list[Any], Tensor, Any]:
-    """Return a head's drafts in a call, its output, and its statistics."""
+    """Return the drafts of a head in one call, and the call's output and statistics."""
     records: list[Any] = []
     stats = hf_speculate.SpeculationStats()
     draft_options = {
@@ -190,7 +190,7 @@ def test_drafts_after_pictures_equal_the_reference(tmp_path, rope):
     weights = make_weights(design)
     head = load_drafter(write_speculators(tmp_path, design, weights), model)
     plain = model.generate(**inputs, max_new_tokens=NUM_NEW)
-    eos = int(plain[1, 4 - NUM_NEW])  # one row leaves, others go on
+    eos = int(plain[1, 4 - NUM_NEW])  # one row leaves, the others go on
     records, text, _ = recorded(head, inputs, eos_token_id=eos)
     plain = model.generate(**inputs, max_new_tokens=NUM_NEW, eos_token_id=eos)
     assert torch.equal(plain, text)

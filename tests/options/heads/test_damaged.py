@@ -1,4 +1,4 @@
-"""Test damaged folders and folders with wrong content: the error names the file."""
+"""Test that damaged folders and folders with wrong content raise errors that name the file."""
 
 import copy
 import json
@@ -65,7 +65,7 @@ def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], N
 
 
 def with_json(name: str, **fields: Any) -> Callable[[Path], None]:
-    """Change fields of a JSON file; None removes one."""
+    """Change fields of a JSON file; None removes a field."""
 
     def change(content: bytes) -> bytes:
         new = {
@@ -111,7 +111,7 @@ def one_layer_less(weights):
 
 
 EXTRA = "model.layers.1.mlp.extra.weight"
-FAULTS = {  # writer of a folder, damage, and error message
+FAULTS = {  # function that writes a folder, damage, and error message
     "cut off": (
         eagle,
         rewritten(SAFE, lambda content: content[:-9]),
@@ -246,7 +246,7 @@ def test_error_names_the_damaged_file(name, tmp_path):
     damage(tmp_path)
     with pytest.raises(ConfigError, match=message) as caught:
         load_drafter(tmp_path, target)
-    assert "; " in str(caught.value)  # the next step
+    assert "; " in str(caught.value)  # followed by the next step
 
 
 def test_checkpoint_without_its_mtp_layers_is_named(tmp_path):
@@ -306,7 +306,7 @@ def test_damaged_config_loads_or_is_named(name, tmp_path):
 
 @pytest.mark.parametrize("name", DESIGNS)
 def test_damaged_weights_load_or_are_named(name, tmp_path):
-    """Remove each weight, its rows, or its dimensions."""
+    """Remove each weight, some of its rows, or some of its dimensions."""
     weights, errors = make_weights(DESIGNS[name]), []
     folder = write(tmp_path, DESIGNS[name], weights)
     for weight_name, weight in weights.items():

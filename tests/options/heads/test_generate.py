@@ -44,8 +44,8 @@ from tests.support.tiny import make_model, make_small_model, ragged_prompts
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 NUM_NEW = 24
-NUM_DRAWS = 8_000  # of 512 texts
-NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
+NUM_DRAWS = 8_000  # over 512 texts
+NUM_DRAWN = 3  # tokens per text: the prompt's forward gives the first, and a round gives the others
 SOME_IDS = tuple(index for index in range(VOCAB_SIZE) if index % 8)
 FITTED = replace(
     EAGLE3, hidden_size=64, head_dim=16, draft_ids=SOME_IDS, aux_layers=(1, 3, NUM_TARGET_LAYERS)
@@ -54,7 +54,7 @@ FITTED = replace(
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """Write a head that knows the greedy texts of `prompts()` except some tokens; return both."""
+    """Write a head fitted to the greedy texts of `prompts()` except some tokens; return both."""
     return write_fitted(tmp_path_factory.mktemp("head"), FITTED, target_of(), prompts(), NUM_NEW)
 
 
@@ -85,7 +85,7 @@ def test_greedy_text_equals_plain_for_every_kind(kind, batch_size, tmp_path):
 def test_head_reads_a_target_with_shared_keys(design, tmp_path):
     """Share keys between the last layers.
 
-    The aux layers of EAGLE-3 and DFlash include the first and the last of them.
+    The auxiliary layers of EAGLE-3 and DFlash include the first and the last of those layers.
     """
     layers = {
         "num_hidden_layers": NUM_TARGET_LAYERS,
@@ -136,12 +136,12 @@ def test_joint_distribution_is_exact_with_a_smaller_vocabulary(design, verifier,
         "num_heads": 2,
         "num_kv_heads": 1,
     }
-    if design.kind != "dflash2":  # it proposes three of the 8 tokens
+    if design.kind != "dflash2":  # DFlash 2 proposes three of the 8 tokens
         fields["draft_ids"] = (1, 2, 3, 5, 6, 7)
     design = replace(design, **fields, aux_layers=(0, 1, 2))
     weights = make_weights(design, seed=1)
     if "lm_head.weight" in weights:
-        weights["lm_head.weight"] /= 8  # flat enough for every token
+        weights["lm_head.weight"] /= 8  # flat enough that every token occurs
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
     stats = hf_speculate.SpeculationStats()
     options |= {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier}
@@ -152,7 +152,7 @@ def test_joint_distribution_is_exact_with_a_smaller_vocabulary(design, verifier,
 
 @pytest.mark.parametrize("form", [str, Path])
 def test_head_is_loaded_by_name(form, pair, tmp_path):
-    """Load the head for the first call and keep it with the target."""
+    """Load the head in the first call and keep it with the target."""
     folder = write_speculators(tmp_path / "head", FITTED, make_weights(FITTED))
     for _ in range(2):
         assert (
@@ -186,7 +186,7 @@ def test_pipelines_accept_a_head(pair):
     ],
 )
 def test_low_first_token_acceptance_warns_once(pair, design, cause, tmp_path):
-    """Count over calls, because a schedule stops drafting early in one."""
+    """Count over several calls, because a schedule stops drafting early in a single call."""
     target, fitted = pair
     head = load_drafter(write_speculators(tmp_path, design, make_weights(design, seed=2)), target)
     options = {"max_new_tokens": 45, "num_assistant_tokens": 1}
@@ -226,14 +226,14 @@ def test_options_unsupported_with_a_head_are_refused(pair, tmp_path):
 
 
 def test_default_number_of_tokens_bounds_the_adaptive_length(pair):
-    # No estimates of other calls are left.
+    # A new head has no estimates from other calls.
     target, head = pair[0], pair[1].with_layers(pair[1].hidden_layers)
     assert head.default_draft_tokens == 4
     stats = hf_speculate.SpeculationStats()
     target.generate(
         **prompts(), assistant_model=head, max_new_tokens=NUM_NEW, speculation_stats=stats
     )
-    assert max(stats.rounds_by_draft_len) <= 4  # times of tiny models decide whether it drafts
+    assert max(stats.rounds_by_draft_len) <= 4  # timings of tiny models decide whether it drafts
     assert "drafter: eagle3 head" in stats.plan
     assert "draft length: adaptive, at most 4;" in stats.plan
 
@@ -351,7 +351,7 @@ def test_check_layers_of_a_head_is_deprecated(fitted):
 
 
 K = 3
-TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, with norms in float32
+TOLERANCE = 1e-5  # MTP and PARD run layers of transformers, which compute norms in float32
 LONG = 530  # tokens, more than a head reads in one forward
 
 
@@ -378,7 +378,7 @@ def test_text_read_in_pieces_drafts_as_text_read_at_once(loaded):
 
 
 def recording(head, drafts):
-    """Return a factory of the head's drafters that append each draft's tokens to a list."""
+    """Return a factory for drafters of the head that append every draft to a list."""
 
     def make(setup):
         drafter = head(setup)
@@ -390,7 +390,7 @@ def recording(head, drafts):
 
 
 def test_chunked_prompt_gives_the_drafts_of_a_whole_one(loaded):
-    """Decode also a prompt with its beginning in a cache, unread by the head: its text is plain."""
+    """Cache the beginning of one prompt, which the head never reads: the text must be plain."""
     head, target = loaded[0], hf_speculate.enable(copy.deepcopy(loaded[1]))
     ids = torch.tensor(random_texts([9, 9], seed=5))
     expected, drafts = target.generate(ids, max_new_tokens=12), {}
@@ -457,6 +457,6 @@ def test_pickled_head_drafts_the_same_tokens(loaded):
 
 
 def test_copy_of_a_head_is_the_head_itself(pair):
-    """Copy as `generate` copies a `GenerationConfig`, with its head, in every call."""
+    """Copy as `generate` copies, in every call, a `GenerationConfig` that contains the head."""
     _, head = pair
     assert copy.deepcopy(head) is head

@@ -1,4 +1,4 @@
-"""Test recognised and refused folders, their configs, and the fit of a head and a target."""
+"""Test recognised and refused folders, their configs, and whether head and target match."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ from tests.support.tiny import make_config
 )
 def test_folders_that_name_no_kind_are_recognised(config, names, kind):
     assert recognise(config, lambda: set(names), "deepseek_v3").kind == kind
-    assert is_head(config) or names  # by its config alone
+    assert is_head(config) or names  # only by its config
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_unsupported_head_error_lists_supported_kinds(config, names, got):
     ) as caught:
         recognise(config, lambda: names, "deepseek_v3")
     assert got in str(caught.value)
-    # It is not taken for a draft model.
+    # The folder is not mistaken for a draft model.
     assert is_head(config) or config.get("model_type") in ("llama", "deepseek_v3")
 
 
@@ -275,7 +275,7 @@ def test_dflash_2_layers_missing_in_the_config_may_be_passed(tmp_path):
 
 
 IDS = torch.tensor(EAGLE3.draft_ids)
-OPEN = torch.tensor([0, 2, 3, 5, 7, 8, 9, 11, 12, 13, 14, 15])  # offsets of 0, 3, 5, 8 ... or ids
+OPEN = torch.tensor([0, 2, 3, 5, 7, 8, 9, 11, 12, 13, 14, 15])  # offsets of 0, 3, 5, 8, ... or ids
 
 
 def marks(ids):
@@ -286,7 +286,7 @@ def marks(ids):
     ("d2t", "t2d", "expected"),
     [
         (IDS - torch.arange(12), None, IDS),
-        (IDS, None, IDS),  # as offsets they would lead out of the vocabulary
+        (IDS, None, IDS),  # as offsets, they would exceed the vocabulary
         (IDS, marks(IDS), IDS),
         (torch.arange(12), None, torch.arange(12)),
         (torch.zeros(12, dtype=torch.int64), None, torch.arange(12)),
@@ -431,7 +431,7 @@ def test_pickled_file_cannot_run_code(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts of reads come from Linux")
 @pytest.mark.parametrize("is_old", [False, True])
 def test_single_weight_of_a_pickled_file_is_read_alone(is_old, tmp_path):
-    """Read files of torch before 1.6, which cannot be mapped."""
+    """Include files from torch before 1.6, which cannot be memory-mapped."""
     weights = {"small": torch.arange(9), "large": torch.zeros(1 << 23)}
     torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not is_old)
 

@@ -1,4 +1,4 @@
-"""Test heads that read the target's picture embeddings: MTP layers, and EAGLE-3 on request."""
+"""Test heads that read the target's image embeddings: MTP layers, and EAGLE-3 on request."""
 
 import copy
 from functools import cache
@@ -34,7 +34,7 @@ NUM_NEW = 12
 
 
 def merged_of_row(arguments: dict[str, Tensor], inputs: Tensor) -> dict[int, Tensor]:
-    """Return the picture tokens' input to the target's first layer, by number of the token."""
+    """Return the inputs to the target's first layer at image tokens, keyed by token number."""
     types = arguments.get("mm_token_type_ids", torch.zeros(1, 0))[0].tolist()
     return {number: inputs[number] for number, token_type in enumerate(types) if token_type}
 
@@ -109,14 +109,14 @@ def test_heads_that_cannot_read_pictures_are_named(tmp_path):
 
 @cache
 def reader_with_mtp() -> PreTrainedModel:
-    """Return an enabled Qwen3.5 with pictures and an MTP layer. Shared between tests."""
+    """Return an enabled Qwen3.5 with images and an MTP layer. Tests share it."""
     model = make_qwen3_5_vl()
     model.config.text_config.mtp_num_hidden_layers = 1
     return hf_speculate.enable(model)
 
 
 def write_mtp(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Write random weights of the MTP layer beside the target's config, and return them."""
+    """Write random weights for the MTP layer next to the target's config, and return them."""
     generator, width = torch.Generator().manual_seed(5), model.config.text_config.hidden_size
     layer = model.get_decoder().layers[1]
     shapes = {f"layers.0.{name}": weight.shape for name, weight in layer.named_parameters()}
@@ -148,7 +148,7 @@ def mtp_reference(
     axes: Tensor,
     drafted: list[int],
 ) -> Tensor:
-    """Return [K, V] of the layer applied to its outputs, over the whole text in every step."""
+    """Return [K, V] from the layer applied to its own outputs and, in each step, the whole text."""
     config = copy.deepcopy(model.config.text_config)
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     block = type(model.get_decoder())(config).to(torch.float64).eval()

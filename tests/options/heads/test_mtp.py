@@ -1,4 +1,4 @@
-"""Compare MTP layers of a target's checkpoint with a model without a cache and with plain text."""
+"""Compare the MTP layers of a target's checkpoint with a cacheless model and with plain text."""
 
 import json
 
@@ -18,9 +18,10 @@ from tests.options.heads.rounds import Rounds, random_texts
 from tests.support.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
 
 NUM_NEW = 24
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # their checkpoints hold the layer under `mtp.`
-# The target's states round at 1e-5, depending on where its delta rule cuts a text. Swapped weights
-# differ by 1.
+# in their checkpoints, the layer has the prefix `mtp.`
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# The target's states round at 1e-5, depending on where its delta rule splits a text. Swapped
+# weights differ by 1.
 TOLERANCE = 1e-4
 
 
@@ -54,9 +55,9 @@ def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
 def make_checkpoint(
     folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64
 ):
-    """Make a target and its folder; MTP layers nearly repeat its layer, or are random with a seed.
+    """Make a target and its folder; its MTP layers are random given a seed, else nearly copies.
 
-    The folder holds the weights of the MTP layers only, because the target is in memory already.
+    The folder contains only the weights of the MTP layers, because the target is already in memory.
     """
     target = make_target(kind, num_mtp_layers, vocab_size)
     drafts = MtpModel(target, num_mtp_layers).to(torch.float64).requires_grad_(False)
@@ -81,9 +82,9 @@ def make_checkpoint(
     save_file(weights, folder / "model.safetensors")
     target.config.save_pretrained(folder)
     target.config.name_or_path = str(folder)
-    # The real ones name layers 61 and on.
+    # Real checkpoints name layers from 61 on.
     target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]
-    # `from_pretrained` leaves it so if names are those of the modules.
+    # `from_pretrained` leaves this empty if the names match the modules.
     target._weight_conversions = []
     return hf_speculate.enable(target)
 
@@ -95,7 +96,7 @@ def test_use_mtp_drafts_for_batches(tmp_path):
         {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3},
     )
     stats = assert_decodes_as_plain(target, None, inputs, **options, use_mtp=True)
-    assert min(stats.accepted_per_position) > 0  # the third token comes from the first layer again
+    assert min(stats.accepted_per_position) > 0  # the first layer also drafts the third token
     with pytest.raises(
         UnsupportedGenerationError, match="got prompt_lookup_num_tokens and use_mtp; omit one"
     ):
@@ -103,7 +104,7 @@ def test_use_mtp_drafts_for_batches(tmp_path):
 
 
 def test_quantised_mtp_layers_are_refused(tmp_path):
-    """Quantise a tensor, not the config: the config describes the target."""
+    """Quantise a tensor but not the config, because the config describes the target."""
     target = make_checkpoint(tmp_path, "deepseek_v3", 2)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = target.config.quantization_config = {"quant_method": "fp8"}
@@ -131,7 +132,7 @@ def test_target_is_unchanged_and_shares_no_module(tmp_path):
 
 
 def by_expert(name, weight):
-    """Split the weights by expert, as checkpoints of Qwen3-Next hold them."""
+    """Split the weights by expert, as in checkpoints of Qwen3-Next."""
     head, own = (
         name.rpartition(".")[0],
         ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",),
@@ -144,7 +145,7 @@ def by_expert(name, weight):
 def make_hybrid(folder, kind: str):
     """Return a target, the folder of its random layer, and the layer's weights.
 
-    The names are those of transformers' modules.
+    The names match the modules in transformers.
     """
     generator = torch.Generator().manual_seed(5)
     target = hf_speculate.enable(
@@ -185,7 +186,7 @@ def hybrid(request, tmp_path_factory):
 
 @torch.no_grad()
 def reference(target, weights, text, states, drafted):
-    """Return [K, V] of the layer applied to its outputs, over the whole text in every step."""
+    """Return [K, V] from the layer applied to its own outputs and, in each step, the whole text."""
     kind = target.config.model_type.removesuffix("_text")
     block = make_model(kind, num_hidden_layers=1, layer_types=["full_attention"]).model
     of_layer = {

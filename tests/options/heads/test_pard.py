@@ -1,4 +1,4 @@
-"""Compare PARD drafts, one forward over slots, with the model's forward without a cache."""
+"""Compare PARD drafts, computed in one forward over slots, with the model's cacheless forward."""
 
 import json
 

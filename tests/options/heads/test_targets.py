@@ -1,4 +1,4 @@
-"""Test that a head drafts for the present state of the call's target."""
+"""Test that a head drafts for the current state of the target in the call."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ from tests.support.gpu_rounds import counted, on_gpu
 from tests.support.tiny import make_model, ragged_prompts
 
 K = 3
-TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, with norms in float32
+TOLERANCE = 1e-5  # MTP and PARD run layers of transformers, which compute norms in float32
 
 
 def with_embeddings(target):
@@ -77,8 +77,8 @@ CHANGES: dict[str, Callable] = {
 }
 
 
-CHECKPOINT = "MTP, two layers of a checkpoint"  # transformers' modules run these
-# Every change is tested with a checkpoint's layers, and with other kinds of heads in turn.
+CHECKPOINT = "MTP, two layers of a checkpoint"  # these run as modules of transformers
+# Every change is tested with the layers of a checkpoint and, in turn, with other kinds of heads.
 OTHERS = [name for name in KINDS if name != CHECKPOINT]
 PAIRS = [(CHECKPOINT, change) for change in CHANGES]
 PAIRS += [(name, change) for change, name in zip(CHANGES, OTHERS * 2, strict=False)]
@@ -87,7 +87,7 @@ PAIRS += [(name, "embeddings") for name in OTHERS[1:]]
 
 @pytest.fixture(scope="module")
 def load_kind(tmp_path_factory):
-    """Return a maker of heads by kind, with their target and a function to load them again."""
+    """Return a function that makes a head by kind, its target, and a function to reload it."""
 
     @functools.cache
     def load(name):
@@ -119,7 +119,7 @@ def test_drafts_equal_a_head_loaded_for_the_changed_target(kind, change, load_ki
     )
     expected = draft_of(Rounds(load(target), target, texts))
     assert_same(draft_of(ours), draft_of(theirs))
-    # A call of another target in between changes nothing.
+    # A call with another target in between changes nothing.
     assert_same(draft_of(others), expected)
 
 
@@ -174,7 +174,7 @@ SIZED = {
 @pytest.mark.parametrize("size", [VOCAB_SIZE + 8, VOCAB_SIZE - 4])
 @pytest.mark.parametrize("name", SIZED)
 def test_ids_missing_on_one_side_are_not_drafted(name, size, strategy, tmp_path):
-    """Feed a head its last id for ids that it lacks; it proposes no id that the target lacks."""
+    """Feed a head its last id for ids that it lacks; no id that the target lacks is proposed."""
     design, target = SIZED[name], copy.deepcopy(target_of())
     target.resize_token_embeddings(size)
     weights = make_weights(design)
@@ -243,7 +243,7 @@ def test_target_of_another_shape_is_refused(tmp_path):
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("is_wrapped", [True, False])
 def test_embeddings_follow_the_scale_of_the_family(is_wrapped, is_scaled):
-    """Use Gemma's scaled table, also with an adapter."""
+    """Use Gemma's scaled embeddings, including ones with an adapter."""
     target = copy.deepcopy(make_model("gemma3"))
     config = LoraConfig(
         target_modules=["embed_tokens"] if is_wrapped else ["q_proj"], init_lora_weights=False
@@ -259,7 +259,7 @@ def test_embeddings_follow_the_scale_of_the_family(is_wrapped, is_scaled):
 
 
 class Packed(nn.Module):
-    """Linear layer or table in 8 bits that computes in float64."""
+    """Linear layer or embedding table stored in 8 bits that computes in float64."""
 
     def __init__(self, module, stored=torch.uint8, has_weight=True):
         super().__init__()
@@ -280,7 +280,7 @@ class Packed(nn.Module):
 
 
 def with_plain_weights(target):
-    """Return the target with unpacked tables."""
+    """Return the target with unpacked embedding tables."""
     copied = copy.deepcopy(target_of())
     for name in ("input", "output"):
         table = getattr(copied, f"get_{name}_embeddings")()
@@ -336,7 +336,7 @@ def test_bitsandbytes_lm_head_is_shared(layer, tmp_path):
     ours = draft_of(Rounds(load_drafter(folder, packed), packed, random_texts([9], seed=2)))
     plain = draft_of(Rounds(load_drafter(folder, target), target, random_texts([9], seed=2)))
     gaps = [(logits - plain).norm() / plain.norm() for logits in (ours, ours.roll(1, -1))]
-    assert gaps[0] < 0.2 < gaps[1]  # rounded weights differ, wrong states do not
+    assert gaps[0] < 0.2 < gaps[1]  # rounded weights stay below the threshold, wrong states do not
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])

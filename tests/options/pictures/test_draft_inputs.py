@@ -1,4 +1,4 @@
-"""Test draft models that read the pictures of the prompt themselves, in batches."""
+"""Test draft models that read the images in the prompt themselves, in batches."""
 
 from functools import cache
 
@@ -33,18 +33,18 @@ NUM_NEW = 16
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
-    """Return an enabled target. Shared between tests: do not change it."""
+    """Return an enabled target. Tests share it: do not change it."""
     return hf_speculate.enable(MAKERS[family]())
 
 
 @cache
 def same_weights(family: str) -> PreTrainedModel:
-    """Return a drafting copy of the target. Shared between tests: do not change it."""
+    """Return a copy of the target for drafting. Tests share it: do not change it."""
     return noisy_copy(target_of(family), ACCEPTED_ALL)
 
 
 def prompts(family: str) -> dict[str, Tensor]:
-    """Return rows with no, one and two pictures."""
+    """Return rows with zero, one and two images."""
     return mixed_prompts(target_of(family))
 
 
@@ -53,7 +53,7 @@ def encoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def eos_of_row(family: str, inputs: dict[str, Tensor], row: int, num_tokens: int) -> int:
-    """Return a token that ends a row after at most this many tokens."""
+    """Return a token that ends a row after at most `num_tokens` tokens."""
     text = target_of(family).generate(**inputs, max_new_tokens=NUM_NEW)
     return int(text[row, num_tokens - 1 - NUM_NEW])
 
@@ -69,7 +69,7 @@ def test_drafts_of_the_target_itself_are_all_accepted(family, cache_kind):
         "num_assistant_tokens": 3,
         "speculation_cache": cache_kind,
     }
-    options["eos_token_id"] = eos_of_row(family, inputs, 1, 6)  # one row leaves, others go on
+    options["eos_token_id"] = eos_of_row(family, inputs, 1, 6)  # one row leaves, the others go on
     stats = assert_decodes_as_plain(target, draft, inputs, **options)
     handle.remove()
     assert len(read) == 1
@@ -136,7 +136,7 @@ def test_positions_come_from_the_call_and_draft_is_unchanged(family):
 def test_picture_draft_works_with_other_sources_and_schedules(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft = noisy_copy(target, DRAFT_NOISE)
-    # A draft state with the first call's prompt would hold other pictures.
+    # With a draft state, the prompt of the first call would contain other images.
     for _ in range(2):
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
         assert "text and pixel_values" in stats.plan
@@ -191,7 +191,7 @@ def test_padded_vocabulary_keeps_the_picture_ids():
 
 
 def with_other_patches() -> PreTrainedModel:
-    """Make a LLaVA with sixteen tokens per picture."""
+    """Make a LLaVA with sixteen tokens per image."""
     fields = {
         **CLIP_AND_LLAMA,
         "vision_config": {**CLIP_AND_LLAMA["vision_config"], "patch_size": 2},
@@ -205,7 +205,7 @@ def with_another_id() -> PreTrainedModel:
     return draft
 
 
-# Older versions encode pictures in the forward of the prompt.
+# Older versions encode images in the forward of the prompt.
 ENCODES_FIRST = "mm_encoder_outputs" in READINGS
 
 
@@ -260,7 +260,7 @@ def test_draft_does_not_read_states_of_the_target_encoder():
 def test_encoders_with_states_by_layer_are_read():
     """Use Granite 4 Vision, which adds encoder states of two layers to two text layers.
 
-    It pools none of them.
+    It pools none of the states.
     """
     vision = {
         "model_type": "siglip_vision_model",

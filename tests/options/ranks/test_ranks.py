@@ -1,4 +1,4 @@
-"""Test ranks of one call: equal forwards with `synced_gpus`, equal choices with a split target."""
+"""Test ranks in one call: same forwards with `synced_gpus`, same choices with a split target."""
 
 import datetime
 import functools
@@ -40,7 +40,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts, with_cont
 
 NUM_RANKS = 2
 NUM_NEW = 16
-TIMEOUT_S = 60  # a rank waiting this long waits for a forward that never comes
+TIMEOUT_S = 60  # a rank that waits this long waits for a forward that will never come
 K = {"num_assistant_tokens": 3}
 SAMPLED = {"do_sample": True, "seed": 3}
 
@@ -68,7 +68,7 @@ def of_all_ranks(value):
 
 
 class FailsInBatches(LlamaForCausalLM):
-    """Llama that gives other logits for several tokens of several rows."""
+    """Llama with different logits for several tokens of several rows."""
 
     def forward(self, input_ids, past_key_values=None, **kwargs):
         output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
@@ -79,8 +79,8 @@ class FailsInBatches(LlamaForCausalLM):
 
 NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
 COUPLED = {**SAMPLED, "verifier": "coupled"}
-# Arguments of a call beside its prompt. "noise" is that of the draft. "ends" names the tokens of
-# rank 1 that end its rows.
+# Arguments of a call besides its prompt. "noise" is the noise in the draft. "ends" gives the token
+# positions at which the rows of rank 1 end.
 CALLS = {
     "window": {
         "family": "mistral_window",
@@ -115,7 +115,7 @@ CALLS = {
     "full table": {**K, "family": "gpt_neo", "most": 8},
     "drafts of NaN": {**K, "ends": (3, 3)},
     "sampled drafts of NaN": {**K, **SAMPLED, "verifier": "rejection", "ends": (3, 3)},
-    "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # a row of rank 1 outgrows it
+    "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # a row of rank 1 grows past it
     "context by columns": {**K, "family": "gpt_neo", "noise": ACCEPTED_ALL, "context": 24},
 }
 OF_NAN = ("drafts of NaN", "sampled drafts of NaN")
@@ -133,7 +133,7 @@ REFUSED = {
 
 @contextmanager
 def gathering(*models):
-    """Let forwards wait for the same forward of all ranks, as with sharded weights; count them."""
+    """Make forwards wait for the same forward in all ranks, as with sharded weights; count them."""
     num_forwards = [0] * len(models)
 
     def wait_for(code):
@@ -159,7 +159,7 @@ def prompts_of(rank):
 
 
 def run_call(rank, name):
-    """Compare text and cache with a call alone, and the forwards with those of the other rank."""
+    """Compare text and cache with a separate call, and the forwards with those of another rank."""
     draft_options = {
         "family": "llama",
         "noise": DRAFT_NOISE,
@@ -202,39 +202,39 @@ def run_call(rank, name):
                 int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)
             ]
         alone = target.generate(**inputs, **shared, **plain)
-        # In the second call the draft has read its prompt.
+        # In the second call, the draft has already read its prompt.
         for _ in range(1 + ("draft_state" in draft_options)):
             with gathering(target, draft) as num_forwards:
                 ours = target.generate(**inputs, **shared, **draft_options, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
-    # GPT-Neo attends in float32.
+    # GPT-Neo computes attention in float32.
     tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE
     assert_same_contents(
         *(cache_contents(output[CACHE_NAME]) for output in (alone, ours)), tolerance
     )
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
-    # All tokens come in one round, so the token after one row's end is missing.
+    # All tokens come in one round, so the token after the end of one row is missing.
     num_more += name == "rows of rank 1 end apart"
     first, second = of_all_ranks(num_forwards[0] - (1 + max(num_rounds) + num_more))
-    # Drafts of an early exit are forwards of the target.
+    # With an early exit, draft forwards are forwards of the target.
     assert first == second and (first > 0) == (name == "early exit" or name in OF_NAN), name
     assert (num_forwards[1] > 0) == (noise is not None), name
     assert rank or ours.speculation.num_drafted > 0 or name == "alone", name
     assert (max(of_all_ranks(ours.speculation.num_rescored)) > 0) == (name in OF_NAN), name
     if name != "rows of rank 1 end apart" and (ends or most < NUM_NEW):
-        assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for rank 0
+        assert num_rounds[1] < num_rounds[0], name  # rank 1 continued because of rank 0
     if context is not None:
         assert ours.speculation.num_accepted == ours.speculation.num_drafted, name
         has_ended = [
             bool(without_caches(reasons)) for reasons in of_all_ranks(ours.speculation.fallbacks)
         ]
-        # Columns end for all ranks, positions for a row.
+        # Columns end drafting in all ranks, positions only in a row.
         assert has_ended == [family == "gpt_neo", True], name
 
 
 def run_faults(rank):
-    """Raise an error in one rank's draft: it ends the call in all ranks."""
+    """Raise an error in the draft of one rank, which ends the call in all ranks."""
     target, draft = pair("llama")
     options = {**K, "assistant_model": draft, "max_new_tokens": NUM_NEW, "synced_gpus": True}
     modules = {"draft": draft, "layer": draft.model.layers[0]}
@@ -243,7 +243,7 @@ def run_faults(rank):
     ):
         own, inside = dict(options), nullcontext()
         is_processor, fault = part == "processor", Fault(at, Mistake("on purpose"))
-        if is_processor:  # the first call is that of the prompt, and three are draft steps
+        if is_processor:  # the first call is for the prompt, and three are draft steps
             fault.at = 1 + min(at, 3) if rank == failing else 10**9
             own["logits_processor"] = LogitsProcessorList([RowWiseProcessor(fault)])
         elif rank == failing:
@@ -267,7 +267,7 @@ def run_rank(rank, port):
     with only_fallbacks():
         run_faults(rank)
     target, draft = pair("llama")
-    for name, options in REFUSED.items():  # no rank may have waited for another by then
+    for name, options in REFUSED.items():  # no rank may be waiting for another by then
         with pytest.raises(
             UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "
         ):
@@ -309,13 +309,13 @@ def test_single_rank_decodes_as_without_ranks(has_group):
     assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
 
 
-# The calls below have targets split by tensor parallelism.
+# The calls below split their targets by tensor parallelism.
 TINY_FAMILIES = ("llama", "mistral_window", "qwen2_moe")
-# Below half of the target, the share of one process.
+# Less than half of the target, which is the share of one process.
 SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}
 ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5}
 
-# Arguments of a call beside its prompt. "small" makes the draft small. "ends" gives rows an EOS.
+# Arguments of a call besides its prompt. "small" selects a small draft. "ends" gives rows an EOS.
 SPLIT_CALLS = {
     "one row": {**K, "num_rows": 1},
     "dynamic": {**K, "speculation_cache": "dynamic", "ends": True},
@@ -333,26 +333,26 @@ SPLIT_CALLS = {
 
 
 def jumping(seed):
-    """Return a clock that advances by random seconds at every reading."""
+    """Return a clock that advances by a random number of seconds at every reading."""
     draw = random.Random(seed)
     return functools.partial(next, itertools.accumulate(iter(lambda: draw.expovariate(1.0), None)))
 
 
 def fires_after(num_calls):
-    """Return a criterion that fires after this many calls."""
+    """Return a criterion that fires after `num_calls` calls."""
     asked = itertools.count()
     return lambda ids, scores, **kwargs: torch.full((len(ids),), next(asked) >= num_calls)
 
 
 def clock(is_due):
-    """Return the clock for `max_time`; time is over in one process only.
+    """Return the clock for `max_time`; time is up in only one process.
 
-    A wrong decoder would leave the others alone in the next forward.
+    In a wrong decoder, the other processes would wait in the next forward.
     """
     return types.SimpleNamespace(time=functools.partial(next, iter([0.0] + [1e6 * is_due] * 1000)))
 
 
-# Calls with different arguments by rank, so each process alone would choose differently.
+# Calls whose arguments differ by rank, so each process by itself would choose differently.
 APART = {
     "clocks": lambda rank: {**ADAPTIVE, "small": True},
     "seeds": lambda rank: {**K, "do_sample": True},
@@ -368,7 +368,7 @@ def assert_equal_everywhere(ids, name):
 
 
 def draft_of(options, draft_seed=1):
-    """Pop the draft's options and make the draft; processes may have different ones."""
+    """Pop the draft's options and make the draft, which may differ between processes."""
     small = make_model("llama", **SMALL) if options.pop("small", False) else None
     return {
         "assistant_model": small
@@ -377,7 +377,7 @@ def draft_of(options, draft_seed=1):
 
 
 def run_apart(models, rank, name):
-    """Run a call with different arguments by process: all follow the choices of the first one."""
+    """Run a call with different arguments in each process; all must follow the first process."""
     (target, whole), inputs, stats = (
         models["llama"],
         ragged_prompts(3, seed=1),
@@ -403,13 +403,13 @@ def run_apart(models, rank, name):
         assert torch.equal(ids, whole.generate(**inputs, **plain, **K, **draft_of({}))), name
     num_new = ids.shape[1] - inputs["input_ids"].shape[1]
     assert name != "time at once" or num_new < NUM_NEW
-    assert name != "criteria" or num_new == 7  # asked once a token, the seventh fires
+    assert name != "criteria" or num_new == 7  # called once per token, fires in the seventh call
     assert name != "clocks" or len(stats.rounds_by_draft_len) > 1
-    assert name != "compiled" or stats.compiled == ["draft"]  # not the split target
+    assert name != "compiled" or stats.compiled == ["draft"]  # not the target, which is split
 
 
 def loaded(folder, family):
-    """Return the split model, and the whole one."""
+    """Return the split model and the whole model."""
     # As in tests/support/tiny.py.
     options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}
     model = AutoModelForCausalLM.from_pretrained(
@@ -419,7 +419,7 @@ def loaded(folder, family):
 
 
 def run_split_call(models, name):
-    """Run one call on the split model and on the whole one."""
+    """Run the same call on the split model and on the whole model."""
     draft_options = {
         "family": "llama",
         "max_new_tokens": NUM_NEW,
@@ -465,7 +465,7 @@ def run_split_call(models, name):
 
 
 def run_split_fault(target, rank, failing):
-    """Raise an error in one process's whole draft: no process waits for another's draft."""
+    """Raise an error in the whole draft of one process; no process may wait for another's draft."""
     draft = noisy_copy(make_model("llama"))
     fault = Fault(4 if rank == failing else 10**9, Mistake("on purpose"))
     with hook(draft, fault), pytest.raises(Mistake if rank == failing else OtherRankError):
@@ -487,7 +487,8 @@ def run_split_rank(rank, port, folder):
     split, whole = (
         cost_ratio(model, make_model("llama", num_hidden_layers=1)) for model in models["llama"]
     )
-    assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its share
+    # a split target costs only the share of one process
+    assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)
     dist.destroy_process_group()
 
 

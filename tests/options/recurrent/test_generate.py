@@ -1,4 +1,4 @@
-"""Compare greedy text of hybrid and recurrent models with plain `generate`, for every drafter."""
+"""Compare greedy text from hybrid and recurrent models with plain `generate`, for every drafter."""
 
 import gc
 from collections import Counter
@@ -25,22 +25,22 @@ from tests.support.recurrent_cases import assert_equal_caches, hooks_of, recurre
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_configs import RECURRENT_FAMILIES, fill
 
-NUM_NEW = 24  # with 5 drafted tokens, rows accept every number of them
+NUM_NEW = 24  # with 5 drafted tokens, rows accept every possible number of tokens
 FEW_FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba2")
 
 
 class Oracle:
-    """Drafter of each row's new tokens [B, N], partly wrong.
+    """Drafter that proposes each row's new tokens [B, N], some of them wrong.
 
-    In round r of row b, the first (r + b) mod (K + 1) of them are right.
+    In round r, the first (r + b) mod (K + 1) tokens of row b are correct.
     """
 
     def __init__(self, texts: Tensor):
         self.texts = texts.tolist()
-        self.places = [1] * len(self.texts)  # the token after the prompt is the target's
+        self.places = [1] * len(self.texts)  # the token after the prompt comes from the target
         self.row_ids = list(range(len(self.texts)))
         self.num_rounds = 0
-        # Accepted tokens of every draft, over all rows and rounds.
+        # Numbers of accepted tokens, over all rows and rounds.
         self.accepted: set[int] = set()
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
@@ -133,7 +133,7 @@ def test_greedy_text_of_inkling2_equals_plain():
         n_layers_per_attn_res_block=2,
         unpadded_vocab_size=64,
         layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
-        log_scaling_n_floor=4,  # the temperature of attention grows with the position
+        log_scaling_n_floor=4,  # the attention temperature grows with the position
         log_scaling_alpha=2.0,
     )
     torch.manual_seed(0)
@@ -157,7 +157,7 @@ def test_passed_cache_continues_over_calls(family, batch_size):
         more = torch.cat([first, torch.full((batch_size, 3), 7)], dim=1)
         mask = torch.ones_like(more)
         mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-        if not has_attention(target):  # it does not tell its length
+        if not has_attention(target):  # such a cache does not report its length
             more, mask = more[:, -4:], mask[:, -4:]
         texts += [first, target.generate(more, attention_mask=mask, **options)]
     assert_equal_ids(texts[0], texts[2])
@@ -167,13 +167,13 @@ def test_passed_cache_continues_over_calls(family, batch_size):
 
 def test_prompts_are_chunked_if_several_tokens_are_exact():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
-    # Jamba reads a chunk as if nothing were before it, in plain decoding too.
+    # Jamba reads a chunk as if nothing came before it, even in plain decoding.
     for family in ("qwen3_5", "jamba"):
         assert_decodes_as_plain(
             target_of(family), draft_of(family), inputs, **options, num_assistant_tokens=3
         )
     ours = target_of("mamba2").generate(**inputs, **options, prompt_lookup_num_tokens=3)
-    # Plain decoding cuts no prompt.
+    # Plain decoding does not split the prompt.
     assert_equal_ids(target_of("mamba2").generate(**inputs, max_new_tokens=8), ours)
     with pytest.raises(
         UnsupportedModelError, match="prefill_chunk_size must be left out for MambaForCausalLM"
@@ -184,9 +184,9 @@ def test_prompts_are_chunked_if_several_tokens_are_exact():
 @pytest.mark.fallback("lock step")
 @pytest.mark.skipif("inkling" not in RECURRENT_FAMILIES, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_if_attention_counts_columns():
-    """Use Inkling: its temperature grows with the column.
+    """Use Inkling, whose attention temperature grows with the column.
 
-    The rows of its draft hold four convolutions a layer.
+    The rows of its draft have four convolutions per layer.
     """
     target = hf_speculate.enable(
         make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0)
@@ -217,7 +217,7 @@ def test_early_exit_needs_an_attention_layer():
     family=["mamba2", "lfm2", "falcon_h1", "bamba"], part=["target", "draft"], keeps=[True, False]
 )
 def test_model_with_layers_on_disk_decodes_as_plain(family, part, keeps, tmp_path, monkeypatch):
-    if not keeps:  # states are computed again, from weights that are loaded again
+    if not keeps:  # states are recomputed from weights that are loaded again
         monkeypatch.setattr("hf_speculate.options.recurrent.kind.MAX_STATE_SHARE", -1.0)
     whole = make_model(family).float()
     models = {"target": whole, "draft": noisy_copy(whole, 0.05, seed=1)}
@@ -332,7 +332,7 @@ def test_states_are_freed_with_the_call():
     gc.collect()
     gc.disable()
     try:
-        before = num_living()  # other tests may hold some
+        before = num_living()  # other tests may still hold some
         model.generate(**prompts, prompt_lookup_num_tokens=3, max_new_tokens=4, do_sample=False)
         assert num_living() == before
     finally:

@@ -1,4 +1,4 @@
-"""Compare recurrent states after rollbacks by row with the model's forwards of one token."""
+"""Compare recurrent states after rollbacks by row with the model's one-token forwards."""
 
 import inspect
 from functools import cache
@@ -22,7 +22,7 @@ from tests.support.recurrent_cases import (
 )
 from tests.support.tiny import make_model, ragged_prompts
 
-KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes for states after each token
+KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes available for the states after each token
 IN_FLOAT64 = ("lfm2", "zaya")
 FEW_FAMILIES = (
     "qwen3_5",
@@ -30,7 +30,7 @@ FEW_FAMILIES = (
     "falcon_h1",
     "mamba",
     "zaya",
-)  # gated delta, convolution, both in a layer, scan, tuple
+)  # gated delta rule, convolution, both in one layer, scan, tuple
 
 
 @cache
@@ -46,9 +46,9 @@ def tolerance(family: str) -> float:
 def step_by_step(
     family: str, prompt: dict[str, Tensor], token_ids: Tensor
 ) -> tuple[list[Tensor], list[list[States]]]:
-    """Return logits and states after each of `token_ids` [N], read by all rows.
+    """Return the logits and states after each of `token_ids` [N], which all rows read.
 
-    The rows have read their prompts before. The states include those before the tokens.
+    The rows have read their prompts before. The first states are the ones before the tokens.
     """
     model, mask = model_of(family), prompt["attention_mask"]
     kv_cache = DynamicCache(config=model.config)
@@ -78,7 +78,7 @@ def test_states_over_their_memory_share_are_recomputed():
 
 
 def test_hooks_ignore_forwards_during_their_registration():
-    """Run a forward while torch registers a hook: it requests keywords after adding it."""
+    """Run a forward while torch registers a hook, before the hook gets keyword arguments."""
     model, token = make_model("qwen3_5"), torch.tensor([[7]])
     kv_cache = make_hybrid_cache(
         model, DynamicCache(config=model.config), 1, None, torch.device("cpu")
@@ -86,7 +86,7 @@ def test_hooks_ignore_forwards_during_their_registration():
     language_model = LanguageModel(model)
     language_model.forward(token, kv_cache)
     kv_cache.begin_recording()
-    language_model.forward(torch.tensor([[8, 9]]), kv_cache)  # it adds the hooks
+    language_model.forward(torch.tensor([[8, 9]]), kv_cache)  # this forward adds the hooks
     mixers = [module for module in model.modules() if hasattr(module, "conv1d")]
     assert all(module._forward_pre_hooks_with_kwargs for module in mixers)
     for module in mixers:
@@ -99,7 +99,7 @@ def test_hooks_ignore_forwards_during_their_registration():
 @pytest.mark.parametrize("max_kept_bytes", [KEEP_ALL, KEEP_NONE])
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_rows_roll_back_and_skip_tokens_they_hold(family, max_kept_bytes):
-    """Feed a draft's rows equally many tokens, then drop more than since the last rollback."""
+    """Feed all rows of a draft equally many tokens, then drop more than since the last rollback."""
     prompt, text = (
         ragged_prompts(3, seed=3),
         torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2)),

@@ -1,4 +1,4 @@
-"""Test continuous batching: every row gets the tokens of its prompt alone."""
+"""Test that continuous batching gives every row the tokens its prompt would get on its own."""
 
 import gc
 import itertools
@@ -26,7 +26,7 @@ def source_of(prompts):
 
 
 def make_prompts(num=8, **arguments):
-    """Make prompts of 2 to 30 tokens, with 1 to 40 new tokens."""
+    """Make prompts of 2 to 30 tokens that ask for 1 to 40 new tokens."""
     random = torch.Generator().manual_seed(3)
 
     def draw(low, high, size=()):
@@ -64,7 +64,7 @@ def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
 
 
 def sources(draft):
-    """Return draft sources: a model, the history, both, or none."""
+    """Return draft sources: a model, prompt lookup, both, or neither."""
     return {
         "model": {"assistant_model": draft, "num_assistant_tokens": 3},
         "lookup": {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"},
@@ -242,7 +242,7 @@ def test_draft_reads_a_prompt_before_its_next_draft(scripted, reads, chunk):
 
 
 class MakesNan(LogitsProcessor):
-    """Processor that gives rows with a token no distribution, or raises an error for them."""
+    """Processor that makes rows with a token NaN, or raises an error for them."""
 
     def __init__(self, bad, raises):
         self.bad, self.raises = bad, raises
@@ -260,7 +260,7 @@ def test_failing_row_ends_alone(raises, message):
     target, draft = pair("llama")
     options, prompts = {**sources(draft)["model"], "do_sample": True}, make_prompts(9)
     texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
-    bad = texts[2][20]  # it comes late in at least one row, and at once in others
+    bad = texts[2][20]  # the token comes late in at least one row, and at once in others
     results, _ = decoded(
         target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options
     )
@@ -331,7 +331,7 @@ def test_finished_rows_free_their_memory():
         if number % 10 == 9:
             gc.collect()
             sizes.append(len(gc.get_objects()))
-    # Samples differ by the rows in flight. Half is about a hundred rows later.
+    # Samples differ by the rows in progress. The second half is about a hundred rows later.
     assert max(sizes[4:]) <= max(sizes[:4]) + 50, sizes
 
 

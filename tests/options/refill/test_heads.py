@@ -1,4 +1,4 @@
-"""Test rows of draft heads in a running batch: a joining row brings the context of its head."""
+"""Test rows with draft heads in a running batch, where a joining row has a context for its head."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_texts_depending_on_drafts_equal_rows_alone(kind, tmp_path):
     arguments = [{"max_new_tokens": 4 + 9 * (number % 3)} for number in range(7)]
     arguments.append({"max_new_tokens": 12, "prefill_chunk_size": 5})
     texts = [*random_texts([3, 25, 8, 14, 2, 19, 30], seed=5), list(range(1, 24))]
-    texts.append([7])  # its head has nothing to read before it joins
+    texts.append([7])  # the head has nothing to read before the row joins
     arguments.append(arguments[1])
     prompts = [
         RowPrompt(text, seed=key, arguments=of_row, key=key)

@@ -1,4 +1,4 @@
-"""Test rows of recurrent states and of the dynamic cache in a running batch against rows alone."""
+"""Compare rows with recurrent states or a dynamic cache in a running batch with separate calls."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.support.fallbacks import PAST_CONTEXT
 FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba", "mamba2", "jamba", "bloom")
 
 
-@pytest.mark.fallback(PAST_CONTEXT)  # the long prompt
+@pytest.mark.fallback(PAST_CONTEXT)  # caused by the long prompt
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("source", ["model", "lookup"])
 def test_recurrent_rows_equal_rows_alone(family, source):
@@ -31,7 +31,7 @@ def test_recurrent_rows_equal_rows_alone(family, source):
     assert decoder.num_live == 0
 
 
-# These mixers lose earlier states in a forward of several tokens, or differ from single steps.
+# In a forward over several tokens, these mixers lose earlier states or differ from single steps.
 UNCUT_CALLS = [
     *(
         ("jamba", {}),
@@ -61,7 +61,7 @@ def test_rows_with_states_lost_by_chunks_equal_rows_alone(family, options):
 
 @pytest.mark.parametrize("family", ["jamba", "zamba2"])
 def test_drafts_with_states_lost_by_chunks_equal_rows_alone(family):
-    """Let the target read prompts in chunks, and the draft model read them whole."""
+    """Let the target read prompts in chunks, and let the draft model read them whole."""
     target, draft = pair("llama")[0], pair(family)[1]
     options = {
         "assistant_model": draft,

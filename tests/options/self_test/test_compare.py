@@ -1,4 +1,4 @@
-"""Test the comparison of unknown model types with plain decoding: once, and without a trace."""
+"""Test that unknown model types are compared with plain decoding once, without a trace."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
 
 NUM_NEW = 9
-# Plain steps after the prompt. Ours: the prompt, a block, a block after a rollback.
+# Plain decoding: steps after the prompt. Ours: the prompt, a block, and a block after a rollback.
 NUM_FORWARDS = (1 + NUM_TOKENS) + 3
 
 
@@ -28,7 +28,7 @@ class Own(LlamaForCausalLM):
 
 
 class Strides(LlamaForCausalLM):
-    """Model that places tokens after the prompt two apart in plain decoding."""
+    """Model whose plain decoding places tokens after the prompt two positions apart."""
 
     def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
         inputs = super().prepare_inputs_for_generation(
@@ -40,9 +40,9 @@ class Strides(LlamaForCausalLM):
 
 
 class Counts(LlamaForCausalLM):
-    """Model that counts its read tokens outside the cache, so a rollback leaves too many."""
+    """Model that counts its tokens outside the cache, so a rollback leaves the count too high."""
 
-    # Older versions look for the cache's name.
+    # Older versions look for the name of the cache argument.
     def forward(self, input_ids, past_key_values=None, **kwargs):
         cache = kwargs.get(CACHE_NAME, past_key_values)
         num_past = 0 if cache.get_seq_length() == 0 else self.num_read
@@ -89,7 +89,7 @@ def test_unknown_model_is_tested_once_per_kind_of_call():
     seen = weakref.ref(model)
     del model
     gc.collect()
-    assert seen() is None  # no result keeps its model
+    assert seen() is None  # no result keeps its model alive
 
 
 def test_known_types_and_models_in_training_mode_are_not_tested():
@@ -170,7 +170,7 @@ def test_self_test_leaves_no_trace_on_the_model():
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    ("make", "is_lock_step"),  # where positions are columns
+    ("make", "is_lock_step"),  # if columns are positions
     [
         (make_t5, False),
         (make_bart, True),

@@ -1,4 +1,4 @@
-"""Test early exit: the first layers of the target draft and share its weights."""
+"""Test early exit, where the first layers of the target draft and share its weights."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Compare drafts of text forced by a grammar with decoding token by token."""
+"""Compare drafts of text that a grammar forces with decoding token by token."""
 
 from functools import cache
 from typing import Any
@@ -33,7 +33,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 @cache
 def smallest() -> tuple[Any, Any]:
-    """Return a pair of one layer. Shared between tests: change neither."""
+    """Return a pair of one-layer models. Tests share them: change neither."""
     target = make_small_model(SIZE, seed=0)
     return hf_speculate.enable(target), noisy_copy(target, 0.3)
 
@@ -41,7 +41,7 @@ def smallest() -> tuple[Any, Any]:
 def decode(
     source: str, inputs: dict, models: Any = None, grammar: Any = None, **options: Any
 ) -> Any:
-    """Return ids and statistics of one call; without a source, those of plain decoding."""
+    """Return ids and statistics of one call; without a source, of plain decoding."""
     target, draft = models or smallest()
     stats = hf_speculate.SpeculationStats()
     draft_options = {
@@ -100,7 +100,7 @@ def test_sampled_rows_equal_those_of_a_stateless_grammar(verifier, source):
 
 
 def test_sampled_text_keeps_its_distribution():
-    """Let the target split the forced text in any way, so drafts are rejected."""
+    """Let the target split the forced text into any tokens, so drafts are rejected."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     machine, num_new, num_rows = TextMachine(8, ("abc", "a", "b", "c", "d", "ab")), 4, 2_000
     prompt = torch.tensor([[1, 5, 2, 7]])
@@ -200,7 +200,7 @@ def test_missing_tokenizer_falls_back_to_lookup():
 
 
 class Wrong(ForcedGrammar):
-    """Grammar that returns a given value or raises it."""
+    """Grammar that returns or raises a given value."""
 
     value: Any = None
 
@@ -235,7 +235,7 @@ def test_error_in_the_tokenizer_ends_the_drafts_only():
 
 
 class Accumulates:
-    """Custom drafter that keeps the text itself: the first query, then accepted tokens."""
+    """Custom drafter that collects the text itself: the first query, then accepted tokens."""
 
     def __init__(self, setup):
         self.rows_of_text = []
@@ -277,7 +277,7 @@ TOKENIZERS = {
     ("before", "forced", "expected"),
     [
         (["a", '{"'], 'name": ', ["name", '":', " "]),
-        # Otherwise the tokenizer would write {" in front.
+        # Otherwise, the tokenizer would prepend {".
         (["a", "{"], '"name":', ['"', "name", '":']),
         (["a b"[:1]], " bc", [" ", "b", "c"]),
         (["n"], "am", ["a", "m"]),
@@ -306,7 +306,7 @@ def test_forced_text_follows_the_emitted_tokens():
 
 
 class Counted:
-    """Tokenizer that counts tokenised characters."""
+    """Tokenizer that counts the characters it tokenises."""
 
     def __init__(self):
         self.num = 0
@@ -331,7 +331,7 @@ def test_tokenised_length_of_a_huge_text_is_bounded():
 
 
 class Fails(LookupError):
-    """Error of one row."""
+    """Error for one row."""
 
 
 class PureWrong(PureForcedGrammar):

@@ -1,4 +1,4 @@
-"""Test the hybrid drafter: its contract, each row's choice, and its learning."""
+"""Test the hybrid drafter: its contract, the choice for each row, and its learning."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def make(llama, batch_size, num=4, processors=()):
 
 
 def begin(drafter, texts):
-    """Read texts up to their last tokens as prompts, and these as emitted."""
+    """Read texts up to their last tokens as prompts, and the last tokens as emitted."""
     drafter.begin(torch.tensor([text[:-1] for text in texts]))
     drafter.look_up([text[-1:] for text in texts])
 
@@ -60,7 +60,7 @@ def test_model_reads_tokens_emitted_in_rounds_of_proposals(llama):
         drafter.look_up([new])
         assert drafter.cut_proposal(4).token_ids.tolist() == [text[-7:][:4]]
         assert kv_cache.num_columns == 0
-    text += [50]  # without a match
+    text += [50]  # a token without a match
     drafter.look_up([[50]])
     last = draft(drafter, kv_cache, [text])
     assert last.cached is None
@@ -88,7 +88,7 @@ def test_each_source_learns_from_its_own_rounds(llama):
     after = row.model_rates.expected([0])
     assert after > before
     assert text.rates.expected([0]) > 0.3
-    drafter.look_up([[9]])  # a round without drafts of the model
+    drafter.look_up([[9]])  # a round without model drafts
     assert row.model_rates.expected([0]) == after
 
 
@@ -136,7 +136,7 @@ def test_row_takes_the_source_with_more_expected_tokens(llama):
 
 @pytest.mark.usefixtures("scripted")
 def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
-    """Bring one row far ahead by proposals, then call the model with very different rows."""
+    """Use proposals to move one row far ahead, then call the model with very different rows."""
     monkeypatch.setattr(ScriptedSchedule, "choose", choose_by_turns)
     target, lookup = pair("llama")[0], {"prompt_lookup_num_tokens": 8}
     draft = noisy_copy(make_model("llama", num_hidden_layers=1))
@@ -155,7 +155,7 @@ def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
 
 
 def choose_by_turns(schedule, rows, num_rows, max_tokens, num_unread=0):
-    """Choose eight rounds of proposals alone, then one with the model."""
+    """Choose eight rounds with proposals only, then one with the model."""
     schedule.num_unread.append(num_unread)
     num_tokens = min(8, max_tokens)
     is_model = len(schedule.num_unread) % 9 == 0

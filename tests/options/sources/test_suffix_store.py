@@ -1,4 +1,4 @@
-"""Test the suffix store: prompt lookup also copies from texts of earlier calls."""
+"""Test that prompt lookup with the suffix store also copies from texts of earlier calls."""
 
 import random
 import tracemalloc
@@ -29,11 +29,12 @@ def test_proposal_follows_the_longest_match_in_the_store():
     store.add([7, 2, 3, 8])
     assert found(store, [9, 1, 2, 3]) == (3, [4, 5])
     assert found(store, [9, 1, 2, 3], num=1) == (3, [4])
-    assert found(store, [9, 2, 3]) == (2, [8])  # of the later text
+    assert found(store, [9, 2, 3]) == (2, [8])  # from the later text
     assert found(store, [9]) == found(store, [5]) == (0, [])
     assert store.num_tokens == 9
     memory = store._memory
-    memory.older, memory.newer = memory.newer, type(memory.newer)()  # as near the bound
+    # as if close to the memory limit
+    memory.older, memory.newer = memory.newer, type(memory.newer)()
     store.add([6, 1, 2, 3])
     assert found(store, [6, 1, 2, 3]) == (3, [4, 5])  # nothing follows the longer match
     store.reset()
@@ -43,7 +44,7 @@ def test_proposal_follows_the_longest_match_in_the_store():
 
 @pytest.mark.parametrize("vocab_size", [3, 50_000])
 def test_memory_stays_within_the_bound(vocab_size):
-    """Add frequent n-grams, and n-grams that hardly ever come twice."""
+    """Add frequent n-grams, and n-grams that are hardly ever repeated."""
     generator = random.Random(0)
     tracemalloc.start()
     try:
@@ -138,7 +139,7 @@ def test_keys_over_the_length_limit_are_refused():
     for number in range(20):
         store.add_output(range(1000 * number, 1000 * number + 3000), range(50))
         assert store.num_bytes <= MIN_BYTES
-    assert 50 < store.num_tokens < 20 * 50  # some were dropped, not all
+    assert 50 < store.num_tokens < 20 * 50  # some were dropped, but not all
     with pytest.raises(ConfigError, match="return a digest"):
         store.of_prompt(range(5000))
 
@@ -228,7 +229,7 @@ def test_longer_match_in_the_store_is_preferred():
     store = SuffixStore()
     store.add([1, 2, 3, 4, 5])
     assert draft_of([[3, 9, 2, 3]], store=store) == [[4, 5]]
-    # The row's match is as long and is preferred.
+    # The match in the row is equally long and is preferred.
     assert draft_of([[2, 3, 9, 2, 3]], num=4, store=store) == [[9, 2, 3, 9]]
     assert draft_of([[9, 2, 3]], store=store, vocab_size=5) == [[4]]
     assert draft_of([[3, 8, 2, 3]], num=3, store=store, vocab_size=4) == [

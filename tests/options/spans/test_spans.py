@@ -1,4 +1,4 @@
-"""Test `relax_only_inside`: a lossy verifier decides in spans, an exact one outside of them."""
+"""Test `relax_only_inside`: a lossy verifier decides in spans, and an exact one elsewhere."""
 
 import pytest
 import torch
@@ -32,7 +32,8 @@ VOCAB_SIZE = 8
 OPEN, CLOSE = 1, 2
 EOS = 6
 NUM_NEW = 24
-EPSILON, DELTA = 0.02, 0.1  # lax, so typical acceptance keeps tokens that greedy would reject
+# lax, so typical acceptance keeps tokens that greedy verification would reject
+EPSILON, DELTA = 0.02, 0.1
 LAX = {"verifier": "typical", "posterior_threshold": EPSILON, "posterior_alpha": DELTA}
 INSIDE = {**LAX, "relax_only_inside": (OPEN, CLOSE)}
 NUM_DRAWS = 40_000
@@ -55,7 +56,7 @@ def prompts():
 
 
 class Counts:
-    """Counts of emitted tokens by kind."""
+    """Numbers of emitted tokens by kind."""
 
     def __init__(self):
         self.wrong = self.outside = self.inside = self.relaxed = self.untypical = 0
@@ -63,7 +64,7 @@ class Counts:
 
 @torch.no_grad()
 def compare(target, inputs, sequences) -> Counts:
-    """Compare every new token with the target's forward over the text before it, row by row."""
+    """Compare every new token with the target's forward over the preceding text, row by row."""
     counts, prompt_len = Counts(), inputs["input_ids"].shape[1]
     for row, mask in zip(sequences, inputs["attention_mask"], strict=True):
         num_prompt = int(mask.sum())
@@ -107,14 +108,14 @@ def test_greedy_tokens_outside_spans_are_the_argmax(
     assert counts.wrong == counts.untypical == 0
     assert min(counts.outside, counts.inside) > 10
     assert counts.relaxed > 0
-    # Without the restriction.
+    # Without the restriction, outside tokens are wrong.
     assert compare(target, prompts, target.generate(**prompts, **options, **LAX)).wrong > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 def test_draws_outside_spans_follow_the_target_distribution(draft_sampling):
-    """End texts where a span opens, so all of them lie outside."""
+    """End texts where a span opens, so that all tokens are outside."""
     target, draft = small_pair(torch.float32)
     options = {
         "num_assistant_tokens": 3,
@@ -187,7 +188,7 @@ def is_open_after(ids, was_open):
 
 
 def one_after_the_other(lossy, exact, target, draft, keys, was_open):
-    """Verify one row [1, K+1, V] by definition; return ids, accepted tokens and status."""
+    """Verify one row [1, K+1, V] by definition; return ids, accepted count and status."""
     ids, is_open = [], was_open
     for at in range(int(draft.lens) + 1):
         counts = at < int(draft.lens)

@@ -1,4 +1,4 @@
-"""Uno adapters of tiny targets, written to folders, and a reference without cache."""
+"""Make Uno adapters for tiny targets, write their folders, and compute drafts without a cache."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 
 
 def make_tensors(target: PreTrainedModel, size: float = 0.05, seed: int = 0) -> Tensors:
-    """Make tensors by their names in a file, without a prefix."""
+    """Make tensors, keyed by their names in a file without a prefix."""
     generator, tensors = torch.Generator().manual_seed(seed), Tensors()
     for place, parent, name in linear_layers(target):
         weight = getattr(parent, name).weight
@@ -31,7 +31,7 @@ def make_tensors(target: PreTrainedModel, size: float = 0.05, seed: int = 0) -> 
 
 
 def linear_layers(target: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield each adapted layer: its name in a file, its parent and its name there."""
+    """Yield each adapted layer: its name in a file, its parent module and its name there."""
     for index, layer in enumerate(getattr(target.get_decoder(), "layers", ())):
         for part, names in PARTS.items():
             parent = getattr(layer, part, None)
@@ -48,7 +48,7 @@ def write_adapter(
     files: Sequence[str] = ("adapter_model.safetensors",),
     **fields: Any,
 ) -> Path:
-    """Write a folder as PEFT does; tensors take turns among several files."""
+    """Write a folder as PEFT does; if there are several files, tensors are distributed in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -69,7 +69,7 @@ def write_adapter(
 
 
 class Adapted(nn.Module):
-    """y = W x + s B (m * A x), with a mask by column."""
+    """Layer that computes y = W x + s B (m * A x), with a mask m by column."""
 
     def __init__(self, inner: nn.Module, down: Tensor, up: Tensor):
         super().__init__()
@@ -82,7 +82,7 @@ class Adapted(nn.Module):
 
 
 class Reference:
-    """The format's formula: a whole forward for each draft."""
+    """Reference that computes the format's formula, with a whole forward for each draft."""
 
     def __init__(self, target: PreTrainedModel, tensors: Tensors):
         self.model, self.layers = copy.deepcopy(target), list[Adapted]()
@@ -93,7 +93,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], noise: Sequence[int]) -> Tensor:
-        """Return the logits [1 + N, V] of the newest token and of each noise token."""
+        """Return the logits [1 + N, V] for the newest token and for each noise token."""
         mask = torch.tensor([0.0] * len(text) + [1.0] * len(noise), dtype=torch.float64)[:, None]
         for layer in self.layers:
             layer.mask = mask

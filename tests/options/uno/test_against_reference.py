@@ -1,4 +1,4 @@
-"""Test drafts of Uno adapters in whole calls against the formula for each row alone."""
+"""Compare the drafts of Uno adapters in whole calls with the formula applied to each row."""
 
 from typing import NamedTuple
 
@@ -16,16 +16,16 @@ from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents
 from tests.options.uno.adapters import Reference, make_tensors, write_adapter
 from tests.support.tiny import SLIDING_WINDOW, make_model, ragged_prompts
 
-TOLERANCE = 1e-5  # transformers takes norms in float32
+TOLERANCE = 1e-5  # transformers computes norms in float32
 DRAFT_LENS = (3, 0, 0, 5, 1, 0, 2)
 ENDS = {"eos_token_id": [3, 9, 17, 30, 44]}
 
 
 class Record(NamedTuple):
-    texts: list[list[int]]  # of the rows, the newest token included
-    noise: list[list[int]]  # of the rows
+    texts: list[list[int]]  # one per row, including the newest token
+    noise: list[list[int]]  # noise tokens by row
     draft: DraftOut
-    max_position: int  # positions of tokens past the end of the output are cut to it
+    max_position: int  # later positions are clamped to this one
 
     def rows(self, ends=()):
         """Yield text, noise and logits of each row that has not ended, up to the last position."""
@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 class Recording(UnoDrafter):
-    """Keep every draft with the rows' texts and noise."""
+    """Drafter that records every draft with the texts and the noise of the rows."""
 
     reads_kept = True
 
@@ -88,7 +88,7 @@ def recorded(adapter, target, inputs, **options):
     return records, output, stats
 
 
-# Family, rows, cache and options.
+# Family, number of rows, cache and options.
 CALLS = {
     "one row": ("llama", 1, "preallocated", {}),
     "rows that leave": ("qwen3", 4, "preallocated", ENDS),
@@ -108,7 +108,7 @@ def test_drafts_follow_the_formula(name, scripted, tmp_path):
     target = make_model(family)
     tensors = make_tensors(target)
     adapter = UnoAdapter(write_adapter(tmp_path, tensors))
-    if CACHE_NAME in options:  # rows that have ended stay
+    if CACHE_NAME in options:  # ended rows stay in the batch
         options = {**options, CACHE_NAME: DynamicCache(config=target.config)}
     inputs = ragged_prompts(batch_size, seed=2, max_len=2 * SLIDING_WINDOW)
     records, _, stats = recorded(adapter, target, inputs, speculation_cache=cache, **options)
@@ -140,7 +140,7 @@ def test_noise_is_uniform_below_the_mask_token():
     assert counts[0] == counts[9] == 0
     expected = ids.numel() / 8
     statistic = ((counts[1:9] - expected) ** 2 / expected).sum()
-    assert statistic < 29.9  # 1e-4 of chi-square with 7 degrees
+    assert statistic < 29.9  # critical value for a p-value of 1e-4 with 7 degrees of freedom
     assert not torch.equal(ids, noise_ids(keys._replace(rounds=keys.rounds + 1), 5, end=9))
     assert noise_ids(keys, 3, end=2).eq(1).all()
 

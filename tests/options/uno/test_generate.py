@@ -1,4 +1,4 @@
-"""Test Uno adapters in `generate()`: texts are the target's, and the target stays as it is."""
+"""Test Uno adapters in `generate()`: texts equal the target's, and the target is unchanged."""
 
 import copy
 import re
@@ -25,7 +25,7 @@ from tests.support.compiled_calls import compile_config
 from tests.support.tiny import make_model, make_small_model, ragged_prompts
 
 NUM_NEW = 24
-# of 625 texts; the prompt's forward gives the first token, a round up to three
+# over 625 texts; the prompt's forward gives the first token, and a round gives up to three
 NUM_DRAWS, NUM_DRAWN, SMALL_VOCAB = 8_000, 4, 5
 CONSTANT = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
 
@@ -57,7 +57,7 @@ def test_greedy_text_is_plain_with_every_lossless_verifier(
     stats = assert_decodes_as_plain(target, adapter, inputs, **options, **CONSTANT)
     assert f"drafter: Uno adapter {tmp_path.name};" in stats.plan
     assert max(stats.rounds_by_draft_len) == 4
-    # the first one is the target's own
+    # the first draft token comes from the target itself
     assert stats.accepted_per_position[0] == stats.verified_per_position[0]
 
 
@@ -75,7 +75,7 @@ def test_the_joint_distribution_is_the_targets(verifier, top_p, tmp_path):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_one_draft_token_is_the_targets_next_one(do_sample, tmp_path):
-    """Coupled sampling draws the token of draft and target from the same random numbers."""
+    """Sample with coupled verification, where draft and target draw from the same numbers."""
     target, adapter = make_pair(tmp_path)
     stats, options = hf_speculate.SpeculationStats(), {"verifier": "coupled", "seed": 3}
     target.generate(
@@ -91,7 +91,7 @@ def test_one_draft_token_is_the_targets_next_one(do_sample, tmp_path):
 
 
 def test_logits_processors_choose_among_the_drafts(tmp_path):
-    """A processor of the whole text decides every token, so drafts without it are all rejected."""
+    """Let a processor choose every token by the whole text; other drafts would be rejected."""
     target, adapter = make_pair(tmp_path)
     options = {"logits_processor": [BySum()], "max_new_tokens": NUM_NEW, **CONSTANT}
     stats = assert_decodes_as_plain(target, adapter, ragged_prompts(3, seed=1), **options)
@@ -120,11 +120,11 @@ def test_rows_that_join_get_the_texts_that_they_get_alone(tmp_path):
 
 @pytest.mark.fallback("RuntimeError: too little memory")
 def test_rows_that_join_others_without_drafts_draft(tmp_path):
-    """An error ends the drafts of the rows before."""
+    """Let an error end the drafts of the earlier rows."""
     target, adapter = make_pair(tmp_path)
     last, forwards = target.model.layers[1].mlp.up_proj, []
 
-    def fail(module, args, output):  # in the third draft forward
+    def fail(module, args, output):  # raises in the third draft forward
         if len(last._forward_hooks) > 1:
             forwards.append(None)
             if len(forwards) == 3:
@@ -186,7 +186,7 @@ def test_the_target_stays_as_it_is(error, cache, snapshot_of, tmp_path):
     else:
         last = target.model.layers[1].mlp.up_proj
 
-        def fail(module, args, output):  # in the middle of the third draft forward
+        def fail(module, args, output):  # raises in the middle of the third draft forward
             if len(last._forward_hooks) > 1:
                 forwards.append(None)
                 if len(forwards) == 3 and error:
@@ -227,7 +227,7 @@ def with_adapters(folder):
 
 
 def test_an_adapter_of_a_peft_target_is_named(tmp_path):
-    """It drafts as from its files, with the target's own adapter in all forwards."""
+    """Draft as from the adapter's files, with the target's own adapter in all forwards."""
     wrapped, counts = with_adapters(tmp_path), []
     hf_speculate.enable(wrapped.get_base_model())
     for source in ("uno", tmp_path):
@@ -247,7 +247,7 @@ def test_an_adapter_of_a_peft_target_is_named(tmp_path):
 
 
 def test_weights_are_cast_and_read_once(tmp_path):
-    """From float32 in two files of a subfolder, with scale and rank of the config."""
+    """Read float32 weights from two files in a subfolder, with scale and rank from the config."""
     target = hf_speculate.enable(make_model("llama", dtype=torch.bfloat16))
     tensors = {name: tensor.float() for name, tensor in make_tensors(target).items()}
     files = [f"adapter_model-0000{number}-of-00002.safetensors" for number in (1, 2)]

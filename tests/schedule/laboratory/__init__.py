@@ -1,5 +1,5 @@
-"""Simulate schedules: recorded texts are decoded under simulated clocks.
+"""Simulate schedules by decoding recorded texts under simulated clocks.
 
-A schedule sees noisy seconds, as on a real machine. Its calls are scored by the average seconds of
-the same rounds, so results differ by decisions and not by luck.
+A schedule sees noisy times, as on a real machine. Its calls are scored by the average times of the
+same rounds, so results differ because of decisions and not because of luck.
 """

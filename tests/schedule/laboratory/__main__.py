@@ -15,7 +15,6 @@ from tests.schedule.laboratory.table import table, worst
 
 
 def main() -> None:
-    """Run the laboratory."""
     parser = argparse.ArgumentParser(
         description="Replay recorded texts under the adaptive schedule."
     )

@@ -1,4 +1,4 @@
-"""Define cells of the laboratory: texts on a machine, with the schedule's speed."""
+"""Define the cells of the laboratory (texts on a machine), and measure the schedule in them."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -32,12 +32,12 @@ from tests.schedule.laboratory.texts import (
 CONSTANTS = (1, 2, 3, 5, 8, 10)
 RIVALS = (5, 10)
 RATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
-GAIN = 1.03  # from this speed on, the best constant gains
+GAIN = 1.03  # the best constant gains if its speed is at least this
 SIZES = (2, 4, 8, 10)
 
 
 class Cell(NamedTuple):
-    """Calls of texts in a setting."""
+    """Calls with the same texts and setting."""
 
     group: str
     kind: str
@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the group and everything that distinguishes cells in it."""
+        """Return the group and everything that distinguishes cells within it."""
         setting = self.setting
         size = f"B={setting.num_rows}, N={setting.num_tokens}"
         return f"{self.group}: {self.kind}, {setting.machine.name}, {size}"
@@ -58,13 +58,13 @@ class Traces(NamedTuple):
 
     lookup: Sequence[Text]
     pair: Sequence[Text]
-    head: Sequence[Text]  # with the runs of a head, and with the proposals of lookup
+    head: Sequence[Text]  # with runs of a head, and with proposals of prompt lookup
 
 
 def read_traces(
     lookup: Path | None = None, pair: Path | None = None, head: Path | None = None
 ) -> Traces:
-    """Read recorded texts, by default those of this folder."""
+    """Read recorded texts, by default from this folder."""
     head = head or FOLDER / "head.json"
     return Traces(
         lookup_texts(lookup or FOLDER / "lookup.json"),
@@ -76,7 +76,7 @@ def read_traces(
 
 
 def guessed_texts(texts: Sequence[Text], rate: float = 0.45) -> list[Text]:
-    """Return texts with the runs of a head with random guesses: a synthetic stand-in."""
+    """Return texts with the runs of a head that guesses at random, a synthetic stand-in."""
     generator = random.Random("head")
     return [
         text._replace(runs=runs_of([generator.random() < rate for _ in range(text.num_tokens)]))
@@ -85,7 +85,7 @@ def guessed_texts(texts: Sequence[Text], rate: float = 0.45) -> list[Text]:
 
 
 def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:
-    """Return lookups and models on all machines."""
+    """Return cells with lookups and with models on all machines."""
     lookups = {
         "texts": traces.lookup,
         "copying": [text for text in traces.lookup if text.kind.startswith(COPYING)],
@@ -107,7 +107,7 @@ def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:
 
 
 def scenes(traces: Traces) -> Iterator[Cell]:
-    """Return settings other than rows that begin together on a steady machine."""
+    """Return cells for settings other than rows that start together on a steady machine."""
     yield from _heads(traces)
     yield from _long_prompts()
     yield from _refilled(traces)
@@ -136,7 +136,7 @@ def _heads(traces: Traces) -> Iterator[Cell]:
 
 
 def _long_prompts() -> Iterator[Cell]:
-    """Return calls with prompts that cost the draft as much as many plain steps."""
+    """Return cells whose prompts cost the draft as much as many plain steps."""
     for read_s in (10.0, 30.0, 60.0):
         machine = _machine("ideal", MODEL_MACHINES)
         machine = machine._replace(
@@ -156,7 +156,7 @@ def _refilled(traces: Traces) -> Iterator[Cell]:
     for num_tokens in (32, 96, 256):
         for num_rows in (2, 8, 32):
             models = {"pair": traces.pair, "a=0.0": even_texts(0.0)}
-            if num_tokens == 256:  # the recorded texts end before
+            if num_tokens == 256:  # the recorded texts are shorter
                 models = {"a=0.8": even_texts(0.8), "a=0.0": even_texts(0.0)}
             setting = Setting(pair_cpu, num_rows, num_tokens, num_waiting=4 * num_rows)
             num_calls = 16 if num_rows == 2 else 4
@@ -270,9 +270,9 @@ def measure(
 
     Args:
         cell: texts and setting.
-        noise: a name of `NOISES`.
-        seeds: one process of calls each.
-        reference: an earlier result of the cell, with valid speeds of other methods.
+        noise: a key of `NOISES`.
+        seeds: one simulated process per seed.
+        reference: an earlier result for the cell, from which the speeds of other methods are taken.
     """
     setting, texts, num_calls = cell.setting, cell.texts, cell.num_calls
     mean = Clock(NOISES[noise], 0).mean

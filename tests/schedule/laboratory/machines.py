@@ -1,4 +1,4 @@
-"""Define machines of the laboratory: seconds of forwards in plain steps, and noise of clocks."""
+"""Define the machines of the laboratory: times of forwards in plain steps, and noise of clocks."""
 
 import math
 import random
@@ -7,32 +7,35 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-# Milliseconds of a float32 verification of SmolLM2-135M by query tokens of all rows, on one thread.
+# Milliseconds of a float32 verification with SmolLM2-135M on one thread, by the number of query
+# tokens in all rows.
 SMOLLM2_MS = {
     1: 34, 2: 39, 3: 46, 4: 56, 5: 58, 6: 60, 8: 64, 9: 68, 11: 77, 16: 86, 24: 106, 32: 124,
     40: 145, 48: 163, 72: 217, 88: 257,
 }  # fmt: skip
-PROMPT_LEN = 64  # tokens of the prompts read by `Machine.prompt`
-LONG_READ = 32  # up to this many tokens, a draft model reads a token in `Machine.read`
+PROMPT_LEN = 64  # number of prompt tokens that `Machine.prompt` reads
+LONG_READ = 32  # up to this many tokens, a draft model takes `Machine.read` per token
 
 
 class Machine(NamedTuple):
-    """Seconds of all forwards; a plain step of one row takes about 1."""
+    """Times of all forwards; a plain step with one row takes about 1."""
 
     name: str
-    score: Callable[[int, int], float]  # of rows and K
-    draft: Callable[[int, int], float]  # seconds of a model's draft, of rows and K
-    lookup: Callable[[int], float] = lambda num_rows: 0.003 + 0.002 * num_rows  # of rows
-    prompt: Callable[[int], float] = lambda num_rows: 0.0  # the draft reads 64 tokens of each row
-    read: float = 0.0  # the draft reads a token emitted without it
-    step_ratio: float = 0.0  # of a draft step, as far as model sizes tell
+    score: Callable[[int, int], float]  # time of a verification, given rows and K
+    draft: Callable[[int, int], float]  # time of a model's draft, given rows and K
+    # time of a prompt lookup, given rows
+    lookup: Callable[[int], float] = lambda num_rows: 0.003 + 0.002 * num_rows
+    # time for the draft to read 64 tokens per row, given rows
+    prompt: Callable[[int], float] = lambda num_rows: 0.0
+    read: float = 0.0  # time for the draft to read a token that was emitted without it
+    step_ratio: float = 0.0  # relative cost of a draft step, estimated from model sizes
     batches: Sequence[int] = (1, 8)
     max_draft_tokens: int = 10
 
     def reading_s(self, num_unread: Sequence[int]) -> float:
-        """Return the seconds for reading these tokens of each row before the first draft.
+        """Return the time to read the given numbers of tokens per row before the first draft.
 
-        Prompts of joined rows are read by themselves.
+        Prompts of joined rows are read separately.
         """
         long = [num for num in num_unread if num > LONG_READ]
         short = max((num for num in num_unread if num <= LONG_READ), default=1)
@@ -41,7 +44,7 @@ class Machine(NamedTuple):
 
 
 def _interpolated(points: dict[int, float]) -> Callable[[int], float]:
-    """Return a function that is linear between points and beyond the last two."""
+    """Return a function that interpolates linearly between points and extrapolates at both ends."""
     known = sorted(points)
 
     def seconds(num: int) -> float:
@@ -56,9 +59,9 @@ _smollm2 = _interpolated({num: ms / SMOLLM2_MS[1] for num, ms in SMOLLM2_MS.item
 
 
 def _gpu(num_rows: int, num: int) -> float:
-    """Return seconds of an 8B target on an H200, from graphs.
+    """Return the time of an 8B target on an H200 with CUDA graphs.
 
-    A step of 8 rows takes 12 ms, K = 1 takes 17.4 ms, and K = 5 takes 39.6 ms.
+    A step with 8 rows takes 12 ms, K = 1 takes 17.4 ms, and K = 5 takes 39.6 ms.
     """
     if num_rows == 1:
         return 1 + 0.02 * num
@@ -66,9 +69,9 @@ def _gpu(num_rows: int, num: int) -> float:
 
 
 def _gpu_eager(num_rows: int, num: int) -> float:
-    """Return seconds of the same target without graphs.
+    """Return the time of the same target without graphs.
 
-    A step of one row takes 24 ms and one of 8 rows 28 ms. Launches bound both.
+    A step with one row takes 24 ms and a step with 8 rows 28 ms. Launches bound both.
     """
     return 1 + 0.02 * (num_rows - 1) + (0.02 if num_rows == 1 else 0.05 * num_rows / 8) * num
 
@@ -78,7 +81,7 @@ def _offloaded(num_rows: int, num: int) -> float:
 
 
 def _never(num_rows: int, num: int) -> float:
-    """Return seconds without a draft model."""
+    """Return the time without a draft model."""
     return 0.0
 
 
@@ -147,8 +150,8 @@ MODEL_MACHINES = [
         "useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5
     ),
 ]
-# K = 5 of an H200 takes 79 ms a round of one row and 106 ms of 8. A draft has half the target's
-# layers.
+# On an H200, a round with K = 5 takes 79 ms for one row and 106 ms for 8. A draft has half of the
+# target's layers.
 EAGER_GPU = _model_machine(
     "h200-eager",
     _gpu_eager,
@@ -157,7 +160,7 @@ EAGER_GPU = _model_machine(
     0.01,
     0.15,
 )
-# K = 5 of an H100 from graphs takes 30 ms a round of one row, K = 3 takes 21 ms.
+# On an H100 with CUDA graphs, a round of one row takes 30 ms for K = 5 and 21 ms for K = 3.
 GRAPH_GPU = _model_machine(
     "h100-graphs", _gpu, lambda n, k: 0.32 * k, lambda n: 1.0 if n == 1 else 5.0 * n / 8, 0.01, 0.16
 )
@@ -174,8 +177,8 @@ SMALL_HEAD = _model_machine(
 class Noise(NamedTuple):
     """Noise of a clock."""
 
-    jitter: float  # of a round, lognormal
-    pause_rate: float  # of rounds that take four times as long
+    jitter: float  # standard deviation per round, lognormal
+    pause_rate: float  # fraction of rounds that take four times as long
 
 
 NOISES = {
@@ -188,14 +191,14 @@ PAUSE = 4.0
 
 
 class Clock:
-    """Clock with noise by a seed."""
+    """Clock whose noise depends on a seed."""
 
     def __init__(self, noise: Noise, seed: int) -> None:
         self._noise, self._generator = noise, random.Random(seed)
         self.mean = math.exp(noise.jitter**2 / 2) * (1 + noise.pause_rate * (PAUSE - 1))
 
     def factor(self) -> float:
-        """Return the factor of the next round's seconds."""
+        """Return the factor by which the next round is slower."""
         jitter, pause_rate = self._noise
         factor = self._generator.lognormvariate(0, jitter) if jitter else 1.0
         return factor * PAUSE if pause_rate and self._generator.random() < pause_rate else factor

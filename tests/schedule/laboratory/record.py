@@ -1,9 +1,9 @@
-"""Record the runs of the SmolLM2 head: the number of correct drafts at every position.
+"""Record the runs of the SmolLM2 head, which are the numbers of correct drafts by position.
 
     python -m tests.schedule.laboratory.record [--lookup FILE] [--out FILE]
 
-Ten tokens are drafted from each position. The texts are those of the lookup file, written greedily
-by SmolLM2-135M-Instruct in float32.
+Ten tokens are drafted at each position. The texts come from the lookup file; SmolLM2-135M-Instruct
+wrote them greedily in float32.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from smollm2_head.head import DraftHead  # noqa: E402
 
 @torch.inference_mode()
 def head_runs(head: DraftHead, hidden: Tensor, prompt: list[int], tokens: list[int]) -> list[int]:
-    """Return the number of correct greedy drafts [N] from each position of a text.
+    """Return the number of correct greedy drafts [N] at each position of a text.
 
     Args:
         head: a draft head.
@@ -41,13 +41,13 @@ def head_runs(head: DraftHead, hidden: Tensor, prompt: list[int], tokens: list[i
     heads, residual = head.attend_from(
         torch.tensor([ids[1:]]), states, head.turns(torch.arange(len(ids) - 1)[None])
     )
-    # [1, Hkv, T - 1, D] of the tokens read by the target.
+    # [1, Hkv, T - 1, D] for the tokens that the target has read.
     keys, values = heads.key, heads.value
     query = heads.query
     mixed = _attend(query, keys, values, groups, is_causal=True)
     output = head.finish(residual, mixed)  # [1, T - 1, D]
     for position in range(len(tokens)):
-        # The last emitted token is the one before the position.
+        # The last emitted token comes right before the position.
         last = len(prompt) + position - 2
         state, drafted = output[:, last : last + 1], []
         known_keys, known_values = keys[:, :, : last + 1], values[:, :, : last + 1]
@@ -73,7 +73,6 @@ def _attend(
 
 
 def main() -> None:
-    """Record all texts."""
     parser = argparse.ArgumentParser(description="Record what the SmolLM2 head would get right.")
     parser.add_argument("--lookup", type=Path, default=FOLDER / "lookup.json")
     parser.add_argument("--out", type=Path, default=FOLDER / "head.json")
@@ -91,7 +90,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def _hidden_states(target: torch.nn.Module, head: DraftHead, token_ids: list[int]) -> Tensor:
-    """Return the states [T, D] that the head reads, after each token."""
+    """Return the states [T, D] that the head reads, one after each token."""
     layers = target(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     return torch.cat([layers[number][0] for number in head.hidden_layers], -1)
 

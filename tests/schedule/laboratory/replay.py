@@ -1,4 +1,4 @@
-"""Decode texts without models: a schedule chooses, seconds pass, and rows advance."""
+"""Decode texts without models: a schedule chooses, time passes, and rows advance."""
 
 import math
 import random
@@ -25,44 +25,44 @@ from hf_speculate.schedule import (
 from tests.schedule.laboratory.machines import NOISES, Clock, Machine, Noise
 from tests.schedule.laboratory.texts import NO_MATCH, Match, Text
 
-PREFILL_STEPS = 4.0  # plain steps of the target's prefill
+PREFILL_STEPS = 4.0  # time of the target's prefill, in plain steps
 NUM_CALLS = 30
 
 
 class Setting(NamedTuple):
-    """Settings of a process's calls."""
+    """Settings for the calls of one process."""
 
     machine: Machine
     num_rows: int = 1
     num_tokens: int = 64
     has_lookup: bool = False
     has_model: bool = False
-    num_waiting: int = 0  # rows that join when others end
-    is_lock_step: bool = False  # all rows advance by the fewest tokens
-    sizes: tuple[int, ...] | None = None  # compiled sizes of forwards
-    compile_factor: float = 1.0  # plain steps of the first forward of a size
+    num_waiting: int = 0  # number of rows that join when others end
+    is_lock_step: bool = False  # all rows advance as far as the slowest
+    sizes: tuple[int, ...] | None = None  # compiled sizes of forwards; None without compiling
+    compile_factor: float = 1.0  # time of the first forward of a size, in plain steps
     keeps_rows: bool = False  # finished rows stay in the batch
-    # Of all rounds, by call and tokens.
+    # Factor for the time of every round, given call and position.
     slowness: Callable[[int, int], float] = lambda call, position: 1.0
 
 
 class Call(NamedTuple):
-    """Rounds of a call."""
+    """Rounds of one call."""
 
-    seconds: float  # on average
-    widths: list[int]  # of its rounds
+    seconds: float  # average time
+    widths: list[int]  # one per round
     num_drafted: int
     num_accepted: int
 
 
 class _Row:
-    """Live row: a text up to a position.
+    """Live row, a text up to a position.
 
     Args:
         row_id: number of the row.
         text: text of the target.
         num_tokens: length of the row.
-        rates: of its proposals; None if their probabilities do not matter.
+        rates: acceptance rates of proposals; None if their probabilities do not matter.
     """
 
     def __init__(self, row_id: int, text: Text, num_tokens: int, rates: RowRates | None) -> None:
@@ -76,14 +76,14 @@ class _Row:
         return matches[self.position] if self.position < len(matches) else NO_MATCH
 
     def proposed(self, match: Match, max_tokens: int) -> Sequence[float]:
-        """Return the probabilities of the proposed tokens within the row's room."""
+        """Return the probabilities of the proposed tokens for which the row has room."""
         num = min(match.num_proposed, self.num_left - 1, max_tokens)
         if self._rates is None:
             return [1.0] * num
         return self._rates.probabilities(suffix_buckets(match.match_len, num))
 
     def prefers_match(self, proposed: Sequence[float], num_model: int) -> bool:
-        """Return whether a proposal should gain as much as the model, as in the hybrid source."""
+        """Return whether a proposal should gain as much as the model, as in the hybrid drafter."""
         if not proposed or not num_model:
             return True
         return sum(proposed) >= self._model_rates.expected(model_buckets(num_model))
@@ -103,7 +103,7 @@ class _Row:
 
 
 class Process:
-    """Calls of one process, with a common machine, clock and compiled sizes."""
+    """Calls of one process, which share a machine, a clock and compiled sizes."""
 
     def __init__(
         self, setting: Setting, noise: Noise = NOISES["none"], seed: int = 0, is_rival: bool = False
@@ -116,7 +116,7 @@ class Process:
         self._next_row = 0
 
     def decode(self, schedule: Schedule, texts: Sequence[Text]) -> Call:
-        """Decode texts as rows of a call; rows beyond the batch wait for a row to end."""
+        """Decode texts as rows of a call; rows that exceed the batch wait for others to end."""
         setting, machine = self.setting, self.setting.machine
         waiting = [self._row(text) for text in texts]
         live, waiting = waiting[: setting.num_rows], waiting[setting.num_rows :]
@@ -230,24 +230,24 @@ class Process:
 
 
 class Result(NamedTuple):
-    """Seconds of each call of a process, and those of plain decoding."""
+    """Time of each call in a process, with the schedule and with plain decoding."""
 
     plain_s: list[float]
     calls: list[Call]
 
     @property
     def speed(self) -> float:
-        """Return the speed over plain decoding."""
+        """Return the speedup over plain decoding."""
         return sum(self.plain_s) / sum(call.seconds for call in self.calls)
 
     @property
     def first(self) -> float:
-        """Return the speed of the first call over plain decoding."""
+        """Return the speedup of the first call over plain decoding."""
         return self.plain_s[0] / self.calls[0].seconds
 
 
 def batches(texts: Sequence[Text], num_rows: int, num_calls: int) -> list[list[Text]]:
-    """Return the texts of each call: all in a random order, then again in another one."""
+    """Return the texts of each call, taking all texts in one random order after another."""
     generator, queue, calls = random.Random(11), [], []
     for _ in range(num_calls):
         while len(queue) < num_rows:
@@ -286,6 +286,6 @@ def run_constant(
     is_rival: bool = False,
     num_calls: int = NUM_CALLS,
 ) -> list[Call]:
-    """Decode with a constant K, on an exact clock."""
+    """Decode with a constant K and an exact clock."""
     make = lambda: ConstantSchedule(num, num if setting.has_model else 0)  # noqa: E731
     return run(Process(setting, is_rival=is_rival), make, texts, num_calls)

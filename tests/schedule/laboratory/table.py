@@ -1,4 +1,4 @@
-"""Make tables of the laboratory's results."""
+"""Make tables from the laboratory's results."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ NUM_WORST = 8
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean; nan of nothing."""
+    """Return the geometric mean, or nan without values."""
     logs = [math.log(value) for value in values]
     return math.exp(fmean(logs)) if logs else math.nan
 
 
 def ours(row: Row) -> float:
-    """Return the mean speed over the seeds of a cell."""
+    """Return the mean speed in a cell over its seeds."""
     return geometric_mean(row["ours"])
 
 
 def title(row: Row) -> str:
-    """Return the line of the table for a cell."""
+    """Return the table line that a cell belongs to."""
     if row["group"] not in ("lookup", "model"):
         return row["group"] + (", gain" if row["best"] >= GAIN else ", no gain")
     if row["best"] < GAIN:
@@ -32,7 +32,7 @@ def title(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table with a line per kind of cell: geometric means, the worst cell in brackets."""
+    """Return a table of geometric means with a line per kind of cell, and the worst in brackets."""
     header = (
         "cells",
         "best constant",

@@ -1,4 +1,4 @@
-"""Read and make texts: proposals of prompt lookup and correct drafts at every position."""
+"""Read and make texts with proposals of prompt lookup and correct drafts at every position."""
 
 import json
 import random
@@ -14,8 +14,8 @@ from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 
 FOLDER = Path(__file__).parent
 MAX_PROPOSED = 32
-MIN_LEN = 9  # minimum tokens of a replayed text
-PROMPT_LEN = 64  # of synthetic texts
+MIN_LEN = 9  # minimum number of tokens in a replayed text
+PROMPT_LEN = 64  # prompt length of synthetic texts
 COPYING = ("copying", "edit", "table", "translate", "summary", "refactor", "docstrings", "tests")
 
 
@@ -24,29 +24,30 @@ class Match(NamedTuple):
 
     match_len: int
     num_proposed: int
-    num_right: int  # its first tokens that the text continues with
+    num_right: int  # number of leading tokens that the text continues with
 
 
 NO_MATCH = Match(0, 0, 0)
 
 
 class Text(NamedTuple):
-    """Text of a target with its correct drafts by position."""
+    """Text of a target, with the correct drafts at each position."""
 
     kind: str
     prompt_len: int
     num_tokens: int
-    matches: Sequence[Match] = ()  # [N] of prompt lookup
-    rival_matches: Sequence[Match] = ()  # [N] of transformers' prompt lookup
-    runs: Sequence[int] = ()  # [N] correct guesses of a model or head from there on
+    matches: Sequence[Match] = ()  # [N] proposals of prompt lookup
+    rival_matches: Sequence[Match] = ()  # [N] proposals of transformers' prompt lookup
+    # [N] numbers of tokens that a model or head guesses correctly from each position on
+    runs: Sequence[int] = ()
 
 
 def lookup_texts(
     path: Path = FOLDER / "lookup.json", kinds: str | tuple[str, ...] = ""
 ) -> list[Text]:
-    """Return the recorded texts of a kind, with the runs of a head if recorded.
+    """Return the recorded texts of given kinds, with the runs of a head if there are any.
 
-    `kinds` are beginnings of their names.
+    `kinds` are prefixes of their names.
     """
     return [text for text in _read_texts(path) if text.kind.startswith(kinds)]
 
@@ -69,7 +70,7 @@ def _read_texts(path: Path) -> list[Text]:
 
 
 def suffix_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Match]:
-    """Propose at every position with the library's drafter."""
+    """Propose with the library's drafter at every position."""
     drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=MAX_PROPOSED))
     drafter.begin(torch.tensor([prompt[:-1]]))
     for position, last in enumerate([prompt[-1], *tokens[:-1]]):
@@ -102,7 +103,7 @@ def rival_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Matc
 
 
 def num_equal(proposed: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return the number of first tokens that are equal."""
+    """Return the number of equal leading tokens."""
     pairs = enumerate(zip(proposed, tokens, strict=False))
     return next(
         (at for at, (guess, token) in pairs if guess != token), min(len(proposed), len(tokens))
@@ -110,7 +111,7 @@ def num_equal(proposed: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def model_texts(path: Path = FOLDER / "pair.json") -> list[Text]:
-    """Return texts with correct drafts: by token, or the runs from every position."""
+    """Return texts with correct drafts, recorded per token or as runs from every position."""
     data = json.loads(path.read_text())
     rows = data["texts"] if isinstance(data, dict) else data
     texts = [
@@ -128,18 +129,18 @@ def model_texts(path: Path = FOLDER / "pair.json") -> list[Text]:
 
 
 def runs_of(guesses: Sequence[bool]) -> list[int]:
-    """Return how many tokens in a row [N] a draft guesses from each position."""
+    """Return the numbers [N] of consecutive tokens that a draft guesses from each position."""
     runs = accumulate(reversed(guesses), lambda run, guess: run + 1 if guess else 0, initial=0)
     return list(runs)[:0:-1]
 
 
 def even_texts(rate: float, num: int = 24) -> list[Text]:
-    """Return texts with the same probability of a correct guess for every token."""
+    """Return texts in which every token has the same probability of a correct guess."""
     return _random_texts(f"a={rate}", lambda _: rate, num)
 
 
 def switching_texts(num: int = 24) -> list[Text]:
-    """Return texts that change between 0.9 and 0.1 every 40 tokens."""
+    """Return texts whose rate of correct guesses alternates between 0.9 and 0.1 every 40 tokens."""
     return _random_texts("switch", lambda position: 0.1 if position // 40 % 2 else 0.9, num)
 
 
@@ -153,7 +154,7 @@ def _random_texts(kind: str, rate_at: Callable[[int], float], num: int) -> list[
 
 
 def misleading_texts(num: int = 12) -> list[Text]:
-    """Return texts where lookup always finds something, and never the right token."""
+    """Return texts for which lookup always finds a match, but never the correct token."""
     generator = random.Random("misleading")
     wrong = [
         [Match(generator.choice((1, 1, 2, 3, 6)), MAX_PROPOSED, 0) for _ in range(288)]

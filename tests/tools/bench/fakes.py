@@ -1,4 +1,4 @@
-"""Provide methods with made-up seconds and texts."""
+"""Provide methods with made-up times and texts."""
 
 import torch
 
@@ -14,7 +14,7 @@ def empty_batches(num: int) -> list[Batch]:
 
 
 class FakeTimes:
-    """Decoder without a model; a method takes its given seconds."""
+    """Decoder without a model; each method takes a given time."""
 
     def __init__(self, seconds, texts=None, errors=None):
         self.seconds, self.texts, self.errors = seconds, texts or {}, errors or {}
@@ -38,7 +38,7 @@ class FakeTimes:
 
 
 def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
-    """Return instruments for a tuning."""
+    """Return instruments for tuning."""
 
     def check(method, runs, plain_runs):
         assert len(plain_runs) >= len(runs)

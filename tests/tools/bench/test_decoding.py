@@ -57,7 +57,7 @@ def test_greedy_methods_ignore_settings_in_configs(method, enabled, options, tar
     decoded = decoder(method, batch, 0)
     assert decoded.texts == plain_texts(target, batch, **options)
     assert 0.1 < decoded.first_token_s < 2
-    assert len(model._forward_hooks) == 1  # registered above
+    assert len(model._forward_hooks) == 1  # the hook registered above
     assert is_enabled(model) is enabled
     assert (decoded.stats is not None) is (method.engine == "ours")
     assert decoded.stats is None or decoded.stats.verifier == "greedy"
@@ -105,18 +105,18 @@ def test_near_tie_with_plain_decoding_is_not_wrong(batch):
         next(token_id for token_id in range(1, 64) if not any(token_id in text for text in plain)),
     )
     head = model.get_output_embeddings().weight
-    head[tied] = head[best]  # as likely wherever the best token is
+    head[tied] = head[best]  # equally likely wherever the best token is
     plain = plain_texts(model, batch)
     replacement = tied if plain[row][0] == best else best
     worst = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
     check = TextCheck(Decoder(model, {}, {}))
-    # The runs are in another order.
+    # The runs come in another order.
     others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]
     for text, outcome in (
         (plain[row], Compared(num_equal=6)),
         ([replacement, *plain[row][1:]], Compared(num_equal=5, num_ties=1)),
         ([worst, *plain[row][1:]], Compared(num_equal=5, num_wrong=1)),
-        (plain[row][:5], Compared(num_equal=5, num_wrong=1)),  # ends elsewhere
+        (plain[row][:5], Compared(num_equal=5, num_wrong=1)),  # ends at another token
     ):
         texts = [text if at == row else token_id for at, token_id in enumerate(plain)]
         for method, stats in (

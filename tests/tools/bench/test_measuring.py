@@ -1,4 +1,4 @@
-"""Test measuring: methods take turns with plain decoding, and doubtful numbers are flagged."""
+"""Test that methods take turns with plain decoding, and that doubtful numbers are flagged."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def test_text_is_counted_up_to_its_eos_inclusive():
     assert up_to_eos([5, 6, 7, 0, 0], frozenset({7, 9})) == [5, 6, 7]
     run = Run(BATCH, 0, 5.0, [[5, 6, 7], [5]], None, first_token_s=3.0)
     assert (run.num_tokens, run.tokens_per_s) == (4, 0.8)
-    assert run.ms_per_token == 1000.0  # without the first token
+    assert run.ms_per_token == 1000.0  # excluding the first token
 
 
 def test_failing_transformers_method_is_left_out_with_a_reason():
@@ -92,7 +92,7 @@ def test_speedup_above_the_bound_is_noise():
 
 
 def runs_of(*texts):
-    """Return a call on each batch, by the number of its text."""
+    """Return one call on each batch, given the number of its text."""
     return [
         Run(batch, 0, 1.0, [[text]], None)
         for batch, text in zip(empty_batches(len(texts)), texts, strict=True)

@@ -103,7 +103,7 @@ def test_fastest_method_wins_and_slow_ones_leave_early():
         GREEDY[3]: 1.0,
     }
     tuned_late = tune(METHODS, empty_batches(NUM_BATCHES), Rule(), instruments(FakeTimes(late)))
-    assert tuned_late.winner.name == GREEDY[1]  # later prompts count too
+    assert tuned_late.winner.name == GREEDY[1]  # later prompts count as well
     assert len(times.calls) + len([PLAIN, *GREEDY]) == num_steps(4, NUM_BATCHES)
     assert tuned.as_dict()["tried"][0]["speedup"] == pytest.approx(
         {"min": 2.0, "median": 2.0, "max": 2.0}
@@ -194,7 +194,7 @@ def test_winner_replaces_earlier_fields_and_keeps_others(tmp_path, monkeypatch):
     assert (path.read_text(), os.listdir(tmp_path)) == (before, [path.name])
     assert write_fields(tmp_path, FIELDS) == path
     assert json.loads(path.read_text()) == others | FIELDS
-    path.unlink()  # the settings used without a file are saved too
+    path.unlink()  # settings that apply without a file are saved too
     (tmp_path / "config.json").write_text(
         json.dumps(make_config("llama").to_dict() | {"eos_token_id": 9})
     )

@@ -1,4 +1,4 @@
-"""Test `check_pair` and `check_target`: they predict `generate()` from configs and tokenizers."""
+"""Test that `check_pair` and `check_target` predict `generate()` from configs and tokenizers."""
 
 import json
 
@@ -54,7 +54,7 @@ def check(target, draft, words=LETTERS):
 
 
 def _save(folder, config, *, words=LETTERS, eos_token_id=2, chat_template=None):
-    """Write a repository of small files, like a download without weights."""
+    """Save a repository of small files, as from a download without weights."""
     config.save_pretrained(folder)
     tokenizer = letters_tokenizer(words)
     tokenizer.chat_template = chat_template
@@ -75,7 +75,7 @@ def test_fitting_pair_passes_as_models_configs_and_paths(tmp_path, capsys):
         assert report.overlap.share == 1
         assert report.target_params == sum(weight.numel() for weight in models[0].parameters())
         assert report.draft_params == sum(weight.numel() for weight in models[1].parameters())
-        # A step reads one row of each.
+        # A step reads one row of each embedding table.
         embeddings = [model.get_input_embeddings().weight.numel() for model in models]
         num_read = [report.target_params - embeddings[0], report.draft_params - embeddings[1]]
         assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
@@ -290,7 +290,7 @@ def test_expected_speedup_is_the_best_of_the_cost_model():
         (1 - 0.8**6) / (0.2 * (5 * 0.1 + 1.25))
     )
     gains = estimate_gains(ModelSize(100, 200), ModelSize(10, 20))
-    # This draft costs the same.
+    # The draft costs the same here.
     routed = estimate_gains(ModelSize(100, 200, 0, 160, 8, 2), ModelSize(4, 8))
     assert all(gain.speedup < base.speedup for gain, base in zip(routed, gains, strict=True))
     for gain in gains:
@@ -307,7 +307,7 @@ def test_gemma_4_assistant_is_checked_against_target_states():
     )
     assert report.ok
     assert "KV cache" in str(report.target_memory)
-    assert "KV cache" not in str(report.draft_memory)  # it has none
+    assert "KV cache" not in str(report.draft_memory)  # a Gemma 4 assistant has no KV cache
     other = hf_speculate.check_pair(make_target(hidden_size=16), make_assistant(target))
     assert other.level == "does not fit"
     assert "it reads states of width 32, and the target's are 16" in texts_of(other, "does not fit")

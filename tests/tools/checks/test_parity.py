@@ -18,12 +18,12 @@ from tests.support.tiny_encoders import (
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 NUM_NEW = 24
-ROUNDING = 1e-5  # of a difference of logits in float32
+ROUNDING = 1e-5  # for a difference between float32 logits
 TWIN, TWIN_OF = 41, 17  # two tied tokens
 
 
 class _TakesTwin:
-    """Greedy verifier that replaces a token by its twin."""
+    """Greedy verifier that replaces a token by one that is tied with it."""
 
     def verify(self, target_logits, draft, keys):
         best = target_logits.argmax(-1)  # [B, K+1]
@@ -38,7 +38,7 @@ def _verifiers(registry):
 
 
 def _read_wrong_states(module, args, kwargs):
-    """Put cached values in another order before a forward over several tokens."""
+    """Reorder the cached values before a forward over several tokens."""
     cache = kwargs.get(CACHE_NAME)
     if cache is not None and cache.get_seq_length() and kwargs["input_ids"].shape[1] > 1:
         cache.layers[0].values = cache.layers[0].values.flip(2)
@@ -78,7 +78,7 @@ def test_peft_target_is_compared_with_its_adapter(enabled):
 @pytest.mark.parametrize(
     ("dtype", "distance", "verdict", "is_banned"),
     [
-        (torch.bfloat16, 2**-9, "tie", False),  # a quarter of the resolution of bfloat16
+        (torch.bfloat16, 2**-9, "tie", False),  # a quarter of bfloat16's resolution
         (torch.bfloat16, 0.5, "bug", False),
         (torch.bfloat16, 0.0, "bug", True),
         (torch.float32, 2**-9, "bug", False),
@@ -105,7 +105,7 @@ def test_difference_below_rounding_is_a_tie(dtype, distance, verdict, is_banned)
 
 @pytest.mark.fallback("because a draft model as large as its target gains nothing")
 def test_comparison_without_drafts_fails():
-    target, draft = pair("llama")  # as large as its target: the adaptive schedule never calls it
+    target, draft = pair("llama")  # as large as its target, so the adaptive schedule never calls it
     adaptive = {"max_new_tokens": 4, "num_assistant_tokens_schedule": "adaptive"}
     report = hf_speculate.check_parity(target, draft, torch.arange(1, 5), **adaptive)
     assert (report.num_drafted, report.ok) == (0, False)
@@ -133,7 +133,7 @@ FEW_NEW = 8
 
 
 def models_of(case):
-    """Return a target, a draft that guesses a part, and prompts, some of them padded."""
+    """Return a target, a draft that guesses some tokens, and prompts, some of them padded."""
     if case == "llava":
         target = make_llava()
         return target, text_draft(target, 0.1), picture_prompts(target, 2)
@@ -189,6 +189,6 @@ def test_options_unsupported_in_a_comparison_are_refused():
             hf_speculate.check_parity(
                 target, **{"assistant": target, "prompts": torch.arange(1, 5), **options}
             )
-    target.generation_config.prompt_lookup_num_tokens = 3  # plain decoding would copy too
+    target.generation_config.prompt_lookup_num_tokens = 3  # plain decoding would copy as well
     with pytest.raises(hf_speculate.ConfigError, match="must be a keyword"):
         hf_speculate.check_parity(target, target, torch.arange(1, 5))

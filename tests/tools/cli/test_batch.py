@@ -1,4 +1,4 @@
-"""Test `hf-speculate batch` on a tiny pair, and the progress shown to users."""
+"""Test `hf-speculate batch` on a tiny pair, and the progress that it prints."""
 
 import io
 import itertools

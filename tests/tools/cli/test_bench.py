@@ -1,4 +1,4 @@
-"""Test `hf-speculate bench` and `tune` on a tiny pair: compared methods and saved winner."""
+"""Test `hf-speculate bench` and `tune` on a tiny pair: compared methods and the saved winner."""
 
 import functools
 import json
@@ -86,7 +86,7 @@ def test_greedy_and_lossy_methods_are_compared_with_plain(pair, questions, capsy
         4 * NUM_NEW,
     )
     assert 1 < ours["mean_acceptance_length"] <= 4
-    assert 1 < len(ours["draft_lens"]) < sum(ours["rounds_by_draft_len"].values())  # of one call
+    assert 1 < len(ours["draft_lens"]) < sum(ours["rounds_by_draft_len"].values())  # from one call
     categories = {
         (entry["category"], entry["method"]): entry["num_prompts"] for entry in result["categories"]
     }
@@ -132,12 +132,12 @@ def test_sampled_prompt_lookup_is_not_compared_with_plain(pair, questions, capsy
 
 
 def test_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
-    # Three warm-ups, and a batch of each of three methods.
+    # Three warm-ups, and one batch for each of three methods.
     left, generate = iter(range(6)), GenerationMixin.generate
 
     @functools.wraps(generate)
     def interrupted(model, **arguments):
-        # transformers calls the draft's `generate` too.
+        # transformers also calls `generate` of the draft.
         if model.name_or_path == pair[0] and next(left, None) is None:
             raise KeyboardInterrupt
         return generate(model, **arguments)
@@ -178,7 +178,7 @@ def test_method_with_a_different_text_shows_no_speedup(questions, tmp_path, regi
 def test_winner_is_saved_unless_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
     generate, now = GenerationMixin.generate, [0.0]
     default = SpeculationConfig().posterior_threshold
-    # Seconds of a call by threshold and K. Models decode anyway.
+    # Seconds of a call, given threshold and K. The models decode anyway.
     seconds = {(default, 2): 1.5, (default, 3): 1.5}
 
     @functools.wraps(generate)

@@ -1,4 +1,4 @@
-"""Test errors on the command line: one line and exit status 2."""
+"""Test errors on the command line: one line, and exit status 2."""
 
 import functools
 import json
@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 from hf_speculate.tools.cli.main import main
 
 CPU = ["--device", "cpu"]
-# Its useful end is on a later line, behind many characters.
+# The useful part is on a later line, after many characters.
 LACKS = f"\nFlash needs flash_attn, not found. It can be {'a long story, ' * 30}"
 LACKS += "\nRun `pip install flash-attn`"
 
 
 @pytest.fixture(scope="module")
 def folder(folder, tmp_path_factory) -> Path:
-    """Write a pair in `target` and `draft`, faulty copies of the target, and files of prompts."""
+    """Write a pair to `target` and `draft`, faulty copies of the target, and files of prompts."""
     folder = Path(shutil.copytree(folder, tmp_path_factory.mktemp("models"), dirs_exist_ok=True))
     shutil.copytree(
         folder / "target", folder / "no-tokenizer", ignore=shutil.ignore_patterns("tokenizer*")
@@ -45,7 +45,7 @@ def folder(folder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def refused(folder, tmp_path, capsys):
-    """Run an invalid command and return its one line of error."""
+    """Run an invalid command and return the single line of its error."""
 
     def run(words: list[str]) -> str:
         assert main([word.format(folder=folder, out=tmp_path) for word in words]) == 2
@@ -66,7 +66,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        # Before a model is loaded.
+        # Errors before a model is loaded.
         (
             ["generate", "nosuch", "-f", "nosuch.jsonl"],
             "the file of prompts must exist, got nosuch.jsonl",
@@ -94,7 +94,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
             ["serve", "nosuch", "--host", "203.0.113.1"],
             "--host and --port must be free on this machine",
         ),
-        # A draft head as the target.
+        # A draft head given as the target.
         (["serve", "{folder}/head", "--port", "0"], "TARGET must be a model, got the draft head "),
         (
             ["generate", "{folder}/head", "x"],
@@ -244,7 +244,7 @@ def test_every_invalid_line_is_named(folder, tmp_path, capsys):
 
 
 def test_measurements_are_printed_if_writing_fails(folder, tmp_path, capsys):
-    output = tmp_path / (254 * "x")  # too long with the suffix of a file being written
+    output = tmp_path / (254 * "x")  # too long with the suffix for a file being written
     words = [*BENCH, "-n", "2", "-k", "2", "-v", "greedy", "--output", str(output)]
     assert main([word.format(folder=folder) for word in words]) == 2
     out, err = capsys.readouterr()
@@ -286,7 +286,7 @@ class Strange(Exception):
 
 
 def failing(error):
-    """Return a stand-in for transformers' `generate` that raises the error."""
+    """Return a replacement for transformers' `generate` that raises the error."""
 
     @functools.wraps(GenerationMixin.generate)
     def generate(model, **arguments):

@@ -153,7 +153,7 @@ HEAD = str(PAIR.parent / "heads" / "eagle3")
 
 
 def test_named_target_of_a_head_is_loaded(plain_texts, monkeypatch, capsys):
-    monkeypatch.chdir(PAIR.parents[1])  # its config names a folder there
+    monkeypatch.chdir(PAIR.parents[1])  # the head's config names a folder there
     assert main(["generate", HEAD, PROMPTS[0], "-k", "3", *COMMON]) == 0
     out, err = capsys.readouterr()
     assert out.strip() == plain_texts[0].strip()
@@ -166,7 +166,7 @@ def test_named_target_of_a_head_is_loaded(plain_texts, monkeypatch, capsys):
 
 
 def cached(cache: Path, name: str, revisions: dict[str, Path]) -> None:
-    """Write a repository into a cache of the Hub, with a folder for each revision."""
+    """Write a repository to a cache of the Hub, with one folder per revision."""
     root = cache / f"models--{name.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
     for number, (revision, folder) in enumerate(revisions.items()):
@@ -220,7 +220,7 @@ def test_named_target_costs_a_cached_model_no_look_up(tmp_path, monkeypatch):
 
 
 def test_head_is_timed_without_transformers_methods(tmp_path, monkeypatch):
-    monkeypatch.chdir(PAIR.parents[1])  # the head's config names a folder there, its target
+    monkeypatch.chdir(PAIR.parents[1])  # the head's config names its target by a folder there
     prompts, result = tmp_path / "prompts.txt", tmp_path / "out.json"
     prompts.write_text(PROMPTS[0])
     words = ["bench", HEAD, str(prompts), "-k", "2", "-v", "greedy", "--thresholds", "", *COMMON]
@@ -256,7 +256,7 @@ def test_check_reports_whether_a_head_fits(tmp_path, capsys):
 def save_chat_model(folder: Path) -> None:
     """Save a tiny model with a context of 64 byte tokens.
 
-    Its template writes messages in [].
+    Its template puts each message in [].
     """
     tokenizer = byte_level_tokenizer([])
     tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
@@ -267,7 +267,7 @@ def save_chat_model(folder: Path) -> None:
 
 
 def chat(folder, typed: bytes, monkeypatch, num_new: int = 8) -> list[int]:
-    """Chat with a saved model; return the number of tokens of prompt and answer of each call."""
+    """Chat with a saved model; return the length of prompt plus answer for each call."""
     lens, generate = [], GenerationMixin.generate
 
     @functools.wraps(generate)

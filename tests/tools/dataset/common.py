@@ -1,4 +1,4 @@
-"""Provide a tiny pair in folders, prompts of a data set, and the expected results."""
+"""Provide a tiny pair in folders, prompts for a data set, and the expected results."""
 
 import json
 import random
@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from tests.support.tiny import cheaper_copy, make_model
 from tests.support.tiny_tokenizers import letters_tokenizer
 
-# One for each of the 64 ids.
+# One letter for each of the 64 ids.
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 PAD, EOS = "a", ","
 NUM_NEW = 12
 
 
 def save_pair(folder: Path, noise: float = 0.05) -> tuple[str, str]:
-    """Save a float64 target and its draft; many texts end by an EOS id. Return their folders."""
+    """Save a float64 target and its draft; many texts end with an EOS id. Return their folders."""
     target = make_model("llama")
     target.generation_config = GenerationConfig(
         eos_token_id=LETTERS.index(EOS), pad_token_id=0, do_sample=False
@@ -31,7 +31,7 @@ def save_pair(folder: Path, noise: float = 0.05) -> tuple[str, str]:
 
 
 def prompts(num: int, seed: int = 0) -> list[str]:
-    """Return texts of 3 to 14 letters, without padding and EOS in them."""
+    """Return texts of 3 to 14 letters without padding or EOS."""
     chance = random.Random(seed)
     return ["".join(chance.choices(LETTERS[1:-1], k=chance.randint(3, 14))) for _ in range(num)]
 
@@ -45,7 +45,7 @@ def write_prompts(path: Path, texts: list[str]) -> list[str]:
 
 
 def batch_words(folder: Path, output: Path, *more: str) -> list[str]:
-    """Return a command that decodes `prompts.jsonl` beside the output with the pair of a folder."""
+    """Return a command that decodes `prompts.jsonl` next to `output` with the pair in a folder."""
     words = [
         "batch",
         str(folder / "target"),
@@ -68,7 +68,7 @@ def batch_words(folder: Path, output: Path, *more: str) -> list[str]:
 
 
 def results_in(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the output's lines by id; each id comes once."""
+    """Return the lines of the output by id; each id must occur once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     results = {line["id"]: line for line in lines}
     assert len(results) == len(lines)
@@ -76,24 +76,24 @@ def results_in(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def ends_of(line: dict[str, Any]) -> tuple[str, int, str]:
-    """Return the fields compared with `plain_results`."""
+    """Return the fields that are compared with `plain_results`."""
     return line["text"], line["num_tokens"], line["finish_reason"]
 
 
 def texts_in(path: Path) -> dict[str, str]:
-    """Return the output's texts by id."""
+    """Return the texts of the output by id."""
     return {key: line["text"] for key, line in results_in(path).items()}
 
 
 def begun_in(output: Path, rank: int = 0) -> list[list[str]]:
-    """Return the ids of every batch begun by a rank, without a line being written."""
+    """Return the ids in every batch that a rank began, without a line that is being written."""
     path = output.with_name(f"{output.name}.run") / f"begun-{rank}.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line)["ids"] for line in lines]
 
 
 def plain_results(target: PreTrainedModel | Path, texts: list[str]) -> list[tuple[str, int, str]]:
-    """Return text, number of tokens and end reason of plain greedy decoding, row by row."""
+    """Return text, number of tokens and finish reason from plain greedy decoding, row by row."""
     if isinstance(target, Path):
         target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     eos, results = LETTERS.index(EOS), []

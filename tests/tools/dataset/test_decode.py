@@ -1,4 +1,4 @@
-"""Test `decode_dataset`: every row gets the text of plain decoding once, also after a stop."""
+"""Test that `decode_dataset` gives every row the text of plain decoding once, even after a stop."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ COMMON = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS_ID, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def plain():
-    """Return text, number of tokens and end reason of each text alone."""
+    """Return text, number of tokens and finish reason of each text on its own."""
     return plain_results(pair("llama")[0], TEXTS)
 
 
@@ -93,7 +93,7 @@ def test_peft_target_decodes_with_its_adapter(options, plain, tmp_path):
 
 
 class EndsAtPair(StoppingCriteria):
-    """Custom criterion that ends a row behind certain pairs of successive ids."""
+    """Custom criterion that ends a row after certain pairs of consecutive ids."""
 
     def __init__(self, pairs):
         self.pairs = torch.tensor(pairs)
@@ -112,7 +112,7 @@ class EndsAtPair(StoppingCriteria):
     ],
 )
 def test_text_after_a_stop_is_in_no_result(stop, eos, options, plain, tmp_path):
-    """Decode without EOS, so rows go on until the last one has stopped, and with EOS padding."""
+    """Decode without EOS, where rows go on until the last one has stopped, and with EOS padding."""
     long = [
         (prompt, text)
         for prompt, (text, *_) in zip(TEXTS, plain, strict=True)
@@ -152,7 +152,7 @@ def test_finished_rows_and_the_drawn_seed_are_kept(num_bytes, tmp_path):
     _, output = decode(tmp_path, **options)
     whole = texts_in(output)
     assert list(whole) != list(range(1, 12))
-    # A kill in the middle of a write leaves such a file.
+    # If the process is killed during a write, it leaves such a file.
     output.write_bytes(output.read_bytes()[:num_bytes])
     finished_ids = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
     num_begun = len(begun_in(output))
@@ -213,7 +213,7 @@ def test_sampled_text_depends_on_seed_and_id_only(method, tmp_path):
     whole, fewer, last = reports
     assert fewer == {key: whole[key] for key in fewer}
     assert last != {key: whole[key] for key in last}
-    assert row_seed(0, Row("1", "")) == 3373202220108974583  # fixed forever
+    assert row_seed(0, Row("1", "")) == 3373202220108974583  # must never change
 
 
 def test_messages_are_rendered_by_the_chat_template(tmp_path):
@@ -263,7 +263,7 @@ def test_too_large_batch_is_named_and_finished_rows_stay(tmp_path):
     handle.remove()
     report, output = decode(tmp_path, static_batches=True, batch_size=2)
     assert (report.num_resumed, len(results_in(output))) == (4, 11)
-    batches = begun_in(output)[2:]  # of rows of similar length, the longest first
+    batches = begun_in(output)[2:]  # batches of rows with similar lengths, the longest first
     lens = [len(TEXTS[int(key) - 1]) for batch in batches for key in batch]
     assert (list(map(len, batches)), lens) == ([2, 2, 2, 1], sorted(lens, reverse=True))
 
@@ -313,7 +313,7 @@ def test_sampling_settings_need_do_sample(tmp_path):
 
 @hf_speculate.register_row_wise
 class RaisesAt(LogitsProcessor):
-    """Processor that raises an error for texts with an id."""
+    """Processor that raises an error for texts that contain a given id."""
 
     def __init__(self, token_id, error):
         self.token_id, self.error = token_id, error

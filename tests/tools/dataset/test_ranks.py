@@ -1,4 +1,4 @@
-"""Test `accelerate launch`: it splits the rows over its processes, and one may be killed."""
+"""Test that `accelerate launch` splits the rows over its processes, and that one may be killed."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def launched(*arguments: str) -> subprocess.Popen[str]:
-    """Start the command on two processes of this machine."""
+    """Start the command in two processes on this machine."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [
         sys.executable,
@@ -83,7 +83,7 @@ def test_rows_survive_the_kill_of_one_of_two_processes(folder, tmp_path):
 
 
 def run_alone(place: Ranks, output: Path, decoded: list[str]) -> None:
-    """Run one of two ranks; nobody waits for the other."""
+    """Run only one of two ranks; no rank waits for the other."""
     job = Job(read_rows(["bc", "de", "fg"]), output, {})
 
     def engine(batches, seed, on_begin):

@@ -1,4 +1,4 @@
-"""Compare actors of Ray Data with one process: every row once, even if an actor is killed."""
+"""Compare Ray Data actors with one process: each row occurs once, even if an actor is killed."""
 
 import functools
 from pathlib import Path
@@ -32,7 +32,7 @@ STORE_BYTES = 100_000_000
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Start one local Ray of two CPUs without usage reports."""
+    """Start one local Ray cluster with two CPUs, without usage reports."""
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -107,7 +107,7 @@ def test_all_gpus_are_used_before_cpus():
         ({"CPU": 2.0}, {"workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
         ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),
         ({"CPU": 8.0, "GPU": 4.0}, {"gpus_per_worker": 0}, {"num_cpus": 1.0}, 1),
-        # The rest of one GPU is not joined with that of another.
+        # The remainder of one GPU is not combined with the remainder of another.
         ({"GPU": 2.0}, {"gpus_per_worker": 0.4}, {"num_gpus": 0.4}, 4),
     ):
         options = {"workers": None, "cpus_per_worker": 1.0, "gpus_per_worker": None} | own

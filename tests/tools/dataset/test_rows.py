@@ -1,4 +1,4 @@
-"""Test rows from lines of every kind, named errors, and whole result files after every kill."""
+"""Test rows from all kinds of lines, named errors, and that result files are whole after a kill."""
 
 import json
 
@@ -108,7 +108,8 @@ def test_lines_that_are_no_results_are_named(tmp_path):
     path.write_bytes(WHOLE + b"notes")
     with pytest.raises(ConfigError, match="got another one at the end"):
         files.cut_torn_line(path)
-    for line in (b"{}", b"\0\0", b"[]", b'{"id": "a"}'):  # not results, and a repeated one
+    # three lines that are not results, and a repeated result
+    for line in (b"{}", b"\0\0", b"[]", b'{"id": "a"}'):
         path.write_bytes(WHOLE + line + b"\n")
         with pytest.raises(ConfigError, match=r"at out\.jsonl:4"):
             files.ids_in(path)

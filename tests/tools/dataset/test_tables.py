@@ -1,4 +1,4 @@
-"""Test prompts from a column of a data set: a parquet file, one of the Hub, or JSON lines."""
+"""Test prompts from a column of a data set: a parquet file, one on the Hub, or JSON lines."""
 
 import datetime
 import json
@@ -38,7 +38,7 @@ class Loaded(list):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Replace datasets; one data set is on the Hub."""
+    """Replace `datasets`; one data set is on the Hub."""
     calls = []
 
     def load_dataset(name, subset=None, *, split, data_files=None):

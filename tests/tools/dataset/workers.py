@@ -1,4 +1,4 @@
-"""Make decoders for actors of Ray; some end their actor.
+"""Make decoders for Ray actors; some of them kill their actor.
 
 The module imports little, because every actor imports it again.
 """

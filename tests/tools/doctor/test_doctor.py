@@ -1,4 +1,4 @@
-"""Test `hf-speculate doctor` on simulated devices: the named fault and the setting to change."""
+"""Test that `hf-speculate doctor` names faults of simulated devices and settings to change."""
 
 import functools
 import json
@@ -14,9 +14,9 @@ from hf_speculate.tools.doctor.report import Device, examine
 from tests.support import simulated_doctor
 from tests.support.fake_cuda import FakeCuda
 
-# The interpreter of Triton 3.6 lacks the bfloat16 constants for rows at any address.
+# The interpreter of Triton 3.6 lacks the bfloat16 constants that rows at any address need.
 SMALL = Sizes(97, 2, torch.float16, 32, 4, (2,))
-# A busy machine with two cores runs kernels in Python.
+# Allow for a busy machine that interprets kernels in Python on two cores.
 examined = functools.partial(examine, sizes=SMALL, limit_s=200.0)
 
 

@@ -1,4 +1,4 @@
-"""Test `make kernel-repo`: the `kernels` library loads it, and it works without this library."""
+"""Test that the `kernels` library loads the output of `make kernel-repo`, without this library."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ PACKAGE = "hf_speculate_kernels"
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a repository's `build` folder over an older variant and a build of setuptools."""
+    """Write a repository's `build` folder over an older variant and a setuptools build."""
     folder = tmp_path_factory.mktemp("repository") / "build"
     for name in ("torch-universal/old.py", "lib/kept.py"):
         (folder / name).parent.mkdir(parents=True)
@@ -42,9 +42,9 @@ def test_variant_holds_the_sources_only(build: Path) -> None:
     metadata = json.loads(written.pop("metadata.json"))
     assert written == {f"{PACKAGE}/{name}": content for name, content in sources.items()}
     assert (build / "lib" / "kept.py").exists()
-    # All of them are required.
+    # The library requires all of them.
     assert set(metadata) == {"id", "name", "version", "license", "python-depends", "backend"}
-    # The library keys loaded modules by the id.
+    # The library uses the id as the key for loaded modules.
     assert metadata["id"] == f"{PACKAGE}_{tool.digest(build / 'torch-universal')}"
     assert len({tool.digest(build / name) for name in ("torch-universal", "lib")}) == 2
     assert metadata["name"].replace("-", "_") == PACKAGE
@@ -76,7 +76,8 @@ def test_loaded_kernels_decide_as_the_library(load, backend: str, build: Path, m
         name for name in sys.modules if name.split(".")[0] in ("hf_speculate", "triton_kernels")
     ]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "hf_speculate", None)  # importing it fails from here on
+    # from here on, importing hf_speculate fails
+    monkeypatch.setitem(sys.modules, "hf_speculate", None)
     monkeypatch.setitem(sys.modules, "triton_kernels", None)
     kernels = load(build)
     assert Path(kernels.__file__) == build / "torch-universal" / PACKAGE / "__init__.py"

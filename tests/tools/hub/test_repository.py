@@ -1,4 +1,4 @@
-"""Test repositories for the Hub: their files, the upload, and the limits of a downloaded config."""
+"""Test repositories for the Hub: their files, the upload, and limits on downloaded configs."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_generate_file_without_the_library_says_how_to_install():
 
 
 def test_requirements_equal_those_of_the_package():
-    """Compare with the folder of top_k, which has code of its own."""
+    """Compare with the folder of top_k, which has its own code."""
     package = ConfigParser()
     package.read(ROOT / "setup.cfg")
     needed = {line.partition(",")[0] for line in package["options"]["install_requires"].split()}
@@ -151,8 +151,8 @@ def test_unsavable_fields_are_refused_before_writing(tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-TRAP = "hf_speculate_trap"  # a module that could be imported and must not be
-HUGE = 10**400  # past every float
+TRAP = "hf_speculate_trap"  # a module that could be imported but must not be
+HUGE = 10**400  # larger than any float
 OTHERS = [
     {"_target_": f"{TRAP}.make"},
     [f"{TRAP}:make", 3],
@@ -173,13 +173,13 @@ HOSTILE = [
     "",
     *OTHERS,
 ]
-# These look hostile and are valid values of their fields.
+# These values look hostile but are valid for their fields.
 ALLOWED = {"seed": [HUGE, -1], "max_matching_ngram_size": [HUGE]}
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """Return a pair beside a module that must not be imported."""
+    """Return a pair next to a module that must not be imported."""
     (tmp_path / f"{TRAP}.py").write_text(
         "def make(*args, **kwargs):\n    raise SystemExit('ran')\n"
     )
@@ -193,7 +193,7 @@ SOURCES = ("target", "draft", "fields_from")
 
 
 def call(models, source, folder, content):
-    """Run one call with a file downloaded with a model, or alone."""
+    """Run one call with a file that was downloaded with a model or separately."""
     path, options = (
         folder / "generation_config.json",
         {"assistant_model": models["draft"], "max_new_tokens": 4},
@@ -229,7 +229,7 @@ def test_file_without_an_object_is_refused(models, tmp_path):
     "name", ["assistant_model", "custom_generate", "logits_processor", "tokenizer"]
 )
 def test_config_loads_no_model_and_no_code(models, tmp_path, name):
-    """Put arguments into a config: none is read from there, and transformers refuses some."""
+    """Put arguments in a config: none may be read from it, and transformers refuses some."""
     plain = models["target"].generate(**ragged_prompts(1, seed=1), max_new_tokens=4)
     content = json.dumps({"pad_token_id": 0, name: f"{TRAP}:make", "num_assistant_tokens": 2})
     for source in SOURCES:

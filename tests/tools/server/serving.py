@@ -1,13 +1,13 @@
-"""Send requests to a server, and count its forwards."""
+"""Send requests to a server, and count the forwards of its target."""
 
 import time
 
 NUM_NEW = 24
 PATH = "/v1/chat/completions"
-WAIT_S = 30  # for short operations, on a busy machine too
+WAIT_S = 30  # enough for short operations, even on a busy machine
 NUM_ROWS = 4
-SLOW_S = 0.02  # of a forward, for answers that can be interrupted
-MANY = 400  # tokens; at this speed they take several seconds
+SLOW_S = 0.02  # per forward, for answers that can be interrupted
+MANY = 400  # tokens; at SLOW_S they take several seconds
 
 
 def body(**options):
@@ -16,7 +16,7 @@ def body(**options):
 
 
 class Forwards:
-    """Context that counts the target's forwards and slows them down."""
+    """Hooks that count the target's forwards and slow them down."""
 
     def __init__(self):
         self.num, self.num_at_once, self.most_at_once, self.seconds = 0, 0, 0, 0.0

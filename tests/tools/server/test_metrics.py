@@ -1,4 +1,4 @@
-"""Test metrics of a server in a scrape of Prometheus."""
+"""Test the metrics of a server as scraped by Prometheus."""
 
 import asyncio
 import importlib
@@ -24,7 +24,7 @@ NAME = "hf_speculate_"
 
 
 def scraped(client):
-    """Return values by name and labels."""
+    """Return the values by name and labels."""
     parser = pytest.importorskip(
         "prometheus_client.parser", reason="prometheus-client is not installed"
     )

@@ -14,10 +14,10 @@ from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body, wait_u
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 PHONE, DESKTOP = 390, 1200  # widths in CSS pixels
-ENOUGH_CONTRAST = 4.5  # of text, required by WCAG 2.2
+ENOUGH_CONTRAST = 4.5  # contrast of text that WCAG 2.2 requires
 HOSTILE = '<img src=x onerror="document.title=1"></p><script>document.title = 2</script> & "\u202e"'
 
-# Return faults of the page: text of low contrast, and parts wider than the window.
+# Returns faults of the page: text with low contrast, and parts wider than the window.
 LOOK = """() => {
   const problems = [], root = document.documentElement;
   if (root.scrollWidth > innerWidth) problems.push('wider than the window: ' + root.scrollWidth);
@@ -120,7 +120,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, client):
-    """Open the page of the server; its requests to others and its logs are problems."""
+    """Open the server's page, where requests to other hosts and console messages are problems."""
     contexts, problems = [], []
 
     def open_page(width=DESKTOP, scheme="light"):
@@ -224,7 +224,7 @@ def test_html_in_an_answer_stays_text(open_page):
 def test_reasoning_is_shown_apart_with_its_question(open_page):
     page, bodies = open_page(), []
     first = [
-        ({}, [("<think>", "target"), ("Is", "draft")]),  # its text is held back
+        ({}, [("<think>", "target"), ("Is", "draft")]),  # the server holds back its text
         ({"reasoning_content": "Is it"}, [(" it", "draft")]),
     ]
     second = [

@@ -1,4 +1,4 @@
-"""Compare JSON of a schema with xgrammar's processor in plain decoding, beside drafts and rows."""
+"""Compare JSON for a schema, with drafts and several rows, with xgrammar in plain decoding."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def request_of(**fields):
 
 
 def plain_ids(engine, prompt, wanted):
-    """Return the new tokens of plain greedy decoding with xgrammar's processor."""
+    """Return the new tokens from plain greedy decoding with xgrammar's processor."""
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(engine.tokenizer))
     grammar = compiler.compile_builtin_json_grammar()
     if "json_schema" in wanted:
@@ -88,7 +88,7 @@ def test_rows_of_different_formats_equal_plain_decoding(engine):
 
 @register_row_wise
 class FailsInside(GrammarProcessor):
-    """Processor that fails by itself."""
+    """Processor that raises an error of its own."""
 
     def forced_text(self, row, input_ids):
         raise ZeroDivisionError
@@ -177,7 +177,7 @@ NO_VALUE = {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.00000
 def test_unsatisfiable_schema_is_refused(engine, schema):
     for wrong in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
         if wrong.get("properties") and "$ref" in schema:
-            continue  # the root has an infinite text
+            continue  # the text of the root would be infinite
         with pytest.raises(RequestError, match="that no value fits") as caught:
             text_requests(schema_request(wrong), engine)
         assert caught.value.status == 400

@@ -1,4 +1,4 @@
-"""Test answers of a tokenizer with a `response_template`: reasoning, content and calls apart."""
+"""Test that a tokenizer's `response_template` separates reasoning, content and calls."""
 
 import asyncio
 import importlib
@@ -41,7 +41,7 @@ def tokenizer():
 
 
 def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE, stops=()):
-    """Return the choice of a whole answer, and those of the events of a streamed one."""
+    """Return the choice of a complete answer, and the choices in the events of a streamed one."""
     answers = importlib.import_module("hf_speculate.tools.server.answers")
     records = importlib.import_module("hf_speculate.tools.server.text_request")
     tokenizer.response_template = template
@@ -90,14 +90,14 @@ def parts(message):
         (f"{CALL} Done.{END}", {}, ("", "Done.", [CALLED])),
         (f"a {CALL}{END}", {"tools": None}, ("", f"a {CALL}", [])),
         ("<think>cut sho", {}, ("cut sho", "", [])),
-        # A stop string that begins in a special token leaves nothing of it.
+        # A stop string that starts inside a special token removes that whole token.
         (f"<think>why</think>Hello{END}", {"stops": [">"]}, ("", "", [])),
         (f"<think>why</think>Hello{END}", {"stops": ["|"]}, ("why", "Hello", [])),
         (f"hello{END}", {"stops": ["_end"]}, ("", "hello", [])),
         ("hello<|im_start|>x", {"stops": ["|>y"]}, ("", "hellox", [])),
-        # Text that looks like a special token is text.
+        # Text that only looks like a special token stays text.
         (["so <|im_st", "art|>", " it is", END], {}, ("", "so <|im_start|> it is", [])),
-        # Calls that the template cannot read are content.
+        # Calls that the template cannot read become content.
         (
             f"<think>a</think><tool_call>{{no}}</tool_call>{CALL}",
             {},

@@ -1,4 +1,4 @@
-"""Compare several requests at once with each request alone."""
+"""Compare several simultaneous requests with each request on its own."""
 
 import asyncio
 import functools
@@ -27,7 +27,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
-# Fields of requests beside prompt, length and sampling, with their arguments of generate().
+# Request fields other than prompt, length and sampling, with the matching arguments of generate().
 FIELDS = (
     ({}, {}),
     ({"logit_bias": {"7": -100, "9": 3.5}}, {"sequence_bias": {(7,): -100.0, (9,): 3.5}}),
@@ -46,7 +46,7 @@ FIELDS = (
 
 
 class Penalties(LogitsProcessor):
-    """Penalties by OpenAI's formula, token by token."""
+    """Penalties computed token by token from OpenAI's formula."""
 
     def __init__(self, prompt_len, frequency, presence):
         self.prompt_len, self.frequency, self.presence = prompt_len, frequency, presence
@@ -60,7 +60,7 @@ class Penalties(LogitsProcessor):
 
 
 def requests_of(engine, num):
-    """Make requests of different lengths and fields, every second one sampled with a seed.
+    """Make requests with different lengths and fields, every second one sampled with a seed.
 
     The prompts are text or ids.
     """
@@ -79,7 +79,7 @@ def requests_of(engine, num):
 
 
 def alone(engine, request):
-    """Return the text of a request in a separate call, plain if it is greedy."""
+    """Return the text of a request from a separate call, without a draft if it is greedy."""
     given = next(
         arguments for fields, arguments in reversed(FIELDS) if fields.items() <= request.items()
     )
@@ -124,7 +124,7 @@ def test_concurrent_requests_get_the_texts_of_requests_alone(client, create, eng
         if index % 4 < 3:
             return "".join(chunk.choices[0].text for chunk in answer)
         next(answer)
-        return answer.close()  # the client leaves
+        return answer.close()  # the client disconnects
 
     with ThreadPoolExecutor(len(requests)) as pool:
         texts = list(pool.map(ask, range(len(requests))))
@@ -278,7 +278,7 @@ def test_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monk
             create(**request, max_tokens=2)
         assert (engine.num_running, engine.num_waiting) == (NUM_ROWS, 1)
         streams[0].close()
-        # The row of the client that left is free long before the others end.
+        # The row of the disconnected client is free long before the others end.
         answer = waiting.result()
     assert engine.num_running == NUM_ROWS - 1
     for stream in streams[1:]:
@@ -288,7 +288,7 @@ def test_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monk
 
 
 def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
-    """Return the items of an engine's stream for a client that leaves after `most` pieces."""
+    """Return the items in an engine's stream for a client that leaves after `most` pieces."""
     found, request = [], TextRequest(request) if isinstance(request, RowPrompt) else request
 
     async def run():
@@ -304,7 +304,7 @@ def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
 
 
 def collect_all(engine, requests):
-    """Return the result of each text; all are requested at once."""
+    """Return the result of each request; all are sent at the same time."""
     results = {}
 
     async def run():
@@ -354,7 +354,7 @@ def test_short_request_overtakes_an_echoed_prompt(engine, monkeypatch):
     asyncio.run(run())
     hook.remove()
     between = events[events.index("asked") : events.index("short")]
-    assert between.count("chunk") <= 2  # one of them may have begun before
+    assert between.count("chunk") <= 2  # one of them may have started before
     assert events.count("chunk") == 2 * 10  # for the log probabilities, and for the row
     expected = (
         logprobs_of(engine.target, ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
@@ -431,7 +431,7 @@ def test_request_refused_by_generate_gets_its_error(engine):
 def test_closing_the_engine_ends_its_requests(engine):
     engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
     request = RowPrompt([3], None, {"max_new_tokens": MANY, "do_sample": False})
-    for _ in range(2):  # also a later request
+    for _ in range(2):  # even a later request
         with pytest.raises(RequestError, match="shutting down") as caught:
             collect(engine, request, on_piece=engine.close)
         assert caught.value.status == 503

@@ -1,4 +1,4 @@
-"""Test the server behind a real socket on the loopback device with a real client."""
+"""Test the server with a real client, through a real socket on the loopback device."""
 
 import asyncio
 import importlib
@@ -44,14 +44,14 @@ NESTED = '<tool_call>{"name": "f", "arguments": ' + 3_000 * "[" + "</tool_call>"
 
 
 def called(arguments):
-    """Return a message of an assistant with a tool call."""
+    """Return an assistant message with a tool call."""
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.fixture(scope="module")
 def text(engine):
-    """Return the greedy answer to the question, by plain decoding."""
+    """Return the greedy answer to the question from plain decoding."""
     inputs = engine.tokenizer("# a word\n", return_tensors="pt")
     options = {"max_new_tokens": NUM_NEW, "do_sample": False}
     ids = engine.target.generate(
@@ -73,7 +73,7 @@ def streamed(client, **options):
 
 
 def answered(client, **options):
-    """Return text and end reason of a whole answer, and its usage."""
+    """Return the text, finish reason and usage of a non-streamed answer."""
     answer = client.post(PATH, json=body(**options)).json()
     (choice,) = answer["choices"]
     return choice["message"]["content"], choice["finish_reason"], answer["usage"]
@@ -112,7 +112,7 @@ def test_text_ends_before_a_stop_string_and_with_its_eos(client, engine, text, m
     cut = text[: text.index(stop)]
     *answer, usage = answered(client, stop=[stop, "never in the text"])
     assert answer == [cut, "stop"]
-    assert usage["completion_tokens"] == len(cut) + len(stop)  # a token is a character here
+    assert usage["completion_tokens"] == len(cut) + len(stop)  # here, a token is a character
     joined, *_, last = streamed(client, stop=stop)
     assert (joined, last["choices"][0]["finish_reason"]) == (cut, "stop")
     eos = engine.tokenizer.convert_tokens_to_ids(text[5])
@@ -674,7 +674,7 @@ def test_generation_ends_when_its_client_leaves(client, slow, text):
     while now != slow.num:
         now = slow.num
         time.sleep(0.5)
-    assert now - before < MANY // 8  # a round holds four tokens at most
+    assert now - before < MANY // 8  # a round emits at most four tokens
     slow.seconds = 0.0
     assert answered(client)[0] == text
 
@@ -689,12 +689,12 @@ def test_pieces_hold_whole_characters_and_no_stop_prefix():
     ids = tokenizer(whole)["input_ids"]
     for num_ids in range(1, len(ids) + 1):
         text += stream.read(ids[:num_ids])
-        assert stream.read(ids[: num_ids - 1]) == ""  # a row that is decoded again
+        assert stream.read(ids[: num_ids - 1]) == ""  # the row may be decoded again
         assert whole.startswith(text) and not text.endswith(("s", "st", "sto", "z"))
     assert text + stream.read(ids, is_end=True) == "naïve s sto 日本 stip "
     assert stream.is_cut
     stream, ids = TextStream(tokenizer, ["stop"]), tokenizer("a sto")["input_ids"]
-    # The end gives the held text.
+    # At the end, the held text is returned.
     assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")
     assert not stream.is_cut
 
@@ -797,7 +797,7 @@ def test_error_is_not_replaced_by_later_tokens():
     async def run():
         answer = records.Answer(records.TextRequest(records.RowPrompt([1])))
         answer.put(RequestError("shutting down"))
-        answer.put([3])  # its thread had checked before if the text is wanted
+        answer.put([3])  # its thread had checked earlier that the text is still wanted
         await asyncio.sleep(0)
         return await answer.get()
 

@@ -1,4 +1,4 @@
-"""Test bytes of tokens: they spell the text of an answer, and stops match as in transformers."""
+"""Test token bytes: they spell the text of an answer, and stops match as in transformers."""
 
 import random
 
@@ -27,7 +27,7 @@ END = "</s>"
 
 
 def sentencepiece_tokenizer(strips):
-    """Make a tokenizer like Llama 2's; if it `strips`, the text's first space is lost."""
+    """Make a tokenizer like Llama 2's; if it `strips`, it drops the first space of a text."""
     tokenizer = metaspace_tokenizer(WORDS, "abcdefghijklmnopqrstuvwxyz,", eos_token=END)
     if strips:
         parts = (
@@ -48,9 +48,9 @@ TOKENIZERS = {
 
 
 def logprobs_of(tokenizer, text):
-    """Return tokens of a text and of its end with alternatives.
+    """Return the tokens of a text and its EOS, with alternatives.
 
-    These are the token, the one before and that of one byte.
+    The alternatives are the token, the token before it, and a one-byte token.
     """
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     byte = tokenizer.convert_tokens_to_ids("<0x61>") if "<0x61>" in tokenizer.get_vocab() else 3

@@ -1,4 +1,4 @@
-"""Test streams that name each token's origin: the target, or the draft source."""
+"""Test streams that report the origin of each token: the target or the draft source."""
 
 import asyncio
 import importlib
@@ -29,7 +29,7 @@ DRAFT = "model LlamaForCausalLM"
 
 
 def streamed(client, word="a word", **options):
-    """Return text, tokens and totals of a streamed answer; each chunk holds its tokens' text."""
+    """Return the text, tokens and totals of a streamed answer; chunks must match their tokens."""
     messages = [{"role": "user", "content": word}]
     fields = body(stream=True, speculation=True, messages=messages, **options)
     text, tokens, totals = "", [], None
@@ -45,7 +45,7 @@ def streamed(client, word="a word", **options):
 
 
 def rounds_of(engine):
-    """Return origins of the tokens of the greedy answer, from the rounds of a `generate()` call."""
+    """Return the origins of the greedy answer's tokens, from the rounds of a `generate()` call."""
     reports, options = [], {"max_new_tokens": NUM_NEW, "do_sample": False, **engine.options}
     inputs = engine.tokenizer("# a word\n", return_tensors="pt")
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -83,10 +83,10 @@ def test_tokens_have_the_origins_of_their_rounds(client, engine):
 def test_held_and_cut_text_stays_with_its_tokens(client):
     whole, tokens, _ = streamed(client)
     stop = whole[9:12]
-    # A beginning of the second stop is held.
+    # A prefix of the second stop string is held back.
     text, cut, totals = streamed(client, stop=[stop, 2 * whole[2:4]])
     assert text == whole[: whole.index(stop)]
-    # A token is a character here.
+    # Here, a token is a character.
     assert [token["text"] for token in cut] == [*text, *[""] * len(stop)]
     assert [token["origin"] for token in cut] == [token["origin"] for token in tokens[: len(cut)]]
     assert totals["accepted"] == sum(token["origin"] != TARGET for token in cut)
@@ -201,7 +201,7 @@ WHOLE = "naïve s sto 日本 stip <|end|> stop, and more"
 def test_token_texts_join_to_the_text_in_any_chunks(stop):
     tokenizer = byte_level_tokenizer(["st", "and"], eos_token="<|end|>")
     ids, draw = tokenizer(WHOLE)["input_ids"], random.Random(0)
-    ids += tokenizer("日")["input_ids"][:1]  # a part of a character
+    ids += tokenizer("日")["input_ids"][:1]  # part of a character
     expected = TextStream(tokenizer, [stop]).read(ids, is_end=True)
     for _ in range(20):
         texts, found, num = TokenTexts(TextStream(tokenizer, [stop])), [], 0

@@ -1,4 +1,4 @@
-"""Compare tool calls under a grammar with xgrammar's processor in plain decoding, beside drafts."""
+"""Compare drafted tool calls under a grammar with xgrammar's processor in plain decoding."""
 
 import asyncio
 import importlib
@@ -76,7 +76,7 @@ def shown(engine, ids):
 
 
 def calls_in(engine, ids):
-    """Return the calls and the content that the server reads."""
+    """Return the calls and the content that the server parses."""
     reader = ToolCallReader()
     content = reader.read(shown(engine, ids), is_end=True).content
     functions = [call["function"] for call in reader.calls]
@@ -150,7 +150,8 @@ def test_required_calls_are_valid_and_drafted_beside_free_rows(engine):
     for index, (text, names, is_single) in enumerate(cases):
         for row in (rows[index], rows[index + len(cases)]):
             assert row.token_ids == plain_ids(engine, text, names, True, is_single)
-            assert row.num_accepted > len(row.token_ids) // 2  # no draft model: forced text alone
+            # without a draft model, only forced text is drafted
+            assert row.num_accepted > len(row.token_ids) // 2
             calls, content = calls_in(engine, row.token_ids)
             assert calls and all(name in names and is_valid(name, value) for name, value in calls)
             assert not is_single or (len(calls), content) == (1, "")

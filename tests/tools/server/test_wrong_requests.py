@@ -1,4 +1,4 @@
-"""Test random invalid requests: errors in OpenAI's form, and unchanged neighbours."""
+"""Test that random invalid requests get errors in OpenAI's form and leave others unchanged."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ RIGHT = {"prompt": "a", "max_tokens": 5, "temperature": 0}
 
 
 def wrong_request(draw):
-    """Return the path and the body of a request with one to three fields of random values."""
+    """Return the path and body of a request in which one to three fields have random values."""
     is_chat = draw.random() < 0.5
     schemas = importlib.import_module("hf_speculate.tools.server.schemas")
     schema = schemas.ChatRequest if is_chat else schemas.CompletionRequest

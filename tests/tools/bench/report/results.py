@@ -1,4 +1,4 @@
-"""Make a result as `hf-speculate bench` does, with made-up numbers."""
+"""Make a result like one of `hf-speculate bench`, with made-up numbers."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def spread(middle: float, width: float = 0.2) -> dict[str, float]:
 
 
 def method(name: str, speedup: float, **more: Any) -> dict[str, Any]:
-    """Return a method's entry; `more` replaces fields of it."""
+    """Return the entry of a method; `more` replaces fields of the entry."""
     entry = {
         "name": name,
         "engine": "ours",

@@ -1,4 +1,4 @@
-"""Test the report page: its content, escaped names, no loaded resources, and its drawing."""
+"""Test the report page: its content, escaped names, its plots, and that it loads no resources."""
 
 import html
 import re
@@ -31,7 +31,7 @@ LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "x
 
 
 class Page(HTMLParser):
-    """Parser of a page's elements, attributes and texts, as a browser would read them."""
+    """Parser for a page's elements, attributes and texts, as a browser would read them."""
 
     def __init__(self, folder, result):
         super().__init__()
@@ -47,7 +47,7 @@ class Page(HTMLParser):
         self.text += data
 
     def row(self, name):
-        """Return the first line of a table with this beginning."""
+        """Return the first line of a table that starts with this text."""
         lines = [
             re.findall(r"<td[^>]*>(.*?)</td>", line, re.S) for line in self.source.split("<tr")
         ]
@@ -118,7 +118,7 @@ def test_missing_values_are_left_out_with_their_plots(tmp_path):
 
 
 def hostile(value, name=""):
-    """Make a result with code for browsers at the beginning of every text."""
+    """Make a result whose texts all start with code for browsers."""
     if isinstance(value, dict):
         return {key: hostile(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -188,9 +188,9 @@ def test_bars_begin_at_zero_and_leave_room_for_plain() -> None:
 
 PHONE, DESKTOP = 360, 1280
 MIN_LETTER_PX = 12
-# Three bars a method, positions, rounds, a stack a method, a line a category, drift.
+# Per method three bars and one stack, one line per category, positions, rounds, and drift.
 NUM_PLOTS = 3 * 5 + 1 + 1 + 4 + 4 + 3
-# Collect visible faults in one call.
+# Collects visible faults in one call.
 LOOK = """() => {
   const box = one => one.getBoundingClientRect();
   const inside = (one, frame) =>
@@ -243,7 +243,7 @@ def browser():
 
 
 def look_at(browser, path, width, scheme="light"):
-    """Return the faults of a page, and its number of plots."""
+    """Return the faults of a page and its number of plots."""
     page, problems = (
         browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme),
         [],
