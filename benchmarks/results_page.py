@@ -223,7 +223,8 @@ def summary_page(folder: Path) -> str:
         "# Results",
         (
             "Written by `python benchmarks/results_page.py` from the JSON in "
-            "`benchmarks/results/`. Every text is compared with plain decoding's before it is timed."
+            "`benchmarks/results/`. Every text is compared with plain decoding's before it is "
+            "timed."
         ),
         "## Prompt lookup on a real model",
         (

@@ -136,7 +136,7 @@ def block_logits(
 def step_loss(
     target: LlamaForCausalLM, adapter: Adapter, ids: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy over rows [R, T], and the share of equal argmaxes by slot [F - 1]."""
+    """Return the mean cross entropy over rows [R, T], and by slot [F - 1] the equal argmaxes."""
     num_starts = ids.shape[1] - settings.block_size - SHORTEST_CONTEXT
     starts = SHORTEST_CONTEXT + torch.rand(len(ids), num_starts).argsort(1)
     starts = starts[:, : settings.blocks_per_row]  # [R, N]

@@ -229,7 +229,7 @@ class TargetSession(PerRow):
     def query(self, batch: Batch, draft: DraftOut) -> Tensor:
         """Return the newest token and the drafted tokens of each row, [B, K+1] int64."""
         newest = batch.tokens.last(1)
-        if draft.token_ids.shape[1]:  # noqa: SIM108  # one line would be too long
+        if draft.token_ids.shape[1]:  # one line would be too long
             query = torch.cat([newest, draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
         else:
             query = newest.contiguous()

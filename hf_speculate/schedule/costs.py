@@ -195,7 +195,7 @@ class Costs:
         """Return the seconds that the draft takes to read `num_tokens` tokens per row."""
         if num_tokens < _LONG_READ:
             return 0.0
-        if self._reads:  # noqa: SIM108  # one line would be too long
+        if self._reads:  # one line would be too long
             token_s = num_rows * median_low(self._reads)
         else:
             token_s = self.prior.draft_steps(1) * self._prefill_token_s

@@ -167,7 +167,7 @@ def test_draft_from_a_graph_takes_one_launch_beside_it(
     assert costs[2:] and costs[2:] == [({"cat": 1, "graph": 1}, None, 0)] * (len(costs) - 2)
 
 
-def test_tokens_chosen_in_a_graph_are_those_chosen_between_forwards() -> None:
+def test_tokens_of_a_graph_equal_those_chosen_between_forwards() -> None:
     target, draft = models(torch.float32)
     options = {**TOP_P, "assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 7}
     ids, rates = [], []

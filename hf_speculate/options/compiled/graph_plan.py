@@ -46,7 +46,10 @@ def plan_graphs(
     num_bytes = sum(_num_bytes(plan, batch_size, lens) for plan in able)
     if able and num_bytes > MAX_SHARE * memory_bytes(able[0].model.device):
         size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_SHARE:.0%}"
-        reason = f"no graphs: with KV buffers of full length they may take {size}, over {share} of the device's memory"
+        reason = (
+            f"no graphs: with KV buffers of full length they may take {size}, over {share} of the "
+            "device's memory"
+        )
         reasons |= {plan.part: reason for plan in able}
     coded = tuple(plan.part for plan in able if not reasons[plan.part] and has_code(plan.model))
     return GraphPlan(reasons, is_tried=True, coded=coded)

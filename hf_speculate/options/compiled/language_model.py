@@ -85,7 +85,8 @@ class StaticSlotLayer(CacheLayerMixin):
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             # With a flat view, the compiler would copy the whole buffer.
-            buffer[self.rows, :, self.slots] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
+            by_token = states.transpose(1, 2)  # [B, Q, H, D]
+            buffer[self.rows, :, self.slots] = by_token  # type: ignore[index]
             seen.append(buffer[:, :, : self.width])  # type: ignore[index]
         return seen[0], seen[1]
 

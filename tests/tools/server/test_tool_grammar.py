@@ -218,7 +218,7 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def test_clients_get_calls_of_special_tags_by_a_response_template():
+def test_response_template_reads_calls_with_special_tags():
     httpx, app = map(importlib.import_module, ("httpx", "hf_speculate.tools.server.app"))
     alone = make_engine(words=WORDS[2:], tags=[*WORDS[:2], *THINK], response=RESPONSE_TEMPLATE)
     options = {"messages": [{"role": "user", "content": "x<think>"}], "max_tokens": NUM_NEW}

@@ -3,7 +3,9 @@
 try:
     import hf_speculate
 except ImportError as error:
-    raise ImportError("hf_speculate is not installed; run pip install . in a clone of its repository") from error
+    raise ImportError(
+        "hf_speculate is not installed; run pip install . in a clone of its repository"
+    ) from error
 
 # transformers copies this file alone, so it repeats the fields of ../generation_config.json.
 FIELDS = {
