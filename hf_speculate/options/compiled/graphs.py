@@ -42,8 +42,8 @@ class Graph(NamedTuple):
 
 
 _HOST_READS = (
-    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
-    "equal", "is_nonzero", "repeat_interleave",
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "equal", "is_nonzero", "repeat_interleave",
 )  # fmt: skip
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
