@@ -210,7 +210,7 @@ kernel-repo: $(STAMP)
 
 # Measures nothing, or needs a GPU, models that are fetched or two revisions to compare.
 BY_HAND = benchmarks/check_results.py benchmarks/gpu.py benchmarks/real_models.py benchmarks/revisions.py benchmarks/row_memory.py
-BY_HAND += benchmarks/grammar_drafts.py benchmarks/ten_tasks.py
+BY_HAND += benchmarks/beside_others.py benchmarks/grammar_drafts.py benchmarks/ten_tasks.py
 
 bench: $(DEV_STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE) $(BY_HAND),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
