@@ -200,7 +200,7 @@ def time_probe(pair: Pair, batch: Batch) -> float:
 def print_texts(
     tallies: Tallies, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
 ) -> None:
-    """Print the first text of each kind, at most two in total."""
+    """Print the first texts of each kind, two in total."""
     kinds = list(dict.fromkeys(question.kind for question in questions))
     for kind in kinds:
         tally = tallies[replace(OURS_GREEDY, kind=kind)]
