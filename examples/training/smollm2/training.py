@@ -23,7 +23,7 @@ from training.smollm2.writing import Conversations
 BATCH_SIZE = 4
 LEARNING_RATE = 2e-4
 WARMUP = 0.08  # long, because the first AdamW steps move all inputs of fc in the same direction
-RIDGE = 1e-3  # ridge penalty as a share of the mean square of each input
+RIDGE = 1e-3  # ridge penalty as a share of the sum of squares of each input
 STATE_WEIGHT = 0.1
 CHECKPOINT_EVERY_S = 120
 STEP_WEIGHTS = (1.0, 0.7)
