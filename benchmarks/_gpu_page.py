@@ -35,7 +35,7 @@ def summary(results: Path) -> str:
 
 
 def section(results: Path) -> list[str]:
-    """Return Markdown lines with the tables of each run, in chronological order."""
+    """Return Markdown lines with the tables of each run, runs of the former script first."""
     lines: list[str] = []
     runs = [
         path

@@ -211,7 +211,7 @@ VERIFIERS = {
 
 
 def captured(run: Run, rounds: list[Round]) -> Callable[[], None]:
-    """Check the output of `run`, then capture it on all rounds in a CUDA graph."""
+    """Capture `run` on all rounds in a CUDA graph, and check the output of a replay."""
     expected = [run(round_) for round_ in rounds]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
