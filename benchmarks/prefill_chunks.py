@@ -43,7 +43,7 @@ class Waits:
         self.long_s = 0.0  # from the arrival of the long prompt to its first token
 
     def source(self) -> RowPrompt | None:
-        """Yield the short prompts and, after some rounds, the long prompt."""
+        """Return the next short prompt or, after some rounds, the long prompt."""
         prompt = next(self._short, None)
         if prompt is None and self._long and self._num_rounds >= NUM_ROUNDS_BEFORE:
             self._is_reading, self._begin = True, time.perf_counter()

@@ -114,6 +114,11 @@ def sources_table() -> str:
         ),
         ("`assistant_early_exit`", "the first layers of the model", None),
         (
+            "`assistant_model=UnoAdapter(...)`",
+            "the model itself with a [Uno adapter](docs/heads.md#uno-adapters), a LoRA",
+            None,
+        ),
+        (
             "`grammar_draft`",
             "text that a [grammar](docs/drafts.md#forced-text) forces: JSON, tool calls",
             f"SmolLM2, 30 schemas: {forced:.1f} tokens per forward",

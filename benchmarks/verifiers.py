@@ -50,7 +50,7 @@ CPU_BATCH_SIZES, CPU_NUM_DRAFT_TOKENS, CPU_VOCAB_SIZES = (1, 8), (5,), (151_936,
 MIN_REPEATS = 5
 # On a GPU, the logits of a round are read from memory, not from the cache.
 GPU_WORKING_SET_BYTES, MAX_ROUNDS = 1 << 28, 64
-# Number of float32 copies of a round's logits that the method with the most, textbook block, holds.
+# Most float32 copies of a round's logits that a method holds at once (textbook block verification).
 NUM_FLOAT_COPIES = 6
 # These methods build or compile other libraries' code in their first call. The values are the
 # errors of failed builds.

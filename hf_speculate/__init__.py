@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hf_speculate.options.heads.head import DraftHead as DraftHead
     from hf_speculate.options.heads.load import load_drafter as load_drafter
     from hf_speculate.options.sources.suffix_store import SuffixStore as SuffixStore
+    from hf_speculate.options.uno.adapter import UnoAdapter as UnoAdapter
     from hf_speculate.processors.block import BlockLogitsProcessorList as BlockLogitsProcessorList
     from hf_speculate.processors.registry import RollbackProcessor as RollbackProcessor
     from hf_speculate.processors.registry import register_row_wise as register_row_wise
@@ -60,6 +61,7 @@ _NAMES = {
     "options.candidates.to_candidate_generator": ("DraftModelCandidateGenerator",),
     "options.draft_state.state": ("DraftState",),
     "options.sources.suffix_store": ("SuffixStore",),
+    "options.uno.adapter": ("UnoAdapter",),
     "errors": (
         "BadLogitsError",
         "ConfigError",

@@ -169,8 +169,9 @@ class SpeculationConfig:
             "auto" preallocates if the model supports it and no cache was passed.
         speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications
             on a CUDA device run from CUDA graphs of the eager forwards; "auto" uses them if a trial
-            on the model finds them right and faster, but not for models with forward hooks or KV
-            buffers of more than an eighth of the device's memory.
+            on the model finds them right and faster, in long calls also graphs of code compiled by
+            Inductor, but not for models with forward hooks or KV buffers of more than an eighth of
+            the device's memory.
         speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, or with
             forwards or modules of unknown packages; "check" compares verifications with plain
             decoding once, and decodes plainly where they differ; "trusted" drafts without a

@@ -49,7 +49,8 @@ class SpeculationStats:
     verifier: str = ""  #: name of the verifier
     plan: str = ""  #: plan of the call (drafter, KV caches, schedule, compiled parts), in one line
     cache: str = ""  #: KV cache of the target, "dynamic", "preallocated" or "hybrid"
-    #: models compiled in all rounds, "target" and "draft"
+    #: models compiled in all rounds, or from graphs of compiled code at the end, "target" and
+    #: "draft"
     compiled: list[str] = field(default_factory=list)
     #: models that ran from device graphs in all rounds
     graphed: list[str] = field(default_factory=list)
@@ -128,6 +129,21 @@ class SpeculationStats:
             if part in parts:
                 parts.remove(part)
         self.add_fallback(f"{part}: {reason}")
+
+    def add_code_part(self, part: str, reason: str) -> None:
+        """Record a model that runs from graphs of compiled code from now on.
+
+        With a reason, it runs from graphs of the model as loaded.
+        """
+        if reason:
+            if part in self.compiled:
+                self.compiled.remove(part)
+            self.add_fallback(f"{part}: {reason}")
+            return
+        for parts in (self.compiled, self.graphed):
+            if part not in parts:
+                parts.append(part)
+                parts.sort(reverse=True)  # the target first
 
     def add_row(
         self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None

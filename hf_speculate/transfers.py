@@ -37,11 +37,20 @@ def download(rows: Tensor, *counts: Tensor) -> list[Any]:
     """
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]
+    return unpack(pack(rows, *counts), rows.shape[1])
+
+
+def pack(rows: Tensor, *counts: Tensor) -> Tensor:
+    """Join the integers of a `download` to one tensor [B, 2 N + C] int32, on their device."""
     num_rows, num_ids = rows.shape
-    width = 2 * num_ids  # ids as int32, to be joined with the counts by one operator
-    ids = rows.to(torch.int64).reshape(-1).view(torch.int32).view(num_rows, width)
-    # [B, 2 N + C]
-    packed = torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)
+    # the ids as int32, which one operator joins with the counts
+    ids = rows.to(torch.int64).reshape(-1).view(torch.int32).view(num_rows, 2 * num_ids)
+    return torch.cat([ids, *(count.to(torch.int32)[:, None] for count in counts)], dim=1)
+
+
+def unpack(packed: Tensor, num_ids: int) -> list[Any]:
+    """Copy the integers of `pack` to the host; `num_ids` is N."""
+    num_rows, width = packed.shape[0], 2 * num_ids
     if packed.device.type == "cuda":  # copy to pinned memory, then wait for the event after it
         packed, stream = (
             packed.to("cpu", non_blocking=True),

@@ -75,6 +75,39 @@ class KVState(NamedTuple):
     values: Tensor  # [B, H, T, D]
 
 
+class DeviceVerdict(NamedTuple):
+    """The verdict of a round on the device.
+
+    A graph overwrites its verdict in the next round.
+    """
+
+    verdict: Verdict
+    scores: Tensor  # [B, K+1, V] processed logits
+    # [B, N] int64 to be read by the host: the ids, then perhaps 1 for each position of NaN logits
+    ids: Tensor
+    logits: Tensor  # [B, K+1, V] before the processors
+    # [B, ...] int32, see `transfers.pack`: `ids`, `num_accepted`, `status` and the lengths of the
+    # drafts; None if they are not joined yet
+    packed: Tensor | None = None
+
+
+class RoundRows(NamedTuple):
+    """The state of B rows at the beginning of a round, on the host."""
+
+    newest_ids: list[list[int]]  # [B, 2] newest tokens of each row
+    rounds: list[int]  # [B] keys of the noise, as in `NoiseKeys`
+    positions: list[int]  # [B]
+    is_live: list[bool]  # [B]
+    seeds: Tensor  # [B] int64 row seeds, on the device
+
+
+class DeviceRows(NamedTuple):
+    """The state of B rows before a round, on the device. The round overwrites it."""
+
+    newest_ids: Tensor  # [B, 2] int64, newest tokens of each row
+    keys: NoiseKeys
+
+
 class Scored(NamedTuple):
     """The outputs of a model's forward."""
 
@@ -85,6 +118,7 @@ class Scored(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
     # [B, Q, A * D], layer states for the drafter; None unless captured
     captured: Tensor | None = None
+    judged: DeviceVerdict | None = None  # None if the round is not verified yet
 
 
 class Verified(NamedTuple):
@@ -104,6 +138,8 @@ class Verified(NamedTuple):
     device_num_accepted: Tensor | None = None
     # whether target logits are not finite, perhaps due to a drafted token
     has_bad_logits: bool = False
+    # whether a graph has verified the round; it overwrites the tensors in the next one
+    is_captured: bool = False
     is_rescored: bool = False  # whether the target scored the round again because of bad logits
 
     def of_equal_lengths(self) -> "Verified":

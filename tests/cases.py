@@ -120,6 +120,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "generator",
         "store",
         "state",
+        "uno",
     ),
     "verifier": ("greedy", "rejection", "block", "coupled", "typical, argmax", "typical, sample"),
     "batch": ("1", "2", "3", "8"),
@@ -136,6 +137,10 @@ EXCLUDED: dict[Pair, str] = {
     **{
         (("family", family), ("drafter", "early exit")): "its layers cannot be left out"
         for family in ("gpt2", "bloom", "t5")
+    },
+    **{
+        (("family", family), ("drafter", "uno")): "its layers are none of the adapter's"
+        for family in ("gpt2", "bloom", "falcon_h1", "mamba2", "t5")
     },
     (("family", "bloom"), ("cache", "preallocated")): "it takes no position_ids",
     (("family", "falcon_h1"), ("cache", "preallocated")): _RECURRENT,

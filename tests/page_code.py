@@ -31,6 +31,7 @@ CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))
 # Blocks with a reader's head or assistant, a server, or a library of make test-integrations, where
 # they run.
 NOT_RUN = (
+    "adapter = hf_speculate.UnoAdapter(",
     "head = hf_speculate.load_drafter(",
     "from hf_speculate.tools.checks.layers",
     "from hf_speculate.options.gemma4",

@@ -1,8 +1,8 @@
 """Choose rows with every pair of two axes' values; `python -m tests.pairs` writes those of `AXES`.
 
-Write them again after adding a value or an axis; if they hold every pair, they stay. Each row has
-the first seed of its prompts with an accepted and a rejected token, so the call rolls back the
-drafter and the cache.
+Write them again after adding a value or an axis. Rows stay, and rows for the missing pairs are added;
+from an empty list, all are chosen anew. Each row has the first seed of its prompts with an accepted
+and a rejected token, so the call rolls back the drafter and the cache.
 """
 
 import itertools
@@ -44,10 +44,14 @@ def pairs_in(row: Row) -> set[Pair]:
 
 
 def cover(
-    axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], seed: int = 0
+    axes: Mapping[str, Sequence[str]],
+    excluded: Mapping[Pair, str],
+    seed: int = 0,
+    kept: Sequence[Row] = (),
 ) -> list[Row]:
-    """Choose rows for all required pairs: repeatedly take the best of some random rows."""
-    draw, missing, rows = random.Random(seed), pairs_of(axes, excluded), []
+    """Add rows to `kept` for all required pairs: repeatedly take the best of some random rows."""
+    draw, rows = random.Random(seed), list(kept)
+    missing = pairs_of(axes, excluded).difference(*map(pairs_in, rows))
     while missing:
         start = dict(draw.choice(sorted(missing)))
         tried = [
@@ -171,9 +175,9 @@ def read() -> list[tuple[Row, int]]:
 def main() -> None:
     """Write the file."""
     torch.set_num_threads(1)
-    rows = [row for row, _ in read()]
-    if set().union(*map(pairs_in, rows)) != pairs_of(AXES, EXCLUDED):
-        rows = min((cover(AXES, EXCLUDED, seed) for seed in range(20)), key=len)
+    required = pairs_of(AXES, EXCLUDED)
+    kept = [row for row, _ in read() if pairs_in(row) <= required]
+    rows = min((cover(AXES, EXCLUDED, seed, kept) for seed in range(20)), key=len)
     lines = ",\n".join(json.dumps({**row, "seed": find_seed(row)}) for row in rows)
     ROWS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     print(f"wrote {len(rows)} rows")

@@ -18,6 +18,7 @@ import hf_speculate
 from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import Shift, StopAtSum
 from tests.options.heads.kinds import KINDS as HEADS
+from tests.options.uno.adapters import make_tensors, write_adapter
 from tests.reliability.bad_drafts import with_fault
 from tests.support.forced_texts import ForcedGrammar, TextMachine, pieces
 from tests.support.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
@@ -216,6 +217,14 @@ def head_of(family: str) -> tuple[Any, PreTrainedModel]:
 
 
 @cache
+def uno_of(family: str) -> tuple[hf_speculate.UnoAdapter, Any]:
+    """Make a Uno adapter of the family's model, in a folder that lasts as long."""
+    folder = tempfile.TemporaryDirectory()
+    tensors = make_tensors(target_of(family)[0])
+    return hf_speculate.UnoAdapter(write_adapter(Path(folder.name), tensors)), folder
+
+
+@cache
 def draft_of(family: str, noise: float) -> PreTrainedModel:
     """Make a noisy copy of the family's model."""
     return noisy_copy(target_of(family)[0], noise)
@@ -310,6 +319,8 @@ def draft_options(case: Case) -> dict[str, Any]:
             options["assistant_model"] = head_of(case.family)[0]
         case "other model":
             options["assistant_model"] = other_draft()
+        case "uno":
+            options["assistant_model"] = uno_of(case.family)[0]
         case "model" | "model and lookup" | "state":
             options["assistant_model"] = draft_of(case.family, case.noise)
     if case.fault:

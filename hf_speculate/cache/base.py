@@ -111,6 +111,12 @@ class KVCache(Protocol):
                 saves an upload.
         """
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function to drop the columns of later forwards, even of a failed one.
+
+        Recurrent states are not restored.
+        """
+
     @property
     def holds_rejected(self) -> bool:
         """Whether attention may still read masked states of rejected tokens."""

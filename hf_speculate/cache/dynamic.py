@@ -222,6 +222,9 @@ class DynamicKVCache(KVCache):
             self._mask = self._mask[:, : self.num_columns]
         self.expect(0)
 
+    def mark(self) -> Callable[[], None]:
+        return layers_snapshot(self._text_cache.layers, only_grows=True)
+
     def rows(self, indices: Sequence[int]) -> None:
         self._prompt_end -= self._padding.rows(indices, self.num_columns)
         devices = {

@@ -190,6 +190,17 @@ class PreallocatedKVCache(KVCache):
             )
             self._holds_rejected = True
 
+    def mark(self) -> Callable[[], None]:
+        """Mark the ends of the rows, see `KVCache.mark`; forwards advance all rows equally."""
+        num_columns = self.num_columns
+
+        def restore() -> None:
+            self.layout.row_lens.add(num_columns - self.num_columns)
+            self._lookahead.restart()
+            self._holds_rejected = True
+
+        return restore
+
     @property
     def holds_rejected(self) -> bool:
         return self._holds_rejected

@@ -112,6 +112,9 @@ class DraftRequest(NamedTuple):
     target_cache: CacheView | None = None
     """The target's KV states of all tokens but each row's newest one, valid in this call only. None
     in tests."""
+    run_target: Callable[[Tensor], Tensor] | None = None
+    """Runs the target on tokens [B, Q] int64 after those states and returns logits [B, Q, V]. Its
+    cache drops the tokens again."""
 
     def check(self) -> None:
         """Raise an error if the request is malformed.

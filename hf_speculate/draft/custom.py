@@ -118,6 +118,8 @@ class CustomDrafter(PerRow, Drafter):
         request.check()
         if self._hides_kept:
             request, self._hides_kept = request._replace(kept=None), False
+        # the drafter may keep the tokens, which a graph of the target overwrites
+        request = request._replace(query_token_ids=request.query_token_ids.clone())
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)
         draft, logits = self._valid(draft), draft.token_logits

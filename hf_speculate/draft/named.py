@@ -1,5 +1,6 @@
 """Drafts named by folder or Hub id: draft heads, and ordinary models."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from hf_speculate.draft.source import VARIANTS, load_entry
 from hf_speculate.errors import ConfigError, shown
@@ -54,16 +56,23 @@ def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
     The command line loads draft models in the same way.
     """
     load: Any = AutoModelForCausalLM.from_pretrained
+    base = _adapter_base(source)
+    if base and is_same_checkpoint(base, str(target.name_or_path)):
+        raise ConfigError(
+            f"assistant_model must name a draft head or a causal language model, got {source!r}, "
+            f"an adapter of the target; {_hint_of_adapter(source)}, and leave any other out"
+        )
     try:
         model, info = load(
             source, dtype=target.dtype, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # unreadable files raise errors of any type
         reason = " ".join(str(error).split())[:_REASON_LEN]
+        hint = "" if base is None else f"{_hint_of_adapter(source)}; "
         raise ConfigError(
             f"assistant_model must name a draft head or a causal language model, got {source!r}, "
             "which does not load "
-            f"({reason}); check the path or the id, or load it yourself and pass the model"
+            f"({reason}); {hint}check the path or the id, or load it yourself and pass the model"
         ) from error
     missing = info["missing_keys"]
     if missing:
@@ -73,3 +82,23 @@ def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
             f"{shown(missing)}; download it again, or load it yourself, and pass the model"
         )
     return model.eval().to(device_of(target))  # type: ignore[no-any-return]
+
+
+def is_same_checkpoint(name: str, other: str) -> bool:
+    """Return whether two folders or Hub ids may be one checkpoint, by the last part of both."""
+    last, other_last = (part.rstrip("/").rpartition("/")[2].lower() for part in (name, other))
+    return last == other_last
+
+
+def _adapter_base(source: str) -> str | None:
+    """Return the base model named by an adapter's config, "" for none; None for no adapter."""
+    try:
+        path = find_adapter_config_file(source)
+        fields = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
+    except (OSError, ValueError):  # loading it as a model raises a better error
+        return None
+    return str(fields.get("base_model_name_or_path") or "") if isinstance(fields, dict) else None
+
+
+def _hint_of_adapter(source: str) -> str:
+    return f"pass a Uno adapter as hf_speculate.UnoAdapter({source!r})"

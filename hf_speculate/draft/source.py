@@ -37,6 +37,7 @@ VARIANTS = {
     "a name": "hf_speculate.options.heads.named:find_head",
     "suffix_store": "hf_speculate.options.sources.stored_lookup",
     "forced text": "hf_speculate.options.sources.forced_text",
+    "a Uno adapter": "hf_speculate.options.uno.source",
     "pictures": "hf_speculate.options.pictures.draft_inputs:read_media",
     # `model_type` of transformers' models with drafts for one target only.
     "gemma4_assistant": "hf_speculate.options.gemma4.source",

@@ -1,5 +1,6 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the logits processors."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.kernels import Draws, sample
 from hf_speculate.kernels.warped_draws import WarpedDraws
-from hf_speculate.models.inferencer import Chosen, ChosenTokens
+from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache
@@ -28,21 +29,37 @@ class DraftSettings(NamedTuple):
     keeps_logits: bool = True  # whether the verifier reads the sampled distribution
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
     backend: str = "auto"  # backend of the sampling kernel
+    # arguments of `warp_logits` before each choice in a captured draft; empty for none
+    warp: tuple[tuple[str, Any], ...] = ()
 
 
 def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings) -> Chosen:
-    """Choose one token of every row from logits [B, V], in a compiled draft.
+    """Choose one token of every row from logits [B, V], in a compiled or captured draft.
 
-    Without noise keys the argmax is taken.
+    Without noise keys, the argmax is taken.
     """
     if keys is None:
         return Chosen(logits.argmax(dim=-1)[:, None])
+    if settings.warp:
+        draws = WarpedDraws(keys, settings.stream, 1, settings.keeps_logits, dict(settings.warp))
+        warped_ids, _ = draws.draw(logits)
+        if not settings.keeps_logits:
+            return Chosen(warped_ids[:, None])
+        return Chosen(warped_ids[:, None], draws.logits(), draws.logsumexps())
     token_ids, logsumexp = sample(
         logits, keys=keys, stream=settings.stream, backend=settings.backend
     )
     if not settings.keeps_logits:
         return Chosen(token_ids[:, None])
     return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
+
+
+def draft_of(chosen: Sequence[Chosen], settings: DraftSettings) -> DraftOut:
+    """Return the draft of consecutive tokens, without a wait for the device."""
+    token_ids, logits, logsumexp = joined(chosen)
+    counts = ArangeCache(token_ids.device, torch.int32)
+    lens = ChosenTokens(settings.eos_token_ids, counts).lens(token_ids)
+    return DraftOut(token_ids, lens, logits, logsumexp)
 
 
 class TokenChooser(PerRow):
@@ -75,6 +92,19 @@ class TokenChooser(PerRow):
     def is_plain(self) -> bool:
         """Whether tokens are chosen from the draft's logits alone."""
         return not len(self.processors) and not self.settings.confidence_threshold
+
+    def warp_alone(self) -> tuple[tuple[str, Any], ...]:
+        """Return the arguments of `warp_logits` that stand for all processors; empty if none do.
+
+        Then captured kernels can choose sampled tokens without them.
+        """
+        backend, is_mapped = self.settings.backend, self.vocabulary.size is not None
+        if is_mapped or self.settings.confidence_threshold or not len(self.processors):
+            return ()
+        if not WarpedDraws.can_run(backend, self._device):
+            return ()
+        others, warp = self.processors.split_warp()
+        return () if len(others) else tuple(warp.items())
 
     def begin(self, token_ids: Tensor) -> None:
         """Record the prompts [B, T] int64 if processors read them."""
@@ -132,6 +162,7 @@ class RoundDraft:
                 )
             else:
                 self._draws = Draws(keys, settings.stream, num_tokens, backend=settings.backend)
+        self._keeps_logits = chooser.settings.keeps_logits
         self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
         self._num_recorded = 0  # tokens of the round in the history
 
@@ -202,7 +233,7 @@ class RoundDraft:
             most: [B] int32, largest number of valid tokens per row; None for no bound.
         """
         token_ids, logits, logsumexp = self.tokens.joined()
-        if self._warped is not None and self._chooser.settings.keeps_logits:
+        if self._warped is not None and self._warped.num_drawn and self._keeps_logits:
             logits, logsumexp = self._warped.logits(), self._warped.logsumexps()
         token_ids = token_ids[:, : self._num_tokens]
         lens, num = self.tokens.lens(token_ids), token_ids.shape[1]

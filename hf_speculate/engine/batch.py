@@ -12,7 +12,7 @@ from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import RowCounts
 from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.transfers import upload
-from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
+from hf_speculate.types import DeviceRows, DraftOut, NoiseKeys, RoundRows, Trimmed, Verified
 
 _NUM_ROUNDS = 256  # round numbers per upload to the device
 _FIRST_CAPACITY = 1024  # initial room of a row's buffer in new tokens; it grows on demand
@@ -66,6 +66,8 @@ class Batch(PerRow):
         self._key_pads: Tensor | None = None  # [B, 1] int64, columns less the positions in keys
         # rows with new tokens, and the same as [B] int64
         self._gains: tuple[list[bool], Tensor] | None = None
+        # keys of a round, by its number and the lengths of the rows
+        self._known_keys: tuple[int, list[int], NoiseKeys] | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> "Batch":
@@ -101,11 +103,39 @@ class Batch(PerRow):
             self._key_pads = upload([-num for num in self.num_hidden], self.seeds.device)[:, None]
         if not self._reads_keys:
             return NoiseKeys(self.seeds, self._key_pads[:, 0], self._key_pads[:, 0])
+        if self._known_keys is not None and self._known_keys[0] == self.num_rounds:
+            _, lens, keys = self._known_keys
+            if lens is self.tokens.lens:
+                return keys
         positions = self.tokens.row_lens.positions(1, pads=self._key_pads)[:, 0]
         if self._rounds is None or self.num_rounds >= len(self._rounds):
             numbers = torch.arange(self.num_rounds + _NUM_ROUNDS, device=self.seeds.device)
             self._rounds = numbers[:, None] - upload(self._rounds_before, self.seeds.device)
         return NoiseKeys(self.seeds, self._rounds[self.num_rounds], positions)
+
+    def round_rows(self, num_round: int) -> RoundRows:
+        """Return the rows before a round, with the numbers of `keys`."""
+        lens = self.tokens.lens
+        return RoundRows(
+            self.host_tokens.last(2).tolist(),
+            [num_round - before for before in self._rounds_before],
+            [length + num for length, num in zip(lens, self.num_hidden, strict=True)],
+            [not is_finished for is_finished in self.is_finished],
+            self.seeds,
+        )
+
+    def know(self, rows: DeviceRows | None) -> None:
+        """Take the state before the next round from the device.
+
+        Args:
+            rows: The state. None if the device has overwritten the one before.
+        """
+        if rows is not None:
+            self.tokens.know_last(rows.newest_ids)
+            self._known_keys = self.num_rounds + 1, self.tokens.lens, rows.keys
+        elif self._known_keys is not None:
+            self.tokens.know_last(None)
+            self._known_keys = None
 
     def no_draft(self) -> DraftOut:
         """Return a draft of no tokens: scoring it is a plain decoding step."""
@@ -118,7 +148,13 @@ class Batch(PerRow):
     def commit(self, verified: Verified, trimmed: Trimmed) -> None:
         """Append the emitted tokens of a round, and update the finished flags."""
         self.was_live = [not is_finished for is_finished in self.is_finished]
-        self.tokens.append(verified.token_ids, self._counts(verified, trimmed))
+        if verified.is_captured and self.host_tokens is not self.tokens:
+            rows = zip(verified.new_ids, trimmed.num_emitted, strict=True)
+            is_read = self.tokens.row_lens.is_on_device  # on the device, by a drafter
+            counts = self._counts(verified, trimmed) if is_read else RowCounts(trimmed.num_emitted)
+            self.tokens.append_later([ids[:count] for ids, count in rows], counts)
+        else:
+            self.tokens.append(verified.token_ids, self._counts(verified, trimmed))
         if self.host_tokens is not self.tokens:
             width = verified.token_ids.shape[1]
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
@@ -145,7 +181,7 @@ class Batch(PerRow):
         super().join(other)
 
     def forget(self) -> None:
-        self._rounds = self._key_pads = self._gains = None
+        self._rounds = self._key_pads = self._gains = self._known_keys = None
 
     def _counts(self, verified: Verified, trimmed: Trimmed) -> RowCounts:
         counts, on_device = trimmed.num_emitted, verified.device_num_accepted

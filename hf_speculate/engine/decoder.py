@@ -107,15 +107,21 @@ class SpeculativeDecoder:
         if choice is None:
             return False
         keys = batch.begin_round()
-        draft = self.drafts.propose(batch, choice, keys, room, self.target.kv_cache)  # [B, K]
+        draft = self.drafts.propose(  # [B, K]
+            batch, choice, keys, room, self.target.kv_cache, self.target.run_aside
+        )
         enter(Stage.SCORE)
-        scored = self.target.score(batch, draft)  # logits [B, K+1, V]
-        enter(Stage.VERIFY)
         checks_logits, scored_draft = self.target.reads_other_tokens(draft), draft
+        rule = self.verification.captured_rule(checks_logits)
+        scored = self.target.score(batch, draft, rule)  # logits [B, K+1, V]
+        enter(Stage.VERIFY)
         # reads, writes nothing
-        verified = self.verification.verify(batch, scored.logits, draft, keys, checks_logits)
+        verified = self.verification.verify(
+            batch, scored.logits, draft, keys, checks_logits, scored.judged
+        )
         if verified.has_bad_logits:
             enter(Stage.SCORE)
+            keys = batch.keys()  # a graph may have overwritten those of the round
             scored_draft, scored, verified = self.second_scoring.run(batch, draft, keys, verified)
         if choice.is_trial and batch.tokens.row_lens.is_even:
             verified = verified.of_equal_lengths()
@@ -123,7 +129,7 @@ class SpeculativeDecoder:
         trimmed = self.stops.trim(batch, verified)
         enter(Stage.COMMIT)
         batch.commit(verified, trimmed)
-        self.target.commit(batch, scored_draft, trimmed)
+        self.target.commit(batch, scored_draft, scored, verified, trimmed)
         self.verification.commit(scored_draft, trimmed)
         self.drafts.commit(batch, draft, scored, trimmed)
         if verified.is_rescored:

@@ -6,9 +6,10 @@ left, and decoding is plain.
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,7 @@ from hf_speculate.types import (
 
 # imported if a call keeps the states of its draft model
 _REUSE = "hf_speculate.options.draft_state.reuse"
+RunTarget = Callable[[Tensor], Tensor]
 _NO_END = 1 << 30  # a column past the end of any row
 # rounds without an accepted token before a row's logits are checked; again after 16, 32, ...
 _FIRST_LOOK = 8
@@ -326,8 +328,18 @@ class DraftSession(PerRow):
         keys: NoiseKeys,
         room: Sequence[int],
         target_cache: KVCache,
+        run_target: RunTarget | None = None,
     ) -> DraftOut:
-        """Draft up to K tokens per row, within `room` [B]."""
+        """Draft up to K tokens per row, within `room` [B].
+
+        Args:
+            batch: The rows.
+            choice: Number of tokens.
+            keys: Keys of the round's noise.
+            room: [B] maximum tokens of each row.
+            target_cache: KV cache of the target.
+            run_target: See `DraftRequest.run_target`. None if no drafter calls it.
+        """
         num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
         num_read = self._admit_waiting(batch) // batch.num_rows if choice.num_model_tokens else 0
         has_room = (
@@ -346,7 +358,10 @@ class DraftSession(PerRow):
                 num_read += self._read_prompt_alone(view) + self._make_even(view)
                 own_keys = view.keys() if is_part else keys
                 seen = CacheView(target_cache, row_indices if is_part else None)
-                draft = self.drafter.draft(self._request(view, num_draft_tokens, own_keys, seen))
+                if is_part and run_target is not None:
+                    run_target = partial(_run_part, run_target, row_indices, batch.num_rows)
+                request = self._request(view, num_draft_tokens, own_keys, seen)
+                draft = self.drafter.draft(request._replace(run_target=run_target))
                 self._seen_lens = self._tokens(view).row_lens.copy()
             else:
                 draft = self.drafter.cut_proposal(num_draft_tokens)
@@ -882,6 +897,16 @@ def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Score
     select = RowIndices(row_indices).select
     hidden_states, captured = tree_map_only(Tensor, select, (scored.hidden_states, scored.captured))
     return scored._replace(hidden_states=hidden_states, captured=captured)
+
+
+def _run_part(
+    run_target: RunTarget, row_indices: Sequence[int], num_rows: int, token_ids: Tensor
+) -> Tensor:
+    """Run tokens [N, Q] int64 of some rows; other rows read token 0. Return logits [N, Q, V]."""
+    rows = RowIndices(row_indices)
+    all_ids = token_ids.new_zeros(num_rows, token_ids.shape[1])
+    all_ids.index_copy_(0, rows.on(token_ids.device), token_ids)
+    return rows.select(run_target(all_ids))
 
 
 def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:

@@ -130,7 +130,7 @@ class Plan:
             "draft cache": "" if self.draft is None else self.draft.cache_description,
             "draft reads": "" if self.draft is None else self.draft.inputs.description,
             "compiled": ", ".join(self.runners.settings),
-            "from graphs": ", ".join(self.runners.graphed),
+            "from graphs": self.runners.graphs_description,
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
@@ -179,7 +179,13 @@ def make_plan(
     draft = None if source.model is None else plan_draft(call, config, source, source.model, target)
     models = [target] if draft is None else [target, draft]
     runners = find_runners(
-        request, lens, models, config.speculation_graphs, call.batch_size, stats.add_eager_part
+        request,
+        lens,
+        models,
+        config.speculation_graphs,
+        call.batch_size,
+        stats.add_eager_part,
+        stats.add_code_part,
     )
     fallbacks += [
         *_cache_fallbacks(models),

@@ -44,12 +44,20 @@ class Runners:
     # by compiled model, "target" and "draft"
     settings: Mapping[str, CompileConfig] = field(default_factory=dict)
     graphed: tuple[str, ...] = ()  # models with forwards from device graphs, "target" and "draft"
+    coded: tuple[str, ...] = ()  # of these, models compiled by earlier calls
     reasons: tuple[str, ...] = ()  # why parts to be compiled or captured run eagerly
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Models without eager forwards; rows must not move in their buffers."""
         return (*self.settings, *self.graphed)
+
+    @property
+    def graphs_description(self) -> str:
+        """Models with forwards from device graphs, in words."""
+        return ", ".join(
+            f"{part} (compiled)" if part in self.coded else part for part in self.graphed
+        )
 
     @property
     def max_query(self) -> int | None:
@@ -94,13 +102,15 @@ def find_runners(
     graphs: str,  # `speculation_graphs`
     batch_size: int,
     on_failure: Callable[[str, str], None],  # called with the part and the reason of a failure
+    # called with the part, and the reason if it does not run from graphs of compiled code
+    on_code: Callable[[str, str], None],
 ) -> Runners:
     """Return the runners of a request: compiled, from graphs, or eager."""
     has_graphs = any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
     if not request.is_static and not (graphs == "on" or (graphs == "auto" and has_graphs)):
         return EAGER
     runners: Runners = importlib.import_module(_OPTION).make_runners(
-        request, lens, models, graphs, batch_size, on_failure
+        request, lens, models, graphs, batch_size, on_failure, on_code
     )
     return runners
 

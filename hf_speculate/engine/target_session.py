@@ -12,11 +12,12 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_session import TargetStates
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
+from hf_speculate.engine.verification import RowWiseRule
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
-from hf_speculate.types import DraftOut, Scored, Trimmed
+from hf_speculate.types import DraftOut, Scored, Trimmed, Verified
 
 _NEVER = 1 << 30  # a column beyond any query
 _MAX_PADDING_QUERY = 64  # tokens per row in a forward of padding, the maximum of folded attention
@@ -55,6 +56,10 @@ class EndPadding:
         return cls(
             plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks
         )
+
+    def is_fed(self, batch: Batch) -> bool:
+        """Return whether a row reads padding in the next round."""
+        return self.pad_token_id is not None and any(batch.is_finished)
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
         """Replace the drafts of finished rows in a query [B, Q] int64 by padding."""
@@ -185,10 +190,32 @@ class TargetSession(PerRow):
         """Read a chunk of the prompt, and return logits [B, 1, V] after its last token."""
         return self.model.run(chunk.token_ids, self.kv_cache, logits_to_keep=1, **self.options)
 
-    def score(self, batch: Batch, draft: DraftOut) -> Scored:
-        """Score the newest token of each row and the drafted tokens: return logits [B, K+1, V]."""
+    def score(self, batch: Batch, draft: DraftOut, rule: RowWiseRule | None = None) -> Scored:
+        """Score the newest token of each row and the drafted tokens: return logits [B, K+1, V].
+
+        With a `rule`, also verify the round if one launch can do both.
+        """
+        if rule is not None and not self.options and not self.padding.is_fed(batch):
+            rows = batch.round_rows(batch.num_rounds)
+            scored = self.model.run_round(rows, draft, self.kv_cache, rule)
+            batch.know(None)
+            if scored is not None:
+                return scored
         query = self.query(batch, draft)
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
+
+    def run_aside(self, token_ids: Tensor) -> Tensor:
+        """Run tokens [B, Q] int64 behind the cached ones, eagerly: return logits [B, Q, V].
+
+        The cache drops their states, also after an error.
+        """
+        restore = self.kv_cache.mark()
+        try:
+            return self.model.run_unpadded(
+                token_ids, self.kv_cache, logits_to_keep=token_ids.shape[1]
+            ).logits
+        finally:
+            restore()
 
     def reads_other_tokens(self, draft: DraftOut) -> bool:
         """Return whether `score` reads tokens outside the final text; they may cause NaN."""
@@ -207,11 +234,16 @@ class TargetSession(PerRow):
             query = newest.contiguous()
         return self.padding.fill(batch, query)
 
-    def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
+    def commit(
+        self, batch: Batch, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed
+    ) -> None:
         """Roll the cache back to the emitted tokens, without the newest one."""
         num_query = draft.token_ids.shape[1] + 1
         num_dropped = self.padding.num_dropped(batch, trimmed.num_emitted, num_query)
         self.kv_cache.crop(num_dropped, batch.tokens.row_lens)
+        if scored.judged is not None:
+            rows = batch.round_rows(batch.num_rounds + 1)
+            batch.know(self.model.end_round(verified, rows, self.kv_cache))
 
     def finish(self, batch: Batch, num_surplus: Sequence[int]) -> None:
         """Drop `num_surplus` [B] tokens past the end of the output, and pad after finished rows."""

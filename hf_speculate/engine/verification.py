@@ -1,7 +1,7 @@
 """Verification: run logits processors and verifier on a round, row-wise or in lock step."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import isfinite, isnan
@@ -20,8 +20,15 @@ from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.token_buffer import TokenBuffer
-from hf_speculate.transfers import download
-from hf_speculate.types import BAD_LOGITS, DraftOut, NoiseKeys, Trimmed, Verified
+from hf_speculate.transfers import download, unpack
+from hf_speculate.types import (
+    BAD_LOGITS,
+    DeviceVerdict,
+    DraftOut,
+    NoiseKeys,
+    Trimmed,
+    Verified,
+)
 from hf_speculate.verify.base import Verifier, make_verifier
 
 # imported if a lossy verifier is restricted to spans of the text
@@ -60,6 +67,47 @@ def find_spans(
     return spans
 
 
+@dataclass(frozen=True)
+class RowWiseRule:
+    """Processors and verifier for all rows and positions of a round.
+
+    Equal rules launch the same operators. They do not read the host if `key` is not None.
+    """
+
+    key: Hashable | None  # settings of verifier and processors; None if they may read the host
+    loses_nan: bool  # whether the processors get numbers in place of NaN logits
+    verifier: Verifier = field(compare=False)
+    processors: RowProcessors = field(compare=False)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        draft: DraftOut,
+        keys: NoiseKeys,
+        token_ids: Tensor,
+        lens: Sequence[int] | None = None,
+    ) -> DeviceVerdict:
+        """Verify a round.
+
+        Args:
+            logits: [B, K+1, V] of the target.
+            draft: The drafted tokens.
+            keys: Keys of the round's noise.
+            token_ids: [B, C] int64, the tokens of the rows.
+            lens: [B] number of tokens of each row. None for C.
+        """
+        scores = logits
+        if self.loses_nan:  # plain `generate` shows processors no NaN of a rejected token
+            scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)
+        if len(self.processors):
+            scores = self.processors(token_ids, scores, draft.token_ids, prefix_lens=lens)
+        verdict = self.verifier.verify(scores, draft, keys)
+        ids = verdict.token_ids
+        if self.loses_nan:
+            ids = torch.cat([ids, logits.amax(-1).isnan().to(ids.dtype)], dim=1)  # [B, 2 (K+1)]
+        return DeviceVerdict(verdict, scores, ids, logits)
+
+
 @dataclass
 class Verification(PerRow):
     """Acceptance of a round's tokens."""
@@ -94,6 +142,7 @@ class Verification(PerRow):
         draft: DraftOut,
         keys: NoiseKeys,
         checks_logits: bool = False,
+        judged: DeviceVerdict | None = None,
     ) -> Verified:
         """Verify the drafted tokens of a round; the batch is only read.
 
@@ -104,14 +153,25 @@ class Verification(PerRow):
             keys: Keys of the round's noise.
             checks_logits: Whether to set `has_bad_logits` if the verdict uses NaN or infinite
                 logits.
+            judged: The verdict of `captured_rule`. None if it did not run.
         """
         if not all(batch.is_finished):
-            return self._verify(batch, logits, draft, keys, checks_logits)
+            return self._verify(batch, logits, draft, keys, checks_logits, judged)
         # Forwards continue for other ranks, without processors and criteria.
         return _no_verdict(batch, logits, draft)
 
+    def captured_rule(self, checks_logits: bool) -> RowWiseRule | None:
+        """Return the rule of the next round for a device graph; None if it needs the host."""
+        return None
+
     def _verify(
-        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool
+        self,
+        batch: Batch,
+        logits: Tensor,
+        draft: DraftOut,
+        keys: NoiseKeys,
+        checks_logits: bool,
+        judged: DeviceVerdict | None,
     ) -> Verified:
         raise NotImplementedError
 
@@ -146,30 +206,43 @@ class RowWiseVerification(Verification):
     # All processors are row-wise.
     keeps_padding: bool = False  # whether the KV cache keeps padding after finished rows
 
-    def _verify(
-        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool
-    ) -> Verified:
-        tokens, scores, num_positions = batch.tokens, logits, logits.shape[1]
+    def captured_rule(self, checks_logits: bool) -> RowWiseRule | None:
+        is_alone = self.spans is None and not self.ranks.is_distributed
+        is_capturable = is_alone and getattr(self.verifier, "is_capturable", False)
+        key = self.processors.capture_key if is_capturable else None
+        if key is None:
+            return None
+        return self._rule(self.verifier, checks_logits, (self.verifier, key))
+
+    def _rule(
+        self, verifier: Verifier, checks_logits: bool, key: Hashable | None = None
+    ) -> RowWiseRule:
         loses_nan = checks_logits and not self.processors.keep_nan
-        if loses_nan:  # plain `generate` shows processors no NaN of a rejected token
-            scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)
-        if len(self.processors):
-            scores = self.processors(
-                tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens
-            )
-        verdict = self._verifier_at(0, batch, draft).verify(scores, draft, keys)
-        ids, draft_lens = verdict.token_ids, draft.lens.to(torch.int32)
-        if loses_nan:
-            ids = torch.cat([ids, logits.amax(-1).isnan().to(ids.dtype)], dim=1)  # [B, 2 (K+1)]
-        rows, num_accepted, flags, num_drafted = download(  # the only wait of the round
-            ids, verdict.num_accepted, verdict.status, draft_lens
-        )
+        return RowWiseRule(key, loses_nan, verifier, self.processors)
+
+    def _verify(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        draft: DraftOut,
+        keys: NoiseKeys,
+        checks_logits: bool,
+        judged: DeviceVerdict | None,
+    ) -> Verified:
+        tokens, num_positions = batch.tokens, logits.shape[1]
+        rule = self._rule(self._verifier_at(0, batch, draft), checks_logits)
+        is_captured = judged is not None
+        if judged is None:
+            judged = rule(logits, draft, keys, tokens.token_ids, tokens.lens)
+        verdict, scores, loses_nan = judged.verdict, judged.scores, rule.loses_nan
+        rows, num_accepted, flags, num_drafted = _on_host(judged, draft)  # the round's only wait
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
         counted = range(batch.num_rows) if self.keeps_padding else live
         flagged = [row for row in counted if flags[row] & BAD_LOGITS] if checks_logits else []
         has_bad_logits = False
         if loses_nan or flagged:
-            is_nan = any(any(rows[row][num_positions:][: num_accepted[row] + 1]) for row in counted)
+            num_ids = verdict.token_ids.shape[1]
+            is_nan = any(any(rows[row][num_ids:][: num_accepted[row] + 1]) for row in counted)
             has_bad_logits = self.ranks.broadcast_number(
                 is_nan or _are_bad(logits, flagged, num_accepted)
             )
@@ -185,6 +258,7 @@ class RowWiseVerification(Verification):
             num_host_syncs=1 + bool(flagged),
             device_num_accepted=verdict.num_accepted,
             has_bad_logits=has_bad_logits,
+            is_captured=is_captured,
         )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
@@ -212,7 +286,13 @@ class LockStepVerification(Verification):
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
     def _verify(
-        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool
+        self,
+        batch: Batch,
+        logits: Tensor,
+        draft: DraftOut,
+        keys: NoiseKeys,
+        checks_logits: bool,
+        judged: DeviceVerdict | None,
     ) -> Verified:
         # This check comes before the processors: they must get the same logits as in plain
         # `generate`.
@@ -286,6 +366,14 @@ class LockStepVerification(Verification):
         return any(
             isnan(top) for is_finished, top in rows if not is_finished or self.pad_token_id is None
         )
+
+
+def _on_host(judged: DeviceVerdict, draft: DraftOut) -> list[Any]:
+    """Return ids, accepted tokens, status flags and drafted tokens of each row on the host."""
+    if judged.packed is not None:
+        return unpack(judged.packed, judged.ids.shape[1])
+    _, num_accepted, status = judged.verdict
+    return download(judged.ids, num_accepted, status, draft.lens.to(torch.int32))
 
 
 def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:

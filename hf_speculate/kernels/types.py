@@ -13,6 +13,7 @@ class Stream(IntEnum):
     ACCEPT = 1
     CORRECTION = 2
     RACE = 3
+    NOISE = 4  # of random input tokens
 
 
 class Status(IntFlag):

@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -21,7 +21,15 @@ from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.text_decoder import text_decoder
 from hf_speculate.rows.per_row import PerRow
-from hf_speculate.types import Scored
+from hf_speculate.types import (
+    DeviceRows,
+    DeviceVerdict,
+    DraftOut,
+    NoiseKeys,
+    RoundRows,
+    Scored,
+    Verified,
+)
 
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of states and of unquantised weights."""
@@ -196,6 +204,42 @@ class LanguageModel(PerRow):
                 f"{described(foreign_code(self.model))}; "
                 "remove what shortens the cache, or set speculation_hooks='plain'"
             )
+
+    def run_round(
+        self,
+        rows: RoundRows,
+        draft: DraftOut,
+        kv_cache: KVCache,
+        rule: Callable[[Tensor, DraftOut, NoiseKeys, Tensor], DeviceVerdict],
+    ) -> Scored | None:
+        """Score and verify a round by a single launch; None if that is not possible.
+
+        Args:
+            rows: The rows before the round.
+            draft: The drafted tokens.
+            kv_cache: The cache, which is advanced by K+1 tokens.
+            rule: Function of logits [B, K+1, V], draft, noise keys and the newest tokens [B, 1].
+                Equal functions launch the same operators.
+
+        Returns:
+            Logits [B, K+1, V], and the verdict as `judged`.
+        """
+        return None
+
+    def end_round(
+        self, verified: Verified, rows: RoundRows, kv_cache: KVCache
+    ) -> DeviceRows | None:
+        """End a round of `run_round`.
+
+        Args:
+            verified: The verdict of the round.
+            rows: The rows before the next round.
+            kv_cache: The cache, rolled back.
+
+        Returns:
+            The state before the next round, if it is on the device already.
+        """
+        return None
 
     def run_unpadded(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
         """Call `run` eagerly and without padding the query."""

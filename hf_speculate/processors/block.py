@@ -15,17 +15,19 @@ entries (differences of 5e-7 to 2e-6). A GPU's cumulative sums differ too.
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -55,6 +57,9 @@ _FAST_PATHS: dict[tuple[str, type], str] = {
     ("cpu", TopPLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
     ("cuda", TopPLogitsWarper): "hf_speculate.options.cuda.top_p",
 }
+
+# They read the scores only, and never the host.
+_CAPTURABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class BlockLogitsProcessorList(LogitsProcessorList):
@@ -137,6 +142,12 @@ class BlockLogitsProcessorList(LogitsProcessorList):
     def keep_nan(self) -> bool:
         """Whether the scores of a position are NaN where its logits are."""
         return all(keeps_nan(processor) for processor in self)
+
+    @property
+    def capture_key(self) -> Hashable | None:
+        """See `RowProcessors.capture_key`."""
+        keys = tuple(_capture_key(processor) for processor in self)
+        return None if None in keys else keys
 
     @property
     def foreign(self) -> list[Any]:
@@ -359,6 +370,14 @@ def _for_rows(processor: Any, row_indices: RowIndices) -> Any:
     return RepetitionPenaltyLogitsProcessor(
         processor.penalty, prompt_ignore_length=row_indices.select(ignored_lens)
     )
+
+
+def _capture_key(processor: Any) -> Hashable | None:
+    settings = tuple(sorted(vars(processor).items()))
+    is_known = type(processor) in _CAPTURABLE and all(
+        isinstance(value, int | float) for _, value in settings
+    )
+    return (type(processor), settings) if is_known else None
 
 
 def _has_state(processor: Any) -> bool:

@@ -1,6 +1,6 @@
 """Protocols of processors and criteria for batches with leaving and joining rows."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -31,6 +31,13 @@ class RowProcessors(Protocol):
     @property
     def keep_nan(self) -> bool:
         """Whether the scores of a position are NaN where its logits are."""
+
+    @property
+    def capture_key(self) -> Hashable | None:
+        """Settings of processors for a device graph; equal ones launch the same operators.
+
+        None if a processor reads more than the scores, or may read the host.
+        """
 
     def forced_texts(self, tokens: "TokenRows", is_asked: Sequence[bool]) -> list[str]:
         """Return the forced text of each row, [B]; "" for rows with a choice or not asked for."""

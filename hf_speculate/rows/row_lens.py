@@ -85,15 +85,23 @@ class RowLens(PerRow):
         self.aranges = aranges
         self._per_row: Tensor | None = None  # [B] int64
         self._common = 0
+        # Lengths whose tensor is shared when it is read; their numbers, and the difference to them
+        self._like: tuple[RowLens, list[int], int] | None = None
 
     @property
     def is_even(self) -> bool:
         return all(length == self.on_host[0] for length in self.on_host)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device holds the lengths, because they were read there before."""
+        return self._per_row is not None
+
     def copy(self) -> "RowLens":
         """Return a copy, independent of later changes."""
         row_lens = RowLens(self.on_host, self.aranges)
         row_lens._per_row, row_lens._common = self._per_row, self._common
+        row_lens._like = self._like
         return row_lens
 
     def on_device(self) -> Tensor:
@@ -104,6 +112,13 @@ class RowLens(PerRow):
                 (len(self.on_host),), length, dtype=torch.int64, device=self.aranges.device
             )
         return self._tensor() + self._common
+
+    def summands(self) -> tuple[Tensor, Tensor]:
+        """Return two read-only tensors [B] int64 whose sum is the lengths, without a kernel."""
+        num_rows = len(self.on_host)
+        per_row = self.aranges.span(0, 1) if self.is_even else self._tensor()
+        common = self.on_host[0] if self.is_even and self.on_host else self._common
+        return per_row.expand(num_rows), self.aranges.span(common, 1).expand(num_rows)
 
     def less(self, other: "RowLens") -> tuple[Tensor, int]:
         """Subtract other lengths: return [B] int64 on the device, and a number to add to each."""
@@ -147,11 +162,14 @@ class RowLens(PerRow):
         """Lengthen all rows by `num_tokens`; a negative number shortens them."""
         self.on_host = [length + num_tokens for length in self.on_host]
         self._common += num_tokens
+        if self._like is not None:
+            like, numbers, gap = self._like
+            self._like = like, numbers, gap + num_tokens
 
     def add_counts(self, counts: RowCounts | Sequence[int]) -> None:
         if not isinstance(counts, RowCounts):
             counts = RowCounts(counts)
-        was_even, before = self.is_even, self.on_host
+        was_even, before, self._like = self.is_even, self.on_host, None
         self.on_host = [
             length + count for length, count in zip(before, counts.on_host, strict=True)
         ]
@@ -170,15 +188,15 @@ class RowLens(PerRow):
 
         If all differ from `like` by the same number, its tensor on the device is shared.
         """
-        self.on_host, self._per_row = list(lens), None
-        if like is None or like._per_row is None or like.aranges.device != self.aranges.device:
+        self.on_host, self._per_row, self._like = list(lens), None, None
+        if like is None or like.aranges.device != self.aranges.device:
             return
         gaps = {
             length - like_length
             for length, like_length in zip(self.on_host, like.on_host, strict=True)
         }
         if len(gaps) == 1:
-            self._per_row, self._common = like._per_row, like._common + gaps.pop()
+            self._like = like, like.on_host, gaps.pop()
 
     def rows(self, indices: Sequence[int]) -> None:
         row_indices, per_row = RowIndices.of(indices), self._per_row
@@ -187,10 +205,14 @@ class RowLens(PerRow):
             self._per_row = row_indices.select(per_row)
 
     def forget(self) -> None:
-        self._per_row = None
+        self._per_row = self._like = None
 
     def _tensor(self) -> Tensor:
         """Return the lengths minus `_common`, [B] int64."""
+        if self._per_row is None and self._like is not None:
+            like, numbers, gap = self._like
+            if like.on_host is numbers:  # unchanged since
+                self._per_row, self._common = like._tensor(), like._common + gap
         if self._per_row is None:
             self._common = min(self.on_host)
             self._per_row = upload(

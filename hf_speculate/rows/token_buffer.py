@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
+from hf_speculate.transfers import upload
 
 
 class TokenBuffer(PerRow):
@@ -22,12 +23,24 @@ class TokenBuffer(PerRow):
 
     def __init__(self, token_ids: Tensor, capacity: int = 0):
         batch_size, length = token_ids.shape
-        self.token_ids = token_ids.new_zeros(batch_size, max(capacity, length))  # [B, C] int64
-        self.token_ids[:, :length] = token_ids
+        self._token_ids = token_ids.new_zeros(batch_size, max(capacity, length))
+        self._token_ids[:, :length] = token_ids
+        self._pending: list[list[int]] = []  # [B] tokens that are not uploaded yet; empty if none
         self.row_lens = RowLens([length] * batch_size, ArangeCache(token_ids.device))
         # [B, N] int64, the last tokens of each row, gathered at these lengths: each change makes a
         # new list
         self._gathered: tuple[list[int], Tensor] | None = None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[B, C] int64; columns past a row's end are undefined."""
+        if self._pending:
+            self._upload_pending()
+        return self._token_ids
+
+    @token_ids.setter
+    def token_ids(self, token_ids: Tensor) -> None:
+        self._token_ids = token_ids
 
     @property
     def lens(self) -> list[int]:
@@ -45,6 +58,8 @@ class TokenBuffer(PerRow):
             counts: [B] tokens of each row to append. None for all N.
         """
         num_tokens = token_ids.shape[1]
+        if self._pending:
+            self._upload_pending()
         self._reserve(max(self.lens, default=0) + num_tokens)
         if self.is_even:
             start = self.lens[0] if self.lens else 0
@@ -56,15 +71,34 @@ class TokenBuffer(PerRow):
         else:
             self.row_lens.add_counts(counts)
 
+    def append_later(self, new_ids: Sequence[list[int]], num_new: RowCounts) -> None:
+        """Append tokens of the host. They are uploaded when `token_ids` is read next.
+
+        Args:
+            new_ids: [B] tokens of each row.
+            num_new: [B] their numbers.
+        """
+        pending = self._pending or [[] for _ in new_ids]
+        self._pending = [ids + more for ids, more in zip(pending, new_ids, strict=True)]
+        self.row_lens.add_counts(num_new)
+
+    def know_last(self, token_ids: Tensor | None) -> None:
+        """Take the last tokens of each row from elsewhere on the device.
+
+        Args:
+            token_ids: [B, N] int64, right until the lengths change. None if they are overwritten.
+        """
+        self._gathered = None if token_ids is None else (self.lens, token_ids)
+
     def last(self, num_tokens: int) -> Tensor:
         """Return the last `num_tokens` tokens of each row, [B, num_tokens] int64.
 
         A shorter row is filled on the left with its first token.
         """
-        if self.is_even and num_tokens <= self.lens[0]:
-            return self.token_ids[:, self.lens[0] - num_tokens : self.lens[0]]
         gathered = self._gathered
         if gathered is None or gathered[0] is not self.lens or gathered[1].shape[1] < num_tokens:
+            if self.is_even and num_tokens <= self.lens[0]:
+                return self.token_ids[:, self.lens[0] - num_tokens : self.lens[0]]
             columns = self.row_lens.columns(num_tokens, offset=-num_tokens).expand(
                 len(self.lens), -1
             )
@@ -72,16 +106,21 @@ class TokenBuffer(PerRow):
                 1, columns if num_tokens <= min(self.lens) else columns.clamp_min(0)
             )
             gathered = self._gathered = self.lens, ids
-        return gathered[1][:, gathered[1].shape[1] - num_tokens :]
+        num_surplus = gathered[1].shape[1] - num_tokens
+        return gathered[1][:, num_surplus:] if num_surplus else gathered[1]
 
     def copy(self) -> "TokenBuffer":
         """Return a copy with separate lengths and shared tokens; do not append to either."""
+        if self._pending:
+            self._upload_pending()
         token_buffer = copy.copy(self)
         token_buffer.row_lens = self.row_lens.copy()
         return token_buffer
 
     def drop(self, num_tokens: int) -> None:
         """Drop the last `num_tokens` tokens of each row."""
+        if self._pending:
+            self._upload_pending()
         self.row_lens.add(-num_tokens)
 
     def join(self, other: "TokenBuffer") -> None:
@@ -91,8 +130,21 @@ class TokenBuffer(PerRow):
         )
         super().join(other)
 
+    def _upload_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        width, lens = max(map(len, pending)), self.lens
+        starts = [length - len(ids) for length, ids in zip(lens, pending, strict=True)]
+        self._reserve(max(starts) + width)
+        rows = [
+            [start, *ids, *[0] * (width - len(ids))]
+            for start, ids in zip(starts, pending, strict=True)
+        ]
+        uploaded = upload(rows, self._token_ids.device)  # [B, 1 + W]
+        columns = uploaded[:, :1] + self.row_lens.aranges.span(0, width)
+        self._token_ids.scatter_(1, columns, uploaded[:, 1:])
+
     def _reserve(self, num_columns: int) -> None:
-        batch_size, capacity = self.token_ids.shape
+        batch_size, capacity = self._token_ids.shape
         if num_columns > capacity:
-            more = self.token_ids.new_zeros(batch_size, max(num_columns - capacity, capacity))
-            self.token_ids = torch.cat([self.token_ids, more], dim=1)
+            more = self._token_ids.new_zeros(batch_size, max(num_columns - capacity, capacity))
+            self._token_ids = torch.cat([self._token_ids, more], dim=1)

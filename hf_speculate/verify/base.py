@@ -11,7 +11,11 @@ from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 
 
 class Verifier(Protocol):
-    """Rule that accepts drafted tokens and appends one."""
+    """Rule that accepts drafted tokens and appends one.
+
+    A device graph may capture a verifier whose attribute `is_capturable` is true: it never reads
+    the host, and equal verifiers launch the same operators.
+    """
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """Verify one round.

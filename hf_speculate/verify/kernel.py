@@ -18,6 +18,11 @@ class KernelVerifier:
     reads_draft_logits: ClassVar[bool] = True  # whether the operation takes draft logits
     reads_keys: ClassVar[bool] = True  # whether it takes noise keys
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a device graph may capture it; False for other rules of a subclass."""
+        return type(self).verify is KernelVerifier.verify
+
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """Verify one round, see `Verifier.verify`."""
         arguments: dict[str, Any] = {"draft_lens": draft.lens, **vars(self)}

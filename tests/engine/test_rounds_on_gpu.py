@@ -9,6 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_speculate.draft.base import DraftRequest
+from hf_speculate.options.compiled.drafter import CompiledDrafter
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import DraftOut
 from tests.cases import new_pair
 from tests.compatibility_rows import CHARACTERS
 from tests.support.gpu_rounds import Enough, Rounds, counted, on_gpu
@@ -21,6 +25,7 @@ K = 5
 SHORT = 2  # draft length: many sampled rows are slow in the Triton interpreter
 NEVER = 500  # EOS id outside of every vocabulary
 GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 1}
 TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}
 # Maximum number of our operators in a round, by drafter, cache, mode and rows. Drafts of eight
 # sampled rows have SHORT tokens.
@@ -115,19 +120,66 @@ def test_round_takes_few_operators_one_sync_and_no_upload(
         assert cost.num_plans == 0
 
 
-@pytest.mark.parametrize(
-    ("drafter", "batch_size", "most"), [("model", 1, 31), ("model", 8, 36), ("lookup", 1, 14)]
-)
-def test_round_from_graphs_takes_a_few_dozen_launches(
-    half: Any, drafter: str, batch_size: int, most: int
-) -> None:
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_round_from_graphs_takes_four_launches(half: Any, batch_size: int) -> None:
     options = {**GREEDY, "speculation_graphs": "on", "most": 6}
-    run(half, drafter, batch_size, **options)  # captures a graph for each draft length
-    for cost in run(half, drafter, batch_size, **options).steady()[1:]:
-        assert cost.launches["graph"] == (1 + K if drafter == "model" else 1)
-        assert cost.num_launches <= most, cost.launches
-        assert cost.waits == ["event"]
-        assert cost.num_uploads == (0 if drafter == "model" else 1)
+    run(half, "model", batch_size, **options)  # captures a graph for each draft length
+    for cost in run(half, "model", batch_size, **options).steady()[1:]:
+        assert cost.launches["graph"] == 2
+        assert cost.num_launches <= 4, cost.launches
+        assert (cost.waits, cost.num_uploads) == (["event"], 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "batch_size"), [("greedy", 1), ("greedy", 8), ("top_p", 1), ("top_p", 8)]
+)
+def test_target_scores_and_verifies_in_one_graph(half: Any, mode: str, batch_size: int) -> None:
+    """Prompt lookup drafts on the host, so the launches are those of the target."""
+    options = {**MODES[mode], "speculation_graphs": "on", "most": 6, "verifier_backend": "torch"}
+    run(half, "lookup", batch_size, **options)  # captures
+    steady = run(half, "lookup", batch_size, **options).steady()[1:]
+    assert steady
+    for cost in steady:
+        # the drafts: uploaded, split in ids and lengths, copied to the inputs of the graph
+        assert cost.launches == {"graph": 1, "_to_copy": 1, "copy_": 2}
+        assert (cost.waits, cost.num_uploads) == (["event"], 1)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "mode"), [(1, GREEDY), (8, GREEDY), (1, SAMPLED), (1, TOP_P)], ids=str
+)
+def test_draft_from_a_graph_takes_one_launch_beside_it(
+    half: Any, monkeypatch: pytest.MonkeyPatch, batch_size: int, mode: dict[str, Any]
+) -> None:
+    gpu, draft, costs = half[0].gpu, CompiledDrafter.draft, []
+
+    def counted_draft(drafter: CompiledDrafter, request: DraftRequest) -> DraftOut:
+        num_uploads, gpu.stage = len(gpu.log.uploads), "drafter"
+        drafted, gpu.stage = draft(drafter, request), ""
+        launches, waits = (part.pop("drafter", None) for part in (gpu.log.launches, gpu.log.waits))
+        costs.append((dict(launches), waits, len(gpu.log.uploads) - num_uploads))
+        return drafted
+
+    monkeypatch.setattr(CompiledDrafter, "draft", counted_draft)
+    num_draft = SHORT if mode is TOP_P else K
+    run(half, "model", batch_size, num_draft, **mode, speculation_graphs="on")
+    # the first draft reads the prompt and captures, the second may upload the lengths of the rows
+    assert costs[2:] and costs[2:] == [({"cat": 1, "graph": 1}, None, 0)] * (len(costs) - 2)
+
+
+def test_tokens_chosen_in_a_graph_are_those_chosen_between_forwards() -> None:
+    target, draft = models(torch.float32)
+    options = {**TOP_P, "assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 7}
+    ids, rates = [], []
+    with counted(target, draft):
+        for graphs in ("off", "on"):
+            stats = SpeculationStats()
+            own = {"speculation_graphs": graphs, "speculation_stats": stats}
+            output = target.generate(**on_gpu(repeated_prompts(1)), **options, **own)
+            ids.append(output.cpu())
+            rates.append(stats.accepted_per_position)
+    assert torch.equal(*ids)
+    assert rates[0] == rates[1]
 
 
 def test_draft_with_another_vocabulary_reads_text_on_the_host(half: Any) -> None:

@@ -135,6 +135,15 @@ MUTANTS = mutants_of(
                 "log_probs.exp() < settings", "log_probs.exp() > settings", "draft/test_model.py"
             ),
         },
+        ("hf_speculate/options/compiled/drafter.py", "options/compiled/test_graphs.py"): {
+            "a replay overwrites the first part of a draft": Fault(
+                "part = copies(part)", "part = DraftOut(*part)"
+            ),
+            "each part starts at the first token": Fault(
+                "carry.by_row.copy_(following.by_row)", "carry.by_row.copy_(carry.by_row)"
+            ),
+            "all tokens of a round have one noise": Fault("numbers[6:] + 1", "numbers[6:] + 0"),
+        },
         ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
             "one EOS id is looked at": Fault(
                 "[:, :, None] != stop_ids).all(-1)",

@@ -33,7 +33,13 @@ from tests.support.fake_attention import (
     direct_attention,
     sdpa_call,
 )
-from tests.support.recorded_graphs import Operator, is_view, recording, replay
+from tests.support.recorded_graphs import (
+    Operator,
+    is_view,
+    record_launch,
+    recording,
+    replay,
+)
 
 DEVICE = torch.device("cuda", 0)
 _GARBAGE = 0x5A  # in every byte of a copy that has not arrived
@@ -448,9 +454,13 @@ def _triton_on_device() -> AbstractContextManager[Any]:
 
     run = GridExecutor.__call__
 
-    def launched(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
         _device().launch(f"triton {executor.fn.__name__}")
+        record_launch(interpreted, executor, *args, **kwargs)
+        interpreted(executor, *args, **kwargs)
+
+    def interpreted(executor: Any, *args: Any, **kwargs: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            return run(executor, *_unwrapped(args), **_unwrapped(kwargs))
+            run(executor, *_unwrapped(args), **_unwrapped(kwargs))
 
     return patch.object(GridExecutor, "__call__", launched)

@@ -1,7 +1,7 @@
 """Graphs for devices that have none: operators are recorded with their tensors, and run again on these.
 
 It fails where a CUDA graph would be wrong: a tensor from outside has moved, changed its shape or
-been freed since, or the host was read during the capture.
+been freed since, the host was read during the capture, or outputs are read after a later replay.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,7 +68,15 @@ class _Recorder(TorchDispatchMode):
         self._made: dict[int, Tensor] = {}  # by id; recorded operators keep them
         self._outside: dict[int, Outside] = {}
 
+    def add_launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Record a kernel that writes to its arguments."""
+        args, kwargs = tree_map(self._known, (args, kwargs))
+        self.operators.append(Operator(run, args, kwargs, [None], False))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inference mode shows operators that are made of others
+                return func.decompose(*args, **(kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
         flat = tree_flatten(outputs)[0]
@@ -86,25 +94,44 @@ class _Recorder(TorchDispatchMode):
         return self._outside.setdefault(id(value), Outside(value))
 
 
+class _Compiler(TorchDispatchMode):
+    """Replaces an operator by others, as compilers do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.silu.default:
+            return func(*args, **(kwargs or {}))
+        gate = torch.sigmoid(args[0])
+        return args[0] * (1 - gate if RecordedGraphs.is_code_wrong else gate)
+
+
 class RecordedGraphs:
     """Graphs as those of `CudaGraphs`, over recorded operators; a replay takes as long as tests say."""
 
     num_captures = 0
     num_replays = 0
-    replay_s, eager_s = 1.0, 2.0
+    num_code_replays = 0  # of these, of compiled code
+    spent_s = 0.0  # by replays
+    replay_s, code_s, eager_s = 1.0, 0.5, 2.0
     is_wrong = False  # whether replays give other numbers
+    is_code_wrong = False  # whether compiled code does
     has_memory = True
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._outputs: list[Any] = []  # of all graphs; they share their memory
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         with recording() as operators:
             outputs = function()
         RecordedGraphs.num_captures += 1
+        is_code = any(entry.func is torch.ops.aten.sigmoid.default for entry in operators)
+        self._outputs.append(outputs)
 
         def again() -> None:
             RecordedGraphs.num_replays += 1
+            RecordedGraphs.num_code_replays += is_code
+            RecordedGraphs.spent_s += self.code_s if is_code else self.replay_s
+            overwrite(self._outputs)
             replay(operators)
             if RecordedGraphs.is_wrong:
                 spoil(outputs)
@@ -112,13 +139,26 @@ class RecordedGraphs:
         return Graph(outputs, again)
 
     def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-        num_before = RecordedGraphs.num_replays
+        before_s = RecordedGraphs.spent_s
         results = run()
-        num_replays = RecordedGraphs.num_replays - num_before
-        return results, self.replay_s * num_replays or self.eager_s * len(results)
+        return results, RecordedGraphs.spent_s - before_s or self.eager_s * len(results)
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def code(*args: Any) -> Any:
+            with _Compiler():
+                return function(*args)
+
+        return code
 
     def has_room(self) -> bool:
         return self.has_memory
+
+
+def overwrite(outputs: Any) -> None:
+    """Fill the tensors in nested lists and tuples with NaN, and with ids that no model has."""
+    for output in tree_flatten(outputs)[0]:
+        if isinstance(output, Tensor):
+            output.fill_(torch.nan if output.is_floating_point() else torch.iinfo(output.dtype).max)
 
 
 def spoil(outputs: Any) -> None:
@@ -132,12 +172,25 @@ def spoil(outputs: Any) -> None:
 def recording() -> Iterator[list[Operator]]:
     """The operators that run in the block."""
     with _HostMethods(), HostReads(), _Recorder() as recorder:
-        yield recorder.operators
+        _RECORDERS.append(recorder)
+        try:
+            yield recorder.operators
+        finally:
+            _RECORDERS.pop()
+
+
+_RECORDERS: list[_Recorder] = []  # of the captures that run now
+
+
+def record_launch(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Record a kernel that writes to its arguments, during a capture."""
+    for recorder in _RECORDERS:
+        recorder.add_launch(run, *args, **kwargs)
 
 
 def replay(operators: list[Operator]) -> None:
     """Run recorded operators again; what they give goes where it went before."""
-    with torch.no_grad():
+    with torch.inference_mode():  # which writes to tensors of either mode
         for operator in operators:
             args, kwargs = tree_map(
                 lambda part: part.get() if isinstance(part, Outside) else part, operator[1:3]

@@ -5,12 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import CompileConfig
 
+from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.models.runner import CompiledUnits
 
 warn_once = cache(logging.getLogger(__name__).warning)
@@ -21,7 +22,7 @@ def settings_key(config: CompileConfig) -> Hashable:
     return config.backend, config.mode, config.dynamic, repr(sorted((config.options or {}).items()))
 
 
-def _compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
     """Wrap a copy of `function` by `torch.compile`, without graph breaks."""
     # Dynamo counts recompilations by code object, even across functions.
     code, name = function.__code__.replace(), function.__name__
@@ -41,6 +42,14 @@ def _compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[.
     )
 
 
+class Steps(NamedTuple):
+    """Consecutive steps of a model."""
+
+    # of the model, `carry` and `args`: the step's result and the next step's `carry`
+    step: Callable[..., tuple[Any, Any]]
+    finish: Callable[..., Any]  # of the list of results and `args`: the result of all steps
+
+
 class Runner(ABC):
     """Runner of a model's functions over fixed buffers.
 
@@ -51,6 +60,8 @@ class Runner(ABC):
     """Whether sizes may be dynamic."""
     sampling_backend: str | None = None
     """Backend of the sampling kernel in compiled functions; None for the call's."""
+    verifies: bool = False
+    """Whether a function may score and verify a round."""
 
     def __init__(self, model: nn.Module, units: CompiledUnits, on_failure: Callable[[str], None]):
         self.model = model
@@ -58,8 +69,8 @@ class Runner(ABC):
         self.is_working = True  # if False, forwards run eagerly
         self._on_failure = on_failure  # called with the reason once
 
-    def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use the graphs captured over the next buffers; a no-op without graphs."""
+    def bind(self, kv_cache: PreallocatedKVCache) -> None:
+        """Use the graphs captured over a cache's buffers; a no-op without graphs."""
         return
 
     @abstractmethod
@@ -73,20 +84,23 @@ class Runner(ABC):
 
     @abstractmethod
     def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
-        """Run `num_steps` consecutive steps and return their results, or None if they cannot run.
+        self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
+    ) -> tuple[Any, Any] | None:
+        """Run `num_steps` consecutive steps; return their result and the `carry` after them.
 
-        A step is a function of the model, `carry` and `args`; it returns its result and the next
-        step's `carry`.
+        None if they cannot run. Graphs overwrite both with the next function that they replay.
         """
 
     def fail(self, why: str, failure_key: Hashable | None) -> None:
         """Stop running in this call, and with a failure key also in later calls."""
-        reason = f"eager forwards of {type(self.model).__name__}, which cannot be {why}"
+        reason = self.instead(f"which cannot be {why}")
         if failure_key is not None:
             self.units.failures[failure_key] = reason
         self.give_up(reason)
+
+    def instead(self, why: str) -> str:
+        """Say what runs in place of this runner, and why."""
+        return f"eager forwards of {type(self.model).__name__}, {why}"
 
     def give_up(self, reason: str, figures: str = "") -> None:
         """Stop running in this call; log each reason once, without its figures."""
@@ -121,48 +135,52 @@ class Compilation(Runner):
         if not self.is_working:
             return None
         try:
-            compiled = self.units.function(
-                (name, self._key), lambda: _compiled(function, self._config)
+            compiled_function = self.units.function(
+                (name, self._key), lambda: compiled(function, self._config)
             )
             is_graphed = next(self.model.parameters()).device.type == "cuda"
             if is_graphed:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
-                result = compiled(self.model, *args)
+                result = compiled_function(self.model, *args)
                 # the next replay overwrites the result
                 return copies(result) if is_graphed else result
         except _compile_errors() as error:
             self.fail(
-                f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self._key
+                f"compiled: {cause_of(error)}", None if is_recompile_limit(error) else self._key
             )
             return None
 
     def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
+        self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
+    ) -> tuple[Any, Any] | None:
         results = []
-        for _ in range(num_steps):
-            step_output = self.run(name, step, carry, *args)
+        for _ in range(num_steps):  # compiling them as one would take as many times as long
+            step_output = self.run(name, steps.step, carry, *args)
             if step_output is None:
                 return None
             result, carry = step_output
             results.append(result)
-        return results
+        return steps.finish(results, *args), carry
 
 
-def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:
-    """Copy the tensors in nested tuples, except in tuples of the types `kept`."""
+def copies(
+    tree: Any,
+    kept: tuple[type, ...] = (),
+    is_kept: Callable[[Tensor], bool] = lambda tensor: False,
+) -> Any:
+    """Copy the tensors in nested tuples, except in tuples of the types `kept` and by `is_kept`."""
     if isinstance(tree, Tensor):
-        return tree.clone()
+        return tree if is_kept(tree) else tree.clone()
     if not isinstance(tree, tuple) or isinstance(tree, kept):
         return tree
-    children = [copies(child, kept) for child in tree]
+    children = [copies(child, kept, is_kept) for child in tree]
     return tuple(children) if type(tree) is tuple else type(tree)(*children)
 
 
-def _cause_of(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """Return the cause of a compile error in one line."""
-    if _is_recompile_limit(error):
+    if is_recompile_limit(error):
         return (
             "torch.compile reached its recompile limit; raise torch._dynamo.config.recompile_limit"
         )
@@ -175,7 +193,8 @@ def _cause_of(error: Exception) -> str:
     return lines[0] if cause is None else f"{type(cause).__name__}: {lines[-1]}"
 
 
-def _is_recompile_limit(error: Exception) -> bool:
+def is_recompile_limit(error: Exception) -> bool:
+    """Return whether torch has compiled a function as often as it is allowed to."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 

@@ -15,6 +15,7 @@ from hf_speculate.models.module_walk import (
 )
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
+from hf_speculate.options.compiled.code_graphs import has_code
 from hf_speculate.options.compiled.graphs import FAILURE_KEY
 from hf_speculate.options.compiled.plan import GraphPlan
 
@@ -47,7 +48,8 @@ def plan_graphs(
         size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_SHARE:.0%}"
         reason = f"no graphs: with KV buffers of full length they may take {size}, over {share} of the device's memory"
         reasons |= {plan.part: reason for plan in able}
-    return GraphPlan(reasons, is_tried=True)
+    coded = tuple(plan.part for plan in able if not reasons[plan.part] and has_code(plan.model))
+    return GraphPlan(reasons, is_tried=True, coded=coded)
 
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
@@ -57,11 +59,7 @@ def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
         plan.request.max_columns or 0,
     )
     num_kv_values = num_columns * kv_values_per_token(config)
-    num_logits = (
-        2
-        * vocab_size_of(plan.model)
-        * (sum(length + 1 for length in lens) if plan.part == "target" else 1)
-    )
+    num_logits = 2 * vocab_size_of(plan.model) * sum(length + 1 for length in lens)
     return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
 
 

@@ -1,6 +1,6 @@
-"""Compare and time graphs against eager forwards of the same model, before relying on them."""
+"""Compare graphs with the functions they were captured from, and time them, before relying on them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -10,9 +10,11 @@ from torch import Tensor
 from hf_speculate.options.compiled.language_model import States
 
 NUM_TIMED = 3  # replays, alternating with the same number of eager forwards
-# Tolerated difference between a replay and an eager forward, relative to the largest number. Both
+# Tolerated difference between two runs, relative to the largest number. A replay and its function
 # run the same kernels: their bits are equal unless a kernel adds in varying order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Compiled code rounds otherwise than the model as loaded, whose norms are often in float32.
+CODE_TOLERANCES = {**TOLERANCES, torch.float64: 1e-5}
 
 Run = Callable[[], list[Any]]
 
@@ -26,68 +28,90 @@ class Timer(Protocol):
 class Attempt(NamedTuple):
     """Results of a function."""
 
-    results: list[Any]  # from the eager forward if the replay differs
+    results: list[Any]  # not those of a replay that differs
     difference: str = ""  # between replay and eager forward; empty if none
+
+
+def compare(
+    candidate: Run,
+    eager: Run,
+    states: States | None,
+    tolerances: Mapping[torch.dtype, float] = TOLERANCES,
+) -> Attempt:
+    """Run a candidate, then the eager steps, and compare results and states of the last layer.
+
+    Results and states are those of the eager steps.
+    """
+    results = candidate()
+    buffers = () if states is None else (states.keys[-1], states.values[-1])
+    written = [buffer.clone() for buffer in buffers]
+    expected = eager()
+    difference = _difference(
+        [*_tensors(results), *written], [*_tensors(expected), *buffers], tolerances
+    )
+    return Attempt(expected, difference)
 
 
 class GraphTrial:
     """Trial of one function's graphs.
 
-    It compares the first replay of each graph with an eager forward, and times the first replays if
-    it has a timer.
+    It compares the first replay of each graph with an eager run of the function, and times the
+    first replays against a rival if it has a timer.
     """
 
     def __init__(self, timer: Timer | None):
         self._timer = timer
         self._compared: set[Hashable] = set()
         self._replay_s: list[float] = []  # seconds of one step
-        self._eager_s: list[float] = []
+        self._rival_s: list[float] = []
 
     @property
     def slower(self) -> str:
-        """Times of a replay and an eager step, in words, if replays are not faster; or empty."""
-        if not self._is_timed:
+        """Times of a replay and a rival's step, in words, if replays are not faster; or empty."""
+        if not self.is_timed:
             return ""
-        replay_s, eager_s = median(self._replay_s), median(self._eager_s)
+        replay_s, rival_s = median(self._replay_s), median(self._rival_s)
         return (
-            "" if replay_s < eager_s else f"{1e3 * replay_s:.3g} ms against {1e3 * eager_s:.3g} ms"
+            "" if replay_s < rival_s else f"{1e3 * replay_s:.3g} ms against {1e3 * rival_s:.3g} ms"
         )
 
     @property
-    def _is_timed(self) -> bool:
-        return len(self._eager_s) == NUM_TIMED
+    def is_timed(self) -> bool:
+        """Whether the times are complete."""
+        return len(self._rival_s) == NUM_TIMED
 
     def run(
-        self, graph: Hashable, replay: Run, eager: Run, num_steps: int, states: States | None
+        self,
+        graph: Hashable,
+        replay: Run,
+        eager: Run,
+        num_steps: int,
+        states: States | None,
+        rival: Run | None = None,
     ) -> Attempt:
-        """Run `num_steps` steps from a graph, or eagerly if it is the eager run's turn to be timed.
+        """Run `num_steps` steps from a graph, or by the rival if it is the rival's turn to be timed.
 
-        If both run, the eager steps come last, so the states are theirs.
+        The rival is the eager run unless another is given. If several run, it comes last, so the
+        states are its own.
         """
         if graph not in self._compared:
-            replayed, buffers = (
-                replay(),
-                () if states is None else (states.keys[-1], states.values[-1]),
-            )
-            written = [buffer.clone() for buffer in buffers]
-            expected = eager()
-            difference = _difference(
-                [*_tensors(replayed), *written], [*_tensors(expected), *buffers]
-            )
-            if not difference:
+            attempt = compare(replay, eager, states)
+            if not attempt.difference:
                 self._compared.add(graph)
-            return Attempt(expected, difference)
-        if self._is_timed:
+            return attempt if rival is None else attempt._replace(results=rival())
+        if self.is_timed:
             return Attempt(replay())
-        is_eager = len(self._eager_s) < len(self._replay_s)
+        is_rival = len(self._rival_s) < len(self._replay_s)
         if self._timer is None:
             return Attempt(replay())
-        results, seconds = self._timer.timed(eager if is_eager else replay)
-        (self._eager_s if is_eager else self._replay_s).append(seconds / num_steps)
+        results, seconds = self._timer.timed((rival or eager) if is_rival else replay)
+        (self._rival_s if is_rival else self._replay_s).append(seconds / num_steps)
         return Attempt(results)
 
 
-def _difference(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+def _difference(
+    replayed: Sequence[Tensor], expected: Sequence[Tensor], tolerances: Mapping[torch.dtype, float]
+) -> str:
     """Describe the difference of a replay; empty if there is none."""
     pairs = [
         (replay.reshape(-1), eager.reshape(-1))
@@ -102,7 +126,7 @@ def _difference(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
         is_same = False
         largest = float(eager.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0).amax())
         gap = float((replay - eager).abs().masked_fill(~differs, 0.0).nan_to_num(torch.inf).amax())
-        if gap > TOLERANCES.get(eager.dtype, 0.0) * largest:
+        if gap > tolerances.get(eager.dtype, 0.0) * largest:
             return f"by {gap:.3g}, where the largest number is {largest:.3g}"
     # Unless logits are equal to the last bit, ties may break differently.
     ids = [(replay, eager) for replay, eager in pairs if is_same and not replay.is_floating_point()]

@@ -2,21 +2,30 @@
 
 import pkgutil
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from torch.utils._pytree import tree_leaves
+from transformers import CompileConfig, PreTrainedModel
 
+from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
-from hf_speculate.options.compiled.compilation import Runner, copies
-from hf_speculate.options.compiled.graph_trial import GraphTrial
-from hf_speculate.options.compiled.language_model import States
+from hf_speculate.options.compiled.compilation import Runner, Steps, compiled, copies
+from hf_speculate.options.compiled.fixed_tensors import fix, owner_of
+from hf_speculate.options.compiled.graph_trial import GraphTrial, Run
+from hf_speculate.options.compiled.language_model import CodedModel, Numbers, RoundState, States
+from hf_speculate.types import DeviceVerdict
 
+# Several steps are compared this often: a token that rounding changes also changes later ones.
+_MAX_DIFFERING = 3
+_IN_PLACE = (States, Numbers)  # arguments at fixed addresses
 FAILURE_KEY = "device graphs"  # key of failures not to be repeated in later calls
 # entries beside the graphs of a set of buffers
 _WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"
@@ -116,6 +125,11 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)
         return results, time.perf_counter() - begin
 
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function by Inductor, without graphs of torch's own."""
+        options = {"triton.cudagraphs": False}
+        return compiled(function, CompileConfig(backend="inductor", options=options))
+
     def has_room(self) -> bool:
         """Return whether enough memory is free for graphs with "auto"."""
         free, total = torch.cuda.mem_get_info(self._device)
@@ -143,10 +157,17 @@ class _Recorded(NamedTuple):
 class Graphing(Runner):
     """Runner of one model's device graphs.
 
-    Graphs read states in place and copies of all other tensors.
+    Graphs read states, `Numbers` and fixed tensors in place, and copies of all other tensors. They
+    share one pool of memory: a replay may overwrite the outputs of all of them.
     """
 
     model: PreTrainedModel
+    verifies = True
+    failure_key: Hashable = FAILURE_KEY
+    rival: Run | None = None
+    """Steps timed against replays in a trial; None for the eager ones."""
+    is_eager: bool = False
+    """Whether functions run eagerly, although graphs are there."""
 
     def __init__(
         self,
@@ -158,12 +179,17 @@ class Graphing(Runner):
         super().__init__(model, units, on_failure)
         # whether graphs are compared with eager forwards, and used only if faster
         self._is_tried = is_tried
+        self.called: PreTrainedModel | CodedModel = model  # argument of functions
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
+        # by function and shapes: owners of the fixed tensors read last
+        self._owners: dict[Hashable, frozenset[int | None]] = {}
+        self._num_differing: Counter[int] = Counter()  # comparisons that failed, by graph
 
-    def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use the graphs of a set of buffers, or drop them if weights or hooks have changed."""
+    def bind(self, kv_cache: PreallocatedKVCache) -> None:
+        """Use the graphs of a cache's buffers, or drop them if weights or hooks have changed."""
+        graphs = kv_cache.graphs
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
             graphs[_WEIGHTS] = self._weights
@@ -173,51 +199,52 @@ class Graphing(Runner):
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        recorded = self._recorded(name, function, args)
-        if recorded is None:
-            return None
-        results = self._attempt(
-            name,
-            recorded,
-            lambda: [self._replay(recorded)],
-            lambda: [function(self.model, *args)],
-            1,
-            args,
-        )
-        return None if results is None else results[0]
+        outputs = self._run(name, 1, function, args)
+        # The next replay overwrites them. A verdict is used in its round only.
+        return copies(outputs, kept=(DeviceVerdict,))
 
     def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
+        self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
+    ) -> tuple[Any, Any] | None:
 
-        def advance(model: PreTrainedModel, carry: Any, *args: Any) -> Any:
-            result, following = step(model, carry, *args)
-            for buffer, value in zip(_tensors(carry), _tensors(following), strict=True):
-                if value is not buffer:
-                    buffer.copy_(value)
-            return result
-
-        def eager() -> list[Any]:
-            results, step_carry = [], carry
+        def run_steps(
+            model: PreTrainedModel | CodedModel, carry: Any, *args: Any
+        ) -> tuple[Any, Any]:
+            results = []
             for _ in range(num_steps):
-                result, step_carry = step(self.model, step_carry, *args)
+                result, carry = steps.step(model, carry, *args)
                 results.append(result)
-            return results
+            return steps.finish(results, *args), carry
 
-        recorded = self._recorded(name, advance, (carry, *args))
+        outputs: tuple[Any, Any] | None = self._run(name, num_steps, run_steps, (carry, *args))
+        return outputs
+
+    def _run(
+        self, name: Hashable, num_steps: int, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any | None:
+        """Run a function of `num_steps` steps, or return None if it cannot run.
+
+        The outputs are those of its graph, which other graphs read in place.
+        """
+        recorded = self._recorded(name, num_steps, function, args)
         if recorded is None:
             return None
         results = self._attempt(
             name,
             recorded,
-            lambda: [self._replay(recorded) for _ in range(num_steps)],
-            eager,
+            lambda: [_replay(recorded)],
+            lambda: [function(self.called, *args)],
             num_steps,
             args,
         )
-        for index, _ in enumerate(_tensors(carry)):
-            recorded.sources[index] = None  # overwritten by the steps
-        return results
+        if results is None:
+            return None
+        outputs = recorded.graph.outputs
+        if results[0] is not outputs:  # they are from an eager forward
+            for output, value in zip(tree_leaves(outputs), tree_leaves(results[0]), strict=True):
+                if isinstance(output, Tensor):
+                    output.copy_(value)
+        return outputs
 
     def _attempt(
         self,
@@ -232,24 +259,36 @@ class Graphing(Runner):
         if not self._is_tried:
             return replay()
 
+        def again(run: Run) -> list[Any]:
+            for state in round_states(args):
+                state.restore()  # an earlier run of the same round has advanced it
+            return run()
+
         def forwards() -> list[Any]:
             with torch.no_grad(), folding():
-                return eager()
+                return again(eager)
 
+        if self.is_eager:
+            return forwards()
         states = next((argument for argument in args if isinstance(argument, States)), None)
         try:
-            attempt = self._trial(name).run(id(recorded), replay, forwards, num_steps, states)
+            rival = None if self.rival is None else partial(again, self.rival)
+            attempt = self._trial(name).run(
+                id(recorded), replay, forwards, num_steps, states, rival
+            )
         except torch.OutOfMemoryError:
-            self.give_up(self._eagerly("whose graphs cannot be compared in the device's memory"))
+            self.give_up(self.instead("whose graphs cannot be compared in the device's memory"))
             return None
         except RuntimeError as error:  # other faults are raised again by the next eager forward
-            self.fail(f"replayed: {_first_line(error)}", FAILURE_KEY)
+            self.fail(f"replayed: {_first_line(error)}", self.failure_key)
             return None
         if attempt.difference:
-            self.fail(
-                f"captured: a replay differs from the eager forward {attempt.difference}",
-                FAILURE_KEY,
-            )
+            self._num_differing[id(recorded)] += 1
+            if self._num_differing[id(recorded)] >= min(num_steps, _MAX_DIFFERING):
+                self.fail(
+                    f"captured: a replay differs from the eager forward {attempt.difference}",
+                    self.failure_key,
+                )
         return attempt.results
 
     def _trial(self, name: Hashable) -> GraphTrial:
@@ -262,65 +301,92 @@ class Graphing(Runner):
         """Return whether a function may run from graphs; if they are slower, give up."""
         slower = self._trial(name).slower if self.is_working and self._is_tried else ""
         if slower:
-            self.give_up(self._eagerly("whose graphs are not faster"), slower)
-        return self.is_working
+            self.give_up(self.instead("whose graphs are not faster"), slower)
+        return self.is_working or self.is_eager
 
-    def _eagerly(self, why: str) -> str:
-        return f"eager forwards of {type(self.model).__name__}, {why}"
+    @property
+    def backend(self) -> Any:
+        """Backend of the bound graphs."""
+        return self._graphs[_BACKEND]
+
+    def is_timed(self, name: Hashable) -> bool:
+        """Return whether the trial of a function's graphs over these buffers has times."""
+        return self._trial(name).is_timed
 
     def _recorded(
-        self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]
+        self, name: Hashable, num_steps: int, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> _Recorded | None:
         """Return the graph of a function, captured on first use, with its inputs in place."""
         if not self._may_run(name):
             return None
-        tensors = list(_tensors(args))
-        key = name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        tensors = list(tensors_of(args))
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        form = name, num_steps, shapes
+        # Memory that this call has read before is its own until its end: it may write there.
+        owners = frozenset(map(owner_of, tensors)) - {None} or self._owners.get(form, frozenset())
+        self._owners[form] = owners
+        key = *form, owners
         recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args)
         if recorded is None:
             return None
         self._graphs[key] = recorded
         for index, tensor in enumerate(tensors):
-            if tensor is not recorded.sources[index]:
+            if tensor is not recorded.inputs[index] and tensor is not recorded.sources[index]:
                 recorded.inputs[index].copy_(tensor)
-                recorded.sources[index] = tensor
+                is_overwritten = owner_of(tensor) or owner_of(recorded.inputs[index])
+                recorded.sources[index] = None if is_overwritten else tensor
         return recorded
 
     def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
         if self._is_tried and not self._graphs[_BACKEND].has_room():
-            self.give_up(
-                self._eagerly("for whose graphs too little of the device's memory is free")
-            )
+            self.give_up(self.instead("for whose graphs too little of the device's memory is free"))
             return None
 
         def forward() -> Any:
             with torch.no_grad(), folding():
-                return function(self.model, *inputs)
+                return function(self.called, *inputs)
 
         try:
-            inputs = copies(args, kept=(States,))
-            graph = self._graphs[_BACKEND].capture(forward)
+            inputs = copies(args, kept=_IN_PLACE, is_kept=_is_fixed)
+            for state in round_states(args):
+                state.hold()
+            try:
+                graph = self._graphs[_BACKEND].capture(forward)
+            finally:
+                for state in round_states(args):
+                    state.restore()
         except RuntimeError as error:
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
-            self.fail(f"captured: {_first_line(error)}", FAILURE_KEY if is_lasting else None)
+            self.fail(f"captured: {_first_line(error)}", self.failure_key if is_lasting else None)
             return None
-        tensors = list(_tensors(inputs))
+        for tensor in tensors_of(graph.outputs):
+            fix(tensor, id(graph.outputs))
+        tensors = list(tensors_of(inputs))
         return _Recorded(tensors, [None] * len(tensors), graph)
 
-    def _replay(self, recorded: _Recorded) -> Any:
-        """Replay a graph and copy its outputs, because the next replay overwrites them."""
-        recorded.graph.replay()
-        return copies(recorded.graph.outputs)
+
+def _replay(recorded: _Recorded) -> Any:
+    recorded.graph.replay()
+    return recorded.graph.outputs
 
 
 def _first_line(error: RuntimeError) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested tuples, without those of states."""
+def _is_fixed(tensor: Tensor) -> bool:
+    return owner_of(tensor) is not None
+
+
+def round_states(args: tuple[Any, ...]) -> list[RoundState]:
+    """Return the states of rounds among the arguments of a function."""
+    return [argument for argument in args if isinstance(argument, RoundState)]
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in nested tuples, without those that graphs read in place."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, tuple) and not isinstance(tree, States):
+    elif isinstance(tree, tuple) and not isinstance(tree, _IN_PLACE):
         for child in tree:
-            yield from _tensors(child)
+            yield from tensors_of(child)

@@ -28,9 +28,10 @@ from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, Compile
 # buffers.
 CAPACITY_UNIT = 128
 # Imported only if a call may run from graphs.
-_PLAN_GRAPHS, _GRAPHING = (
+_PLAN_GRAPHS, _GRAPHING, _FASTEST_GRAPHING = (
     "hf_speculate.options.compiled.graph_plan:plan_graphs",
     "hf_speculate.options.compiled.graphs:Graphing",
+    "hf_speculate.options.compiled.code_graphs:FastestGraphing",
 )
 
 
@@ -40,6 +41,7 @@ class GraphPlan(NamedTuple):
     reasons: dict[str, str]  # part -> reason against graphs, empty if it runs from graphs
     # whether graphs are compared with eager forwards first, and used only if faster
     is_tried: bool = False
+    coded: tuple[str, ...] = ()  # parts that earlier calls have compiled for graphs
 
 
 NO_GRAPHS = GraphPlan({})
@@ -56,6 +58,8 @@ class CompiledRunners(Runners):
     is_tried: bool = False  # see `GraphPlan`
     # called with the part and the reason if it falls back to eager forwards
     on_failure: Callable[[str, str], None]
+    # called with the part, and the reason if it does not run from graphs of compiled code
+    on_code: Callable[[str, str], None]
 
     @property
     def max_query(self) -> int | None:
@@ -77,8 +81,14 @@ class CompiledRunners(Runners):
         units, fail = CompiledUnits.of(model), partial(self.on_failure, part)
         if part in self.settings:
             runner: Runner = Compilation(model, self.settings[part], units, fail)
+        elif part in self.graphed and self.is_tried:
+            num_query = STEP_QUERY_LEN if part == "draft" else max(self.lens, default=0) + 1
+            layers = () if capture is None else tuple(capture.layers)
+            runner = pkgutil.resolve_name(_FASTEST_GRAPHING)(
+                model, units, fail, partial(self.on_code, part), num_query, layers
+            )
         elif part in self.graphed:
-            runner = pkgutil.resolve_name(_GRAPHING)(model, units, fail, self.is_tried)
+            runner = pkgutil.resolve_name(_GRAPHING)(model, units, fail, is_tried=False)
         else:
             return None
         varies = runner.varies and model.device.type != "cuda"
@@ -97,8 +107,14 @@ class CompiledRunners(Runners):
         compiled = self.language_model("draft", model, setup.inputs, max_position)
         if compiled is None:
             return None
+        # With a constant K, the last round is rounded up.
+        step_lens = self.lens if len(self.lens) == 1 else (1, *self.lens)
         return CompiledDrafter(
-            Inferencer(compiled, chunk_size), setup.processors, settings, context
+            Inferencer(compiled, chunk_size),
+            setup.processors,
+            settings,
+            context,
+            step_lens if "draft" in self.graphed else (),
         )
 
     def _capacity(self, max_columns: int, device: torch.device) -> int | None:
@@ -123,6 +139,7 @@ def make_runners(
     graphs: str,
     batch_size: int,
     on_failure: Callable[[str, str], None],
+    on_code: Callable[[str, str], None],
 ) -> CompiledRunners:
     """Select forwards that can run compiled or from graphs; see `find_runners`."""
     wanted = [model_plan for model_plan in models if model_plan.part in request.settings]
@@ -152,7 +169,9 @@ def make_runners(
         lens=lens if is_static else (),
         min_columns=request.min_columns,
         is_tried=plan.is_tried,
+        coded=plan.coded,
         on_failure=on_failure,
+        on_code=on_code,
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 # Above this number of scores, torch finds the k-th largest faster, with several threads.
@@ -42,6 +43,8 @@ def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
     """
     find = _FIND.get(type(processor))
     if find is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
+        return None
+    if is_in_torch_dispatch_mode():  # whatever records torch's operators misses those of numpy
         return None
     scores = scores.detach()
     cutoffs = find(processor, scores.numpy())

@@ -49,6 +49,7 @@ class ProcessorGroups:
     """
 
     can_join = True
+    capture_key = None  # rows with other processors may join
 
     def __init__(self, processors: BlockLogitsProcessorList, num_rows: int):
         self._groups: list[_Group[BlockLogitsProcessorList]] = [(processors, list(range(num_rows)))]

@@ -410,7 +410,8 @@ class Serve(StoredModels):
     grammar_seconds: Annotated[
         float,
         typer.Option(
-            min=0.1, help="Seconds that compiling the schema of a response_format may take."
+            min=0.1,
+            help="Seconds that compiling the schema of a response_format or of tools may take.",
         ),
     ] = 10.0
     max_schema_bytes: Annotated[

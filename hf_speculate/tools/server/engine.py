@@ -37,6 +37,7 @@ from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, 
 from hf_speculate.tools.server.text_stream import MarkedText, TextStream
 from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.token_origins import TokenPiece, TokenTexts
+from hf_speculate.tools.server.tool_grammar import CallFormat
 from hf_speculate.types import RoundReport
 
 _CHARS_PER_TOKEN = 16  # characters of the longest prompt; texts have about 4
@@ -70,7 +71,7 @@ class Engine:
     # tokens of the target's cache: rows decoded at once, times the largest length of a row, prompt
     # included
     max_cache_tokens: int | None = None
-    # limits of compiling a `response_format`
+    # limits of compiling a `response_format` or the parameters of tools
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
 
     def __post_init__(self) -> None:
@@ -84,6 +85,7 @@ class Engine:
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)
         self.token_bytes = TokenBytes(self.tokenizer)
         self.response_template = ResponseTemplate.of(self.tokenizer)
+        self.call_format = CallFormat.of(self.tokenizer, self.response_template)
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
         self._decoder = self._make_decoder()
         # why requests are decoded one by one; empty if they are not, or if the user chose it
@@ -369,7 +371,7 @@ class Engine:
                     return
 
     def _checked(self, result: RowResult) -> RowResult:
-        """Return the result, with an error if its grammar led to no JSON."""
+        """Return the result, with an error if its grammar led to no valid text."""
         for processor in (
             result.prompt.arguments.get("logits_processor", ()) if result.error is None else ()
         ):

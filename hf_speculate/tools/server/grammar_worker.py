@@ -1,9 +1,9 @@
-"""Worker process for compiling JSON schemas; a schema that takes too long can be ended.
+"""Worker process for compiling grammars; a schema that takes too long can be ended.
 
 The server runs this file by its path; it imports nothing of this package. Input and output have one
-JSON value per line: first the tokenizer and the limits, then schemas. An empty schema stands for
-any JSON. With `fork`, each schema is compiled in a child process, after the imports are done.
-Without it the server ends this process at the time limit.
+JSON value per line: first the tokenizer and the limits, then the arguments of `compile_grammar`.
+With `fork`, each grammar is compiled in a child process, after the imports are done. Without it the
+server ends this process at the time limit.
 """
 
 import json
@@ -13,6 +13,8 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import IO, Any
 
 # xgrammar's rule for an unsatisfiable schema, without any character
@@ -20,15 +22,18 @@ _EMPTY_RULE = re.compile(r'::= \(+""\)')
 
 
 def main(lines: IO[str], answers: IO[str]) -> None:
-    """Answer each schema with its error, an empty string without one, or null beyond a limit."""
+    """Answer each line with the error of its grammar.
+
+    The error is an empty string without one, and null beyond a limit.
+    """
     import xgrammar
 
     settings = json.loads(lines.readline())
     info = xgrammar.TokenizerInfo.deserialize_json(settings["tokenizer"])
 
-    def compile_schema(schema: str) -> str:
+    def compile_source(source: str, calls: dict[str, Any] | None) -> str:
         try:
-            return _error_of(xgrammar, info, schema)
+            return _error_of(xgrammar, info, source, calls)
         # xgrammar raises many types; the server shows the message to the client
         except Exception as error:
             if isinstance(error, MemoryError) or "bad_alloc" in str(error):
@@ -37,21 +42,64 @@ def main(lines: IO[str], answers: IO[str]) -> None:
 
     print("true", file=answers, flush=True)
     for line in lines:
-        schema = json.loads(line)
+        error_of = partial(compile_source, *json.loads(line))
         if hasattr(os, "fork"):
-            answer = _in_fork(compile_schema, schema, settings["seconds"], settings["memory_bytes"])
+            answer = _in_fork(error_of, settings["seconds"], settings["memory_bytes"])
         else:
-            answer = json.dumps(compile_schema(schema))
+            answer = json.dumps(error_of())
         print(answer or "null", file=answers, flush=True)
 
 
-def _error_of(xgrammar: Any, info: Any, schema: str) -> str:
-    """Compile a schema, and return the reason if no answer can follow it."""
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    if schema:
-        grammar = compiler.compile_json_schema(schema, any_whitespace=False)
+def compile_grammar(
+    xgrammar: Any, compiler: Any, source: str, calls: dict[str, Any] | None = None
+) -> Any:
+    """Compile a grammar of JSON or of tool calls.
+
+    Args:
+        xgrammar: the module.
+        compiler: its compiler, for a tokenizer.
+        source: a JSON schema, empty for any JSON. With `calls`, a list of functions in JSON: each
+            has a name and the schema of its arguments.
+        calls: the format of calls, as of `GrammarSource`. None for a grammar of JSON.
+    """
+    if calls is None:
+        if not source:
+            return compiler.compile_builtin_json_grammar()
+        return compiler.compile_json_schema(source, any_whitespace=False)
+    tags = []
+    for name, schema in json.loads(source):
+        # The schemas of structural tags allow any whitespace, so they force less text.
+        rules = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
+        tags.append(
+            {
+                "type": "tag",
+                "begin": f"{calls['begin']}{calls['space']}"
+                f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
+                "content": {"type": "grammar", "grammar": str(rules)},
+                "end": f"}}{calls['end']}",
+            }
+        )
+    form: dict[str, Any] = {"tags": tags, "stop_after_first": calls["is_single"]}
+    if calls["is_required"]:
+        form |= {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
     else:
-        grammar = compiler.compile_builtin_json_grammar()
+        form |= {"type": "triggered_tags", "triggers": [calls["begin"]]}
+    return compiler.compile_structural_tag({"type": "structural_tag", "format": form})
+
+
+def _error_of(xgrammar: Any, info: Any, source: str, calls: dict[str, Any] | None) -> str:
+    """Compile a grammar, and return the reason if no answer can follow it."""
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    if calls is not None:
+        # A vocabulary of bytes shows whether a value fits, and takes far less time.
+        tokens = [bytes([byte]) for byte in range(256)]
+        byte_info = xgrammar.TokenizerInfo([*tokens, b"end"], stop_token_ids=[len(tokens)])
+        for name, schema in json.loads(source):
+            if reason := _error_of(xgrammar, byte_info, json.dumps(schema), None):
+                return f"{reason}, for the function {name}"
+        compile_grammar(xgrammar, compiler, source, calls)  # within the limits
+        return ""
+    grammar = compile_grammar(xgrammar, compiler, source)
     matcher = xgrammar.GrammarMatcher(grammar)
     bitmask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
     matcher.fill_next_token_bitmask(bitmask)
@@ -65,8 +113,8 @@ def _error_of(xgrammar: Any, info: Any, schema: str) -> str:
     return ""
 
 
-def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int) -> str:
-    """Compile a schema in a child process within the limits.
+def _in_fork(error_of: Callable[[], str], seconds: float, memory_bytes: int) -> str:
+    """Compile a grammar in a child process within the limits.
 
     Returns:
         Its answer as JSON; empty if the child ended without an answer, or was killed at the time
@@ -77,7 +125,7 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
     if process_id == 0:
         try:
             _limit(seconds, memory_bytes)
-            os.write(writer, json.dumps(compile_schema(schema)[-4000:]).encode())
+            os.write(writer, json.dumps(error_of()[-4000:]).encode())
         finally:
             os._exit(0)
     os.close(writer)

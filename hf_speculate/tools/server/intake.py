@@ -12,8 +12,9 @@ from starlette.requests import ClientDisconnect
 from hf_speculate.tools.server.answers import Asked, asked_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, busy_error
-from hf_speculate.tools.server.prompts import check_ends
-from hf_speculate.tools.server.schemas import AnyRequest, Request, parse
+from hf_speculate.tools.server.prompts import grammar_source
+from hf_speculate.tools.server.response_format import GrammarSource
+from hf_speculate.tools.server.schemas import AnyRequest, parse
 
 # bytes per character of a long text: mostly ASCII, some characters escaped by JSON
 _BYTES_PER_CHAR = 2
@@ -49,13 +50,14 @@ class Intake:
                     if await http.is_disconnected():
                         return None
                     request = await asyncio.to_thread(parse, kind, body)
+                    source = await asyncio.to_thread(grammar_source, request, self._engine)
                 grammar = None
-                if request.has_grammar:
+                if source is not None:
                     # Other requests go on meanwhile: compiling takes up to `GrammarLimits.seconds`.
                     async with self._grammars:
                         if await http.is_disconnected():
                             return None
-                        grammar = await self._compile(request)
+                        grammar = await self._compile(source)
                 async with turn:
                     if await http.is_disconnected():
                         return None
@@ -70,11 +72,10 @@ class Intake:
                             pass
             raise
 
-    async def _compile(self, request: Request) -> Any:
-        """Compile the grammar of a request in the thread for grammars."""
-        check_ends(request, self._engine)
+    async def _compile(self, source: GrammarSource) -> Any:
+        """Compile a grammar in the thread for grammars."""
         grammars, loop = self._engine.grammars, asyncio.get_running_loop()
-        return await loop.run_in_executor(grammars.thread, grammars.compile, request.answer_schema)
+        return await loop.run_in_executor(grammars.thread, grammars.compile, source)
 
     @asynccontextmanager
     async def _body(

@@ -14,10 +14,11 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.penalties import PenaltiesProcessor
-from hf_speculate.tools.server.response_format import GrammarProcessor
+from hf_speculate.tools.server.response_format import GrammarProcessor, GrammarSource
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
 from hf_speculate.tools.server.text_request import TextRequest
 from hf_speculate.tools.server.token_bytes import StopTexts
+from hf_speculate.tools.server.tool_grammar import ToolCallProcessor, source_of_tools
 
 _DEFAULT_NUM_TOKENS = 256  # tokens of an answer without a limit in its request
 _MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
@@ -35,7 +36,7 @@ def text_requests(
     Args:
         request: the request.
         engine: the engine for it.
-        grammar: the compiled grammar of the answers. None to compile it here.
+        grammar: the compiled grammar of the request's `grammar_source`. None to compile it here.
 
     Raises:
         RequestError: a part of the request is not supported.
@@ -51,16 +52,18 @@ def text_requests(
             "n" if len(contents) == 1 else "prompt",
         )
     prompts = [_token_ids(content, request, engine) for content in contents]
+    if grammar is None and (source := grammar_source(request, engine)) is not None:
+        grammar = engine.grammars.compile(source)
     shared, num_top, texts = _shared_options(request, engine), request.num_top, []
     is_chat = isinstance(request, ChatRequest)
-    # A grammar allows no tags, and the quotes of its JSON may hold their text.
+    # A grammar of JSON allows no tags, and the quotes of its JSON may hold their text.
     is_parsed = is_chat and not request.has_grammar and engine.response_template is not None
     has_origins = isinstance(request, ChatRequest) and request.speculation
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
         for choice in range(request.n):
             processors = _processors(
-                request, len(token_ids), engine, options.get("eos_token_id"), grammar
+                request, token_ids, engine, options.get("eos_token_id"), grammar
             )
             row_options = options | ({"logits_processor": processors} if processors else {})
             row = RowPrompt(token_ids, _seed(request, engine, choice), row_options)
@@ -194,32 +197,40 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
     return options
 
 
-def check_ends(request: Request, engine: Engine) -> None:
-    """Raise `RequestError` unless an answer in JSON can end."""
-    if request.ignore_eos or not (request.stop_token_ids or engine.eos_token_ids):
-        raise RequestError(
-            "response_format must be text if no EOS id ends the answer, got another type; leave "
-            "out ignore_eos",
-            "response_format",
-        )
+def grammar_source(request: Request, engine: Engine) -> GrammarSource | None:
+    """Return the source of the grammar of a request's answers; None for any text."""
+    has_ends = bool(request.stop_token_ids or engine.eos_token_ids) and not request.ignore_eos
+    if request.has_grammar:
+        if not has_ends:
+            raise RequestError(
+                "response_format must be text if no EOS id ends the answer, got another type; "
+                "leave out ignore_eos",
+                "response_format",
+            )
+        return GrammarSource.of_schema(request.answer_schema)
+    if isinstance(request, ChatRequest) and request.has_tools:
+        return source_of_tools(request, engine.call_format, has_ends)
+    return None
 
 
 def _processors(
-    request: Request, num_prompt: int, engine: Engine, end_ids: list[int] | None, grammar: Any
+    request: Request, prompt_ids: list[int], engine: Engine, end_ids: list[int] | None, grammar: Any
 ) -> list[LogitsProcessor]:
     """Make the logits processors of a single text."""
     processors: list[LogitsProcessor] = []
+    num_prompt, end_ids = len(prompt_ids), engine.eos_token_ids if end_ids is None else end_ids
     frequency, presence = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
     if frequency or presence:
         processors.append(PenaltiesProcessor(num_prompt, frequency=frequency, presence=presence))
-    if request.has_grammar:
-        check_ends(request, engine)
-        grammar = grammar or engine.grammars.compile(request.answer_schema)
+    if grammar is not None and isinstance(request, ChatRequest) and not request.has_grammar:
+        # other ids that end the text, such as that of `</tool_call>`, may be a part of calls
+        call_ends = [each for each in end_ids if each in engine.eos_token_ids] or end_ids
+        reasoning = engine.call_format.reasoning
         processors.append(
-            GrammarProcessor(
-                grammar, num_prompt, engine.eos_token_ids if end_ids is None else end_ids
-            )
+            ToolCallProcessor(grammar, prompt_ids, call_ends, reasoning, request.requires_calls)
         )
+    elif grammar is not None:
+        processors.append(GrammarProcessor(grammar, num_prompt, end_ids))
     return processors
 
 

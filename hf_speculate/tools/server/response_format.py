@@ -1,4 +1,4 @@
-"""Keeps answers to JSON of a schema, by a grammar of xgrammar."""
+"""Keeps answers to a grammar of xgrammar: JSON of a schema, or tool calls."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,34 +21,54 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from hf_speculate.errors import ConfigError, MissingExtraError, import_extra
 from hf_speculate.processors.registry import register_row_wise
-from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.errors import LOGGER, RequestError
+from hf_speculate.tools.server.grammar_worker import compile_grammar
 
 _CACHE_BYTES = 2**28  # bytes of compiled grammars
 _MAX_CACHED = 1024  # grammars and errors
 _START_S = 120.0  # for the worker's imports, on a busy machine too
 _GRACE_S = 5.0  # for a worker to end slow compilations by itself
+_TAKES_MORE = "one that takes more time or memory"
 # Clock and C++ file before xgrammar's own words.
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|cpp|h):\d+: ")
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """Limits of compiling one schema.
-
-    Requests beyond them get status 400.
-    """
+    """Bounds of compiling one grammar; a request that needs more gets status 400."""
 
     seconds: float = 10.0  # > 0
-    schema_bytes: int = 1_000_000  # length of the schema as JSON
+    schema_bytes: int = 1_000_000  # length of the schema as JSON, or of all schemas of tools
     memory_bytes: int = 1_000_000_000  # allocated by the worker, on Linux
 
 
-class GrammarCompiler:
-    """Compiler of requests' grammars for a tokenizer.
+class GrammarSource(NamedTuple):
+    """Source of a grammar: a field of a request."""
 
-    Equal schemas are compiled once. A worker process compiles a schema first, within limits. If it
-    succeeds, the schema is compiled here: handing over a compiled grammar takes far longer than
-    compiling it. xgrammar releases Python's lock meanwhile.
+    text: str  # JSON schema, or functions in JSON; see `compile_grammar`
+    # format of tool calls: `begin`, `space`, `end`, `is_required`, `is_single`; None for JSON
+    calls: dict[str, Any] | None = None
+    is_optional: bool = False  # whether the request can be answered without a grammar
+    is_strict: bool = False  # whether a wrong schema is an error even then
+
+    @classmethod
+    def of_schema(cls, schema: dict[str, Any] | None) -> "GrammarSource":
+        """Make the source for JSON of a schema; None for any JSON."""
+        return cls("" if schema is None else json.dumps(schema))
+
+    def error(self, needed: str) -> RequestError:
+        """Return the error of a source that cannot be compiled."""
+        if self.calls is not None:
+            return RequestError(f"tools must have parameters {needed}", "tools")
+        return RequestError(f"response_format must have a schema {needed}", "response_format")
+
+
+class GrammarCompiler:
+    """Compiles the grammars of requests for a tokenizer; equal sources are compiled once.
+
+    A worker process compiles a grammar first, within limits. If it succeeds, the grammar is
+    compiled here: handing over a compiled grammar takes far longer than compiling it. xgrammar
+    releases Python's lock meanwhile.
     """
 
     def __init__(
@@ -70,25 +90,39 @@ class GrammarCompiler:
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()
         self._num_bytes = 0  # size of these grammars
 
-    def compile(self, schema: dict[str, Any] | None) -> Any:
-        """Return the grammar of a JSON schema, or of all JSON; raise `RequestError` without one."""
+    def compile(self, source: GrammarSource) -> Any:
+        """Return the compiled grammar; raise `RequestError` if there is none.
+
+        If the source is optional, return None instead, unless its schema is wrong and strict.
+        """
+        try:
+            return self._compiled_or_error(source)
+        except Exception as error:
+            is_schema = isinstance(error, RequestError) and error.status < 500
+            if not source.is_optional or (is_schema and source.is_strict):
+                raise
+            if not is_schema:  # such as a tokenizer that xgrammar does not know
+                LOGGER.warning("tool calls have no grammar: %s", error)
+            return None
+
+    def _compiled_or_error(self, source: GrammarSource) -> Any:
         try:
             xgrammar = import_extra("xgrammar", "grammar")
         except MissingExtraError as error:
-            raise RequestError(
-                f"response_format must be text: {error}", "response_format"
-            ) from error
-        text = "" if schema is None else json.dumps(schema)
-        if len(text) > self.limits.schema_bytes:
-            raise _refused(
-                f"of at most {self.limits.schema_bytes} bytes, got {len(text)}; send a smaller "
-                "schema"
+            param, neutral = (
+                ("response_format", "text") if source.calls is None else ("tool_choice", "auto")
             )
-        digest = hashlib.sha256(text.encode()).digest()
+            raise RequestError(f"{param} must be {neutral}: {error}", param) from error
+        if len(source.text) > self.limits.schema_bytes:
+            raise source.error(
+                f"of at most {self.limits.schema_bytes} bytes, got {len(source.text)}; send a "
+                "smaller schema"
+            )
+        digest = hashlib.sha256(json.dumps(source[:2]).encode()).digest()
         with self._lock:
             compiled = self._compiled.pop(digest, None)
             if compiled is None:
-                compiled = self._compile(xgrammar, text)
+                compiled = self._compile(xgrammar, source)
                 self._num_bytes += _size_of(compiled)
             self._compiled[digest] = compiled
             while len(self._compiled) > 1 and (
@@ -97,7 +131,7 @@ class GrammarCompiler:
                 _, oldest = self._compiled.popitem(last=False)
                 self._num_bytes -= _size_of(oldest)
         if isinstance(compiled, str):
-            raise _refused(f"that xgrammar compiles, got {compiled}")
+            raise source.error(f"that xgrammar compiles, got {compiled}")
         return compiled
 
     def close(self) -> None:
@@ -107,12 +141,8 @@ class GrammarCompiler:
             self._worker.end()
         self.thread.shutdown(cancel_futures=True)
 
-    def _compile(self, xgrammar: Any, schema: str) -> Any:
-        """Compile a schema; return the grammar, or a string with the schema's error.
-
-        Raises:
-            RequestError: a limit is exceeded.
-        """
+    def _compile(self, xgrammar: Any, source: GrammarSource) -> Any:
+        """Return the grammar or the error of its source; raise `RequestError` beyond a limit."""
         if self._compiler is None:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer, vocab_size=self._vocab_size
@@ -122,7 +152,11 @@ class GrammarCompiler:
         if self._worker is None or not self._worker.is_running:
             self._worker = _Worker(self._info_json, self.limits)
         try:
-            error = self._worker.error_of(schema)
+            error = self._worker.error_of(source)
+        except RequestError as refused:
+            if not source.is_optional or source.is_strict or refused.status == 500:
+                raise
+            error = _TAKES_MORE  # kept, so that later requests need not wait for it again
         finally:
             if not (self._worker.is_running or self._is_closed):
                 # It imports until the next schema comes.
@@ -131,15 +165,9 @@ class GrammarCompiler:
             reason = error.strip().splitlines()[-1]
             return _PLACE_IN_SOURCE.sub("", reason)[:200]
         try:
-            if not schema:
-                return self._compiler.compile_builtin_json_grammar()
-            return self._compiler.compile_json_schema(schema, any_whitespace=False)
+            return compile_grammar(xgrammar, self._compiler, *source[:2])
         except (RuntimeError, ValueError, TypeError) as failure:
             return str(failure).strip()[-200:]
-
-
-def _refused(needed: str) -> RequestError:
-    return RequestError(f"response_format must have a schema {needed}", "response_format")
 
 
 def _size_of(compiled: Any) -> int:
@@ -148,7 +176,7 @@ def _size_of(compiled: Any) -> int:
 
 
 class _Worker:
-    """Process for compiling schemas, see `grammar_worker.py`."""
+    """A process that compiles grammars, see `grammar_worker.py`."""
 
     def __init__(self, info_json: str, limits: GrammarLimits):
         self._info_json, self._limits, self._is_ready = info_json, limits, False
@@ -171,8 +199,8 @@ class _Worker:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def error_of(self, schema: str) -> str:
-        """Return why a schema cannot be compiled; empty if it can."""
+    def error_of(self, source: GrammarSource) -> str:
+        """Why a source cannot be compiled; empty if it can."""
         if not self._is_ready:
             settings = {"tokenizer": self._info_json, **asdict(self._limits)}
             if self._ask(settings, _START_S) is None:
@@ -180,9 +208,9 @@ class _Worker:
                     "the process that compiles schemas must start, got an end of it", status=500
                 )
             self._is_ready = True
-        answer = self._ask(schema, self._limits.seconds + _GRACE_S)
+        answer = self._ask(source[:2], self._limits.seconds + _GRACE_S)
         if answer is None:
-            raise _refused(
+            raise source.error(
                 f"that xgrammar compiles in {self._limits.seconds:g} s and "
                 f"{self._limits.memory_bytes} bytes of "
                 "memory, got one that takes more; send a smaller schema"
@@ -250,8 +278,9 @@ class GrammarProcessor(LogitsProcessor):
         """
         # all are allowed
         bitmask = self._xgrammar.allocate_token_bitmask(len(input_ids), self._num_known)
-        for row, ids in enumerate(input_ids[:, self._prompt_len :].tolist()):
-            if self._follow(ids) and not self._matcher.is_terminated():
+        for row, answer_ids in enumerate(input_ids[:, self._prompt_len :].tolist()):
+            ids = self._constrained(answer_ids)
+            if ids is not None and self._follow(ids) and not self._matcher.is_terminated():
                 self._fill(bitmask, row)
         num_masked = min(self._num_known, scores.shape[1])  # a draft model may have fewer
         scores = scores.to(torch.float32, copy=True)
@@ -261,9 +290,9 @@ class GrammarProcessor(LogitsProcessor):
         return scores
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
-        """Return the forced text after `input_ids` [n] int64; "" if there is a choice."""
-        is_right = self._follow(input_ids[self._prompt_len :].tolist())
-        if not is_right or self._matcher.is_terminated():
+        """Return the text that must follow `input_ids` [n] int64; "" if there is a choice."""
+        ids = self._constrained(input_ids[self._prompt_len :].tolist())
+        if ids is None or not self._follow(ids) or self._matcher.is_terminated():
             return ""
         try:
             return str(self._matcher.find_jump_forward_string())
@@ -273,9 +302,9 @@ class GrammarProcessor(LogitsProcessor):
     def error_of(
         self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
     ) -> ConfigError | None:
-        """Return the error of a finished answer, or None.
+        """Return the error of a finished answer; None without one.
 
-        It ended where its grammar allows no token, or it is no JSON.
+        The answer ended where its grammar allows no token, or is no JSON.
         """
         # not cut by its length or a stop string
         is_ended = bool(token_ids) and token_ids[-1] in self._end_ids
@@ -283,12 +312,23 @@ class GrammarProcessor(LogitsProcessor):
         text = str(
             tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
-        is_right = self._follow(ids)
-        if is_right and is_ended:
+        constrained = self._constrained(ids)
+        is_right = constrained is None or self._follow(constrained)
+        if is_right and is_ended and constrained is not None:
             bitmask = self._xgrammar.allocate_token_bitmask(1, self._num_known)
-            is_right = (self._matcher.is_terminated() or self._fill(bitmask, 0)) and _is_json(text)
-        if is_right:
-            return None
+            is_allowed = self._matcher.is_terminated() or self._fill(bitmask, 0)
+            is_right = is_allowed and self._is_whole(text)
+        return None if is_right else self._error(text)
+
+    def _constrained(self, ids: list[int]) -> list[int] | None:
+        """Return the tokens of an answer that the grammar constrains; None before it begins."""
+        return ids
+
+    def _is_whole(self, text: str) -> bool:
+        """Return whether an ended text, without an error so far, is valid."""
+        return _is_json(text)
+
+    def _error(self, text: str) -> ConfigError:
         return ConfigError(
             "response_format must have a schema whose grammar leads to JSON, got one that ends "
             f"after {text[-40:]!r}; "

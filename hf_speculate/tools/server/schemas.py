@@ -258,13 +258,27 @@ class Tool(BaseModel):
     function: dict[str, Any]
 
 
+class FunctionName(BaseModel):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """Choice of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Request):
     """A request for `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     logprobs: bool = False
@@ -279,6 +293,17 @@ class ChatRequest(Request):
     @property
     def has_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def requires_calls(self) -> bool:
+        """Whether the answer must be calls alone."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def named_function(self) -> str | None:
+        """Name of the function to be called; None without a choice of one."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else None
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -301,6 +326,27 @@ class ChatRequest(Request):
                 "chat_template_kwargs",
             )
         return options
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        """Check a choice that requires calls: it needs tools, and no other format."""
+        if not self.requires_calls:
+            return self
+        name, tools = self.named_function, self.tools or ()
+        got = '"required"' if name is None else f"the function {reprlib.repr(name)}"
+        if not any(name in (None, tool.function.get("name")) for tool in tools):
+            raise RequestError(
+                f'tool_choice must be "none", "auto" or a choice of tools, got {got}; add it to '
+                "tools",
+                "tool_choice",
+            )
+        if self.has_grammar:
+            raise RequestError(
+                f'tool_choice must be "none" or "auto" with response_format, got {got}; leave one '
+                "of them out",
+                "tool_choice",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -383,6 +429,7 @@ _KINDS = (
     Tool,
     ToolCall,
     Function,
+    NamedTool,
     ResponseFormat,
 )
 _FIELDS = {name for kind in _KINDS for name in kind.model_fields} | {"schema"}

@@ -1,13 +1,15 @@
 """Tool calls as JSON in `<tool_call>` tags, the format of Hermes, Qwen and many others."""
 
 import json
+import re
 import uuid
 from typing import Any, NamedTuple
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+BEGIN, END = "<tool_call>", "</tool_call>"
 # characters of JSON with an error before the last one, such as -Infinity and \u00e9
 _MAX_WORD_LEN = 10
-_DECODER = json.JSONDecoder()
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_DECODER = json.JSONDecoder(strict=False)  # grammars allow control characters in strings
 
 
 class Said(NamedTuple):
@@ -36,7 +38,7 @@ class ToolCallReader:
         """Return the content made final by the text; at the end all remaining text."""
         self._pending += text
         content = ""
-        while (begin := self._pending.find(_BEGIN)) >= 0:
+        while (begin := self._pending.find(BEGIN)) >= 0:
             content += self._take_content(begin)
             call_len = self._read_call(is_end)
             if call_len is None:
@@ -45,12 +47,12 @@ class ToolCallReader:
             if call_len:
                 self._pending, self._spaces, self._has_content = self._pending[call_len:], "", False
             else:
-                content += self._take_content(len(_BEGIN))
+                content += self._take_content(len(BEGIN))
         num_held = 0
         if not is_end:
-            lens = range(min(len(_BEGIN) - 1, len(self._pending)), 0, -1)
+            lens = range(min(len(BEGIN) - 1, len(self._pending)), 0, -1)
             num_held = next(
-                (length for length in lens if self._pending.endswith(_BEGIN[:length])), 0
+                (length for length in lens if self._pending.endswith(BEGIN[:length])), 0
             )
         content += self._take_content(len(self._pending) - num_held)
         return Said(content if self.calls or not is_end else content + self._spaces)
@@ -73,11 +75,11 @@ class ToolCallReader:
             None if it is incomplete.
         """
         text = self._pending
-        body = text[len(_BEGIN) :].lstrip()
+        body = text[len(BEGIN) :].lstrip()
         if not body.startswith("{"):
             return 0 if body or is_end else None
-        if not is_end and text.find(_END, self._num_searched) < 0:
-            self._num_searched = max(len(text) - len(_END) + 1, 0)
+        if not is_end and text.find(END, self._num_searched) < 0:
+            self._num_searched = max(len(text) - len(END) + 1, 0)
             return None
         self._num_searched = len(text)
         try:
@@ -87,11 +89,11 @@ class ToolCallReader:
                 "Unterminated"
             )
             return None if is_cut_short and not is_end else 0
-        except RecursionError:
+        except (RecursionError, ValueError):  # a number of too many digits
             return 0
         after = body[end:].lstrip()
-        if not after.startswith((_BEGIN, _END)):
-            if not (_BEGIN.startswith(after) or _END.startswith(after)):
+        if not after.startswith((BEGIN, END)):
+            if not (BEGIN.startswith(after) or END.startswith(after)):
                 return 0
             if not is_end:
                 return None
@@ -100,7 +102,7 @@ class ToolCallReader:
         if call is None:
             return 0
         self.calls.append(call)
-        return len(text) - len(after.removeprefix(_END))
+        return len(text) - len(after.removeprefix(END))
 
 
 def call_of(value: Any) -> dict[str, Any] | None:
@@ -109,9 +111,10 @@ def call_of(value: Any) -> dict[str, Any] | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     try:
-        arguments = (
-            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        )
+        if not isinstance(arguments, str):
+            written = json.dumps(arguments, ensure_ascii=False)
+            # an unpaired surrogate can only be sent as an escape
+            arguments = json.dumps(arguments) if _SURROGATE.search(written) else written
         f"{value['name']}{arguments}".encode()
     except (RecursionError, UnicodeEncodeError):  # lists nested too deep, or an unpaired surrogate
         return None

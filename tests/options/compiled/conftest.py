@@ -13,6 +13,6 @@ from tests.support.recorded_graphs import RecordedGraphs
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraphs]]:
     """The stand-in, as what captures graphs on a CPU."""
     monkeypatch.setitem(GRAPH_BACKENDS, "cpu", "tests.support.recorded_graphs:RecordedGraphs")
-    RecordedGraphs.num_captures = RecordedGraphs.num_replays = 0
+    RecordedGraphs.num_captures = RecordedGraphs.num_replays = RecordedGraphs.num_code_replays = 0
     warn_once.cache_clear()
     yield RecordedGraphs

@@ -1,6 +1,7 @@
 """Rounds that run from device graphs, on a stand-in that replays recorded operators, give plain decoding's text."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.options.compiled.graphs import CudaGraphs
+from hf_speculate.models.runner import CompiledUnits
+from hf_speculate.options.compiled.compilation import Steps
+from hf_speculate.options.compiled.drafter import split_steps
+from hf_speculate.options.compiled.graphs import CudaGraphs, Graphing
+from hf_speculate.options.compiled.language_model import Numbers
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
 from tests.options.heads.kinds import KINDS
 from tests.support.fake_cuda import FakeCuda
@@ -19,6 +24,8 @@ ENDS = [17, 3, 40, 9]
 GRAPHS: dict[str, Any] = {"speculation_graphs": "on", "num_assistant_tokens": 3}
 # or times decide on lengths
 CONSTANT = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "constant"}
+
+VARYING = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "heuristic"}
 
 
 def decode(
@@ -34,6 +41,7 @@ def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
     backend: Any, family: str, batch_size: int
 ) -> None:
     target, draft = new_pair(family, 0.1)
+    num_rounds = 0
     for seed, max_len in ((0, 20), (3, 17)):
         inputs = ragged_prompts(batch_size, seed=seed, max_len=max_len)
         ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)
@@ -43,8 +51,9 @@ def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
             [],
             "preallocated",
         )
-        assert backend.num_captures == 2  # a verification and a draft step
-        assert backend.num_replays > 2 * stats.num_batch_rounds
+        num_rounds += stats.num_batch_rounds
+        # a verification and the steps of a draft
+        assert (backend.num_captures, backend.num_replays) == (2, 2 * num_rounds)
     assert "from graphs: target, draft" in stats.plan
 
 
@@ -53,6 +62,8 @@ def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
     [
         {"top_k": 10, "temperature": 0.7},
         {"top_k": 0, "verifier": "coupled"},
+        {"top_k": 0, "verifier": "rejection", **VARYING},
+        {"do_sample": False, "prompt_lookup_num_tokens": 4, **VARYING},
         {"assistant_model": None, "prompt_lookup_num_tokens": 4, **CONSTANT},
     ],
 )
@@ -75,6 +86,40 @@ def test_sampled_text_is_that_of_eager_rounds(backend: Any, options: dict[str, A
     assert backend.num_replays >= stats.num_batch_rounds
 
 
+def test_steps_are_split_into_captured_lengths_and_the_last_part_is_rounded_up() -> None:
+    assert [split_steps(num, (1, 2, 4, 6)) for num in (1, 3, 5, 6, 13)] == [
+        [1],
+        [2, 1],
+        [4, 1],
+        [6],
+        [6, 6, 1],
+    ]
+    assert [split_steps(num, (4,)) for num in (3, 4, 5)] == [[4], [4], [4, 4]]
+    assert split_steps(3, ()) == [3]
+
+
+def next_ids(model: PreTrainedModel, carry: Numbers, weights: Tensor) -> tuple[Tensor, Numbers]:
+    following = carry.by_row * 3 % 64
+    return following.T, Numbers(following)
+
+
+def test_steps_of_two_calls_in_turn_share_their_memory(backend: Any) -> None:
+    """Outputs are the graph's, which the next replay overwrites, and inputs are not copied."""
+    model = make_model("llama", num_hidden_layers=1)
+    runner = Graphing(model, CompiledUnits(), pytest.fail, is_tried=False)
+    runner.bind(SimpleNamespace(graphs={}))  # type: ignore[arg-type]
+    steps = Steps(next_ids, lambda results, weights: torch.cat(results, 1))
+    carry, weights, drafts = Numbers(torch.tensor([[1, 2]])), torch.ones(2), []
+    for first in (1, 2, 1):
+        carry.by_row.fill_(first)
+        token_ids, last = runner.repeat("steps", steps, 3, carry, weights)
+        drafts.append(token_ids)
+        expected = torch.tensor([first * 3, first * 9, first * 27 % 64])
+        assert torch.equal(token_ids, expected.expand(2, -1))
+        assert torch.equal(last.by_row, token_ids[:, -1:].T)
+    assert len(set(map(id, drafts))) == backend.num_captures == 1
+
+
 def test_a_head_reads_the_states_of_graphs(backend: Any, tmp_path: Path) -> None:
     head, target = KINDS["EAGLE-3, two layers"](tmp_path)
     hf_speculate.enable(target)
@@ -87,6 +132,22 @@ def test_a_head_reads_the_states_of_graphs(backend: Any, tmp_path: Path) -> None
     assert backend.num_replays == stats.num_batch_rounds
     assert stats.draft_lens == eager.draft_lens  # wrong states would draft other tokens
     assert stats.accepted_per_position == eager.accepted_per_position
+
+
+@pytest.mark.parametrize("num_wrong", [2, 3])
+def test_steps_that_differ_twice_are_compared_again(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, num_wrong: int
+) -> None:
+    model, reasons = make_model("llama", num_hidden_layers=1), list[str]()
+    runner = Graphing(model, CompiledUnits(), reasons.append, is_tried=True)
+    runner.bind(SimpleNamespace(graphs={}))  # type: ignore[arg-type]
+    steps = Steps(next_ids, lambda results, weights: torch.cat(results, 1))
+    carry, weights = Numbers(torch.tensor([[1, 2]])), torch.ones(2)
+    for number in range(num_wrong):
+        monkeypatch.setattr(backend, "is_wrong", True)
+        token_ids, _ = runner.repeat("steps", steps, 5, carry, weights)
+        assert token_ids[0].tolist() == [3, 9, 27, 17, 51], number  # the eager ones
+    assert [bool(reasons), runner.is_working] == [num_wrong == 3, num_wrong == 2]
 
 
 def reads_host(module: Any, args: Any) -> None:

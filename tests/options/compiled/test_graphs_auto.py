@@ -67,7 +67,7 @@ def test_a_trial_ends_and_later_calls_replay_alone(
         # remembered
         ({"is_wrong": True}, "cannot be captured: a replay differs from the eager forward", 2),
         # the graphs stay
-        ({"replay_s": 2.0}, "whose graphs are not faster: 2e+03 ms against 2e+03 ms", 2),
+        ({"replay_s": 2.0}, "whose graphs are not faster: ", 2),
         ({"has_memory": False}, "for whose graphs too little of the device's memory is free", 0),
     ],
 )

@@ -184,7 +184,13 @@ def test_unsupported_requests_get_errors_in_the_openai_format(client, engine, mo
             {"tool_choice": "required"},
             400,
             "tool_choice",
-            "tool_choice must be 'none' or 'auto', got 'required'",
+            'tool_choice must be "none", "auto" or a choice of tools, got "required"; add',
+        ),
+        (
+            {"tool_choice": "any"},
+            400,
+            "tool_choice",
+            "tool_choice must be 'none', 'auto' or 'required', or",
         ),
         (
             {"chat_template_kwargs": {"tokenize": 1}},

@@ -1,0 +1,123 @@
+"""A Uno adapter: a LoRA with which the target drafts for itself."""
+
+import threading
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.named import is_same_checkpoint
+from hf_speculate.engine.ranks import tensor_parallel_size
+from hf_speculate.errors import ConfigError, UnsupportedModelError, warn_user
+from hf_speculate.field_checks import is_int
+from hf_speculate.models.language_model import device_of, dtype_of, vocab_size_of
+from hf_speculate.models.recurrent_layers import recurrent_cache
+from hf_speculate.options.uno.drafter import UnoDrafter
+from hf_speculate.options.uno.low_rank import LowRankLayers
+from hf_speculate.options.uno.weights import read_files, read_peft
+
+
+class UnoAdapter:
+    """A Uno adapter of the target.
+
+    Pass it to `generate()` as `assistant_model`. Files do not tell a Uno adapter from another LoRA,
+    so a folder or an id alone does not. The first call with a target loads the weights. The target
+    is not changed, and its own adapters stay as they are.
+
+    Args:
+        source: folder or Hub id of the adapter, or name of an inactive adapter of a PEFT target,
+            which is read in each call.
+        mask_token_id: id of the mask token in training. Noise tokens have ids from 1 to before it.
+            None for `mask_token_id` of the target's config, or else for the whole vocabulary.
+        revision: branch, tag or commit on the Hub. None for the main branch.
+
+    Raises:
+        ConfigError: `mask_token_id` is no integer of at least 2.
+    """
+
+    draft_source = "a Uno adapter"  # name of its kind of draft source
+
+    def __init__(
+        self, source: str | Path, mask_token_id: int | None = None, revision: str | None = None
+    ):
+        if mask_token_id is not None and (not is_int(mask_token_id) or mask_token_id < 2):
+            raise ConfigError(
+                f"mask_token_id must be an integer of at least 2, got {mask_token_id!r}; leave it "
+                "out for that of the target's config"
+            )
+        self.source, self.revision = str(source), revision
+        self.mask_token_id = mask_token_id
+        self._lock = threading.Lock()
+        self._loaded: WeakKeyDictionary[PreTrainedModel, tuple[Any, LowRankLayers]] = (
+            WeakKeyDictionary()
+        )
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder's path or of the repository's id."""
+        return self.source.rstrip("/").rpartition("/")[2]
+
+    def __call__(self, setup: DrafterSetup) -> UnoDrafter:
+        """Make the drafter of one call."""
+        return UnoDrafter(self.layers_for(setup.target), self.noise_end(setup.target), setup)
+
+    def layers_for(self, target: PreTrainedModel) -> LowRankLayers:
+        """Return the weights over a target; load them on first use.
+
+        Raises:
+            ConfigError: the files do not load.
+            UnsupportedModelError: the adapter is no plain LoRA, or does not fit the target.
+        """
+        _check_target(target)
+        weights = read_peft(target, self.source)
+        if weights is not None:
+            return LowRankLayers(weights, target, self.name)
+        form = dtype_of(target), device_of(target)
+        with self._lock:
+            known = self._loaded.get(target)
+            if known is None or known[0] != form:
+                weights = read_files(self.source, self.revision)
+                layers = LowRankLayers(weights, target, self.name)
+                self._warn_of_base(weights.config.base_name, str(target.name_or_path))
+                known = self._loaded[target] = form, layers
+        return known[1]
+
+    def noise_end(self, target: PreTrainedModel) -> int:
+        """Return the id after the largest one of noise tokens."""
+        mask_id: Any = self.mask_token_id
+        if mask_id is None:
+            mask_id = getattr(target.config.get_text_config(decoder=True), "mask_token_id", None)
+        size = vocab_size_of(target)
+        return min(mask_id, size) if is_int(mask_id) and mask_id > 1 else size
+
+    def _warn_of_base(self, base_name: str, target_name: str) -> None:
+        if base_name and target_name and not is_same_checkpoint(base_name, target_name):
+            warn_user(
+                f"{self.name} is an adapter of {base_name}, and the target is {target_name}; "
+                "drafts of another checkpoint than its own are rarely accepted"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "UnoAdapter":
+        """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"UnoAdapter({self.source!r}, mask_token_id={self.mask_token_id})"
+
+
+def _check_target(target: PreTrainedModel) -> None:
+    """Raise `UnsupportedModelError` for a target without drafts by itself."""
+    problems = []
+    if target.config.is_encoder_decoder:
+        problems.append("it has an encoder")
+    if recurrent_cache(target) is not None:
+        problems.append("noise would stay in its recurrent states")
+    if tensor_parallel_size(target) > 1:
+        problems.append("its linear layers are split over processes")
+    if problems:
+        raise UnsupportedModelError(
+            "the target of a Uno adapter must be a decoder with attention layers only, whole in "
+            f"every process, got {type(target).__name__}: {'; '.join(problems)}; use another draft"
+        )

@@ -1,0 +1,199 @@
+"""Grammars of tool calls: JSON in `<tool_call>` tags, with names and arguments of the request's tools."""
+
+import importlib.util
+import json
+import re
+import reprlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.processors.registry import register_row_wise
+from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.response_format import GrammarProcessor, GrammarSource
+from hf_speculate.tools.server.response_template import ResponseTemplate
+from hf_speculate.tools.server.schemas import ChatRequest
+from hf_speculate.tools.server.text_stream import MarkedText
+from hf_speculate.tools.server.tool_calls import BEGIN, END, ToolCallReader
+
+_NAME, _ARGUMENTS = "probe", {"x": 1}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    },
+}
+_CALL = f'{{"name": "{_NAME}", "arguments": {json.dumps(_ARGUMENTS)}}}'
+_TAGGED = re.compile(rf"{BEGIN}(\s*)(\{{[^<]*\}})(\s*){END}")
+_NUM_LAST = 3  # last tokens of a prompt that begins reasoning: `<think>` and line breaks
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+
+class CallFormat(NamedTuple):
+    """Format of a tokenizer's tool calls, as far as the server can write grammars of it."""
+
+    is_read: bool  # whether the server reads JSON calls in `<tool_call>` tags
+    is_written: bool  # whether the chat template writes such calls, too
+    space: str  # between the first tag and the JSON
+    end: str  # after the JSON
+    reasoning: tuple[int, int] | None  # ids of `<think>` and `</think>`; None without them
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, template: ResponseTemplate | None
+    ) -> "CallFormat":
+        """Find the format by a call that the chat template writes and the server's reader reads."""
+        vocab = tokenizer.get_vocab()
+        begin, end = vocab.get("<think>"), vocab.get("</think>")
+        reasoning = None if begin is None or end is None else (begin, end)
+        written = _TAGGED.finditer(_chat_with_call(tokenizer))
+        found = next((each for each in written if _is_call(each[2])), None)
+        space, end_space = ("\n", "\n") if found is None else (found[1], found[3])
+        call = f"{BEGIN}{space}{_CALL}{end_space}{END}"
+        reader = ToolCallReader() if template is None else template.reader("", [_TOOL])
+        if isinstance(reader, ToolCallReader):
+            reader.read(call, is_end=True)
+        else:
+            reader.read(MarkedText.of(call), is_end=True)
+        functions = [each["function"] for each in reader.calls]
+        is_read = functions == [{"name": _NAME, "arguments": json.dumps(_ARGUMENTS)}]
+        return cls(is_read, is_read and found is not None, space, end_space + END, reasoning)
+
+
+def _is_call(text: str) -> bool:
+    """Whether a text is the call in JSON, in any order and with any spaces."""
+    try:
+        return bool(json.loads(text) == json.loads(_CALL))
+    except ValueError:
+        return False
+
+
+def _chat_with_call(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a chat with a call, by the chat template; empty without one that takes calls."""
+    function = {"name": _NAME, "arguments": _ARGUMENTS}
+    call = {"id": "call_0", "type": "function", "function": function}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False))
+    except Exception:  # noqa: BLE001  # whatever a template of others raises
+        return ""
+
+
+def source_of_tools(
+    request: ChatRequest, format_: CallFormat, has_ends: bool
+) -> GrammarSource | None:
+    """Return the source of a grammar for a request with tools.
+
+    Args:
+        request: its `tool_choice` is not "none", and it has tools.
+        format_: the tokenizer's format of calls.
+        has_ends: whether an EOS id ends the answer.
+
+    Returns:
+        None if the request is answered without a grammar, as `tool_choice` "auto" may be.
+
+    Raises:
+        RequestError: `tool_choice` needs a grammar, and there is none.
+    """
+    named, is_required = request.named_function, request.requires_calls
+    got = '"required"' if named is None else f"the function {reprlib.repr(named)}"
+    functions = [tool.function for tool in request.tools or ()]
+    if not is_required:
+        is_known = format_.is_written and all(map(_is_described, functions))
+        has_xgrammar = importlib.util.find_spec("xgrammar") is not None
+        if not (is_known and has_xgrammar and has_ends):
+            return None
+    elif not format_.is_read:
+        raise RequestError(
+            f'tool_choice must be "none" or "auto" for this tokenizer, got {got}; '
+            f"its response_template reads no JSON calls in {BEGIN} tags",
+            "tool_choice",
+        )
+    elif not has_ends:
+        raise RequestError(
+            'tool_choice must be "none" or "auto" if no EOS id ends the answer, got '
+            f"{got}; leave out ignore_eos",
+            "tool_choice",
+        )
+    if named is not None:
+        functions = [function for function in functions if function.get("name") == named][:1]
+    for index, function in enumerate(functions):
+        if not _is_described(function):
+            raise RequestError(
+                f"tools.{index}.function must have a name, and parameters that are an object, got "
+                "others",
+                "tools",
+            )
+    pairs = [[each["name"], each.get("parameters") or _NO_ARGUMENTS] for each in functions]
+    calls = {
+        "begin": BEGIN,
+        "space": format_.space,
+        "end": format_.end,
+        "is_required": is_required,
+        "is_single": named is not None or not request.parallel_tool_calls,
+    }
+    is_strict = any(each.get("strict") is True for each in functions)
+    return GrammarSource(json.dumps(pairs), calls, not is_required, is_strict)
+
+
+def _is_described(function: dict[str, Any]) -> bool:
+    """Whether a function has a name, and parameters that can be a schema."""
+    parameters = function.get("parameters")
+    return isinstance(function.get("name"), str) and isinstance(parameters, dict | None)
+
+
+@register_row_wise
+class ToolCallProcessor(GrammarProcessor):
+    """Allows what a grammar of tool calls allows, after reasoning.
+
+    The answer begins with reasoning if the prompt has begun it, or, unless calls are required, if
+    its first token is `<think>`. The grammar then begins behind `</think>`.
+    """
+
+    def __init__(
+        self,
+        grammar: Any,
+        prompt_ids: Sequence[int],
+        end_ids: Sequence[int],
+        reasoning: tuple[int, int] | None,
+        is_required: bool,
+    ):
+        super().__init__(grammar, len(prompt_ids), end_ids)
+        self._reasoning, self._is_required = reasoning, is_required
+        last = [token_id for token_id in prompt_ids[-_NUM_LAST:] if token_id in (reasoning or ())]
+        self._has_begun = reasoning is not None and last[-1:] == [reasoning[0]]
+
+    def _constrained(self, ids: list[int]) -> list[int] | None:
+        if self._reasoning is None:
+            return ids
+        begin, end = self._reasoning
+        if self._has_begun or (not self._is_required and ids[:1] == [begin]):
+            return ids[ids.index(end) + 1 :] if end in ids else None
+        return ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[N, V] float32; `input_ids` are [N, n] int64, the prompt and the answer so far."""
+        scores = super().__call__(input_ids, scores)
+        if self._is_required:  # reasoning must lead to a call
+            ends = [token_id for token_id in self._end_ids if token_id < scores.shape[1]]
+            for row, ids in enumerate(input_ids[:, self._prompt_len :].tolist()):
+                if self._constrained(ids) is None:
+                    scores[row, ends] = float("-inf")
+        return scores
+
+    def _is_whole(self, text: str) -> bool:
+        return True
+
+    def _error(self, text: str) -> ConfigError:
+        return ConfigError(
+            "tools must have parameters whose grammar leads to a call, got a call that ends after "
+            f"{text[-40:]!r}; look for a part that no value fits"
+        )
