@@ -146,7 +146,7 @@ call by call.
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all cells, with the meaning of the columns."""
+    """Format all cells, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

@@ -54,7 +54,7 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all rows, with the meaning of the columns."""
+    """Format all rows, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
