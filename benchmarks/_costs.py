@@ -1,8 +1,8 @@
-"""Measure the costs of a pair's forwards and the speed-up of a loop without overhead.
+"""Measure the cost of forwards for a pair, and the speed-up of a loop without overhead.
 
-c is a draft's step and v a target's forward of K+1 rows, both over plain decoding's time per token.
-At T tokens a round the speed-up of such a loop is T / (K c + v). The largest over K is the pair's
-bound.
+c is the time of a draft step and v that of a target forward of K+1 rows, both divided by the time
+per token of plain decoding. At T tokens per round, the speed-up of such a loop is T / (K c + v).
+Its maximum over K is the bound of the pair.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.types import KVState
 
 MAX_K = 10
-SOME_K = (0, 1, 3, 5, 8, MAX_K)  # lengths for measurements without a bound
+SOME_K = (0, 1, 3, 5, 8, MAX_K)  # draft lengths for measurements without a bound
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Costs:
     """Seconds of forwards by rows.
 
     Args:
-        draft_s: rows -> a draft's step.
-        verify_s: rows -> K -> a target's forward of K+1 tokens.
-        plain_s: plain decoding's time per token of transformers, at the full batch.
+        draft_s: rows -> time of a draft step.
+        verify_s: rows -> K -> time of a target forward of K+1 tokens.
+        plain_s: time per token of plain decoding in transformers, with the full batch.
     """
 
     draft_s: dict[int, float]
@@ -41,11 +41,11 @@ class Costs:
     plain_s: float
 
     def c(self, rows: float) -> float:
-        """Return a draft step over a plain step."""
+        """Return the ratio of a draft step to a plain step."""
         return _between(self.draft_s, rows) / self.plain_s
 
     def v(self, rows: float, num_draft_tokens: float) -> float:
-        """Return a forward of K+1 tokens over a plain step, interpolated between K and rows."""
+        """Return a K+1-token forward divided by a plain step, interpolated in K and rows."""
         by_rows = {
             draft_len: _between(times, num_draft_tokens)
             for draft_len, times in self.verify_s.items()
@@ -57,7 +57,7 @@ class Costs:
         return num_draft_tokens * self.c(rows) + self.v(rows, num_draft_tokens)
 
     def bound(self, rows: int, tokens_per_round: dict[int, float]) -> tuple[float, int]:
-        """Return the largest speed-up that the pair allows, and its K."""
+        """Return the largest speed-up that the pair allows, and the K that gives it."""
         speeds = {
             draft_len: tokens / self.round_cost(rows, draft_len)
             for draft_len, tokens in tokens_per_round.items()
@@ -66,10 +66,10 @@ class Costs:
         return speeds[best], best
 
     def report(self, counts: dict[str, float], rows: int) -> dict[str, float]:
-        """Return K, tokens a round, c and v of a method, and the speed-up expected from them.
+        """Return K, tokens per round, c and v of a method, and the speed-up expected from them.
 
-        Tokens a round are those of a round of the whole batch over its rows, so rounds with only
-        the slowest rows count in full. c and v are taken at the mean number of live rows.
+        The number of tokens per round is that of the entire batch divided by its rows, so rounds
+        with only the slowest rows count in full. c and v are taken at the mean number of live rows.
         """
         num_rounds, num_batch_rounds = (
             max(counts["num_rounds"], 1),
@@ -90,7 +90,7 @@ class Costs:
 
 
 def _between(values: dict[int, float], size: float) -> float:
-    """Interpolate linearly between the two nearest measured sizes, constant outside."""
+    """Interpolate linearly between the two nearest measured sizes; constant outside their range."""
     below = max((measured for measured in values if measured <= size), default=min(values))
     above = min((measured for measured in values if measured >= size), default=max(values))
     if below == above:
@@ -99,13 +99,13 @@ def _between(values: dict[int, float], size: float) -> float:
     return values[below] * (1 - share) + values[above] * share
 
 
-@torch.inference_mode()  # the cache's buffers come from forwards in the same mode
+@torch.inference_mode()  # forwards in the same mode make the cache buffers
 def filled_cache(
     model: PreTrainedModel, batch_size: int, length: int, mask: Tensor | None
 ) -> tuple[Any, Any]:
-    """Return the library's forward and a cache of `length` states per row.
+    """Return the forward of this library and a cache with `length` states per row.
 
-    The states are random: their values do not change the time.
+    The states are random, because their values do not change the time.
     """
     language_model, cache = make_forward(model, batch_size, mask)
     language_model.forward(
@@ -129,7 +129,7 @@ def forward_calls(
     queries: Sequence[int],
     name: str,
 ) -> tuple[dict[str, Any], Any]:
-    """Return calls of forwards with each number of tokens, by name, and a function to roll back."""
+    """Return forward calls for each number of tokens, by name, and a rollback function."""
     language_model, cache = filled_cache(model, batch_size, length, mask)
     fed = [0]
 
@@ -157,15 +157,15 @@ def measure_costs(
     repeats: int = 5,
     nums: Sequence[int] = SOME_K,
 ) -> Costs:
-    """Time both models' forwards halfway through the new tokens, with all rows and half of them.
+    """Time forwards of both models halfway through the new tokens, with all and half of the rows.
 
     Args:
         subject: the models.
         batch: B prompts.
-        max_new_tokens: tokens decoded after them.
-        plain_s: plain decoding's time per token.
-        repeats: runs of each forward.
-        nums: each K; a forward of K+1 tokens is timed.
+        max_new_tokens: number of tokens decoded after the prompts.
+        plain_s: time per token of plain decoding.
+        repeats: number of runs of each forward.
+        nums: values of K; a forward of K+1 tokens is timed for each.
     """
     batch_size, prompt_len = batch.input_ids.shape
     length = prompt_len + max_new_tokens // 2
@@ -199,7 +199,7 @@ def measure_costs(
 
 
 def tokens_per_round(runner: Runner, batches: list[Batch], max_k: int = MAX_K) -> dict[int, float]:
-    """Count the tokens of a row's round at each constant K by decoding, without timing."""
+    """Count tokens per row and round at each constant K by decoding, without timing."""
     tokens = {}
     for draft_len in tqdm(
         range(1, max_k + 1), desc="tokens a round of each K", leave=False, disable=None

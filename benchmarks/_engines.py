@@ -1,4 +1,4 @@
-"""Decoding methods of the benchmarks of `generate()`, with their timings and checks."""
+"""Decoding methods for the benchmarks of `generate()`, with timings and checks."""
 
 import time
 from collections import Counter
@@ -19,7 +19,7 @@ from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread
 
-# transformers' default of 50 for top_k is turned off: the user did not ask for this warper.
+# The default top_k of 50 in transformers is turned off, because the user did not ask for it.
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"temperature": 1.0, "top_k": 0},
@@ -36,21 +36,21 @@ COUNTS = (
     "num_accepted",
     "num_emitted",
 )
-MAX_PASSES = 6  # over all batches, to compile all shapes
+MAX_PASSES = 6  # maximum passes over all batches, to compile all shapes
 STAGES = ("prefill_s", "draft_s", "score_s", "verify_s", "bookkeeping_s")
 
 
 def ours(
     draft_len: int | None = None, verifier: str | None = None, is_compiled: bool = False
 ) -> Method:
-    """Return this library's decoding.
+    """Return the decoding method of this library.
 
     Args:
         draft_len: constant draft length.
             None for the default schedule.
         verifier: name of a verifier.
             None for the default one.
-        is_compiled: whether to compile over a static cache.
+        is_compiled: whether to compile with a static cache.
     """
     schedule = {
         "num_assistant_tokens_schedule": DEFAULT_SCHEDULE if draft_len is None else "constant"
@@ -64,10 +64,10 @@ def ours(
 
 
 def assisted(draft_len: int | None = None, is_compiled: bool = False) -> Method:
-    """Return assisted generation of transformers, with its defaults or a constant draft length.
+    """Return assisted generation in transformers, with its defaults or a constant draft length.
 
-    Compiled, its target runs over a static cache; transformers accepts one for one row since 5.24.
-    Its draft runs eagerly.
+    If compiled, the target runs with a static cache, which transformers accepts for one row since
+    5.24. The draft runs eagerly.
     """
     fields = (
         {}
@@ -83,7 +83,7 @@ def assisted(draft_len: int | None = None, is_compiled: bool = False) -> Method:
 
 
 def compiled(method: Method) -> Method:
-    """Return the method over a static cache; the runner adds the compile config of its device."""
+    """Return the method with a static cache; the runner adds a compile config for its device."""
     return replace(
         method, name=f"{method.name}, compiled", options={"cache_implementation": "static"}
     )
@@ -102,13 +102,13 @@ LOOKUP = Method(
 
 
 class Runner:
-    """Decoder of all methods for a subject and mode.
+    """Decoder that runs all methods for a subject and mode.
 
     Args:
         subject: the models.
         mode: one of `MODES`.
         max_new_tokens: N.
-        cache: `speculation_cache` of our methods.
+        cache: `speculation_cache` for our methods.
     """
 
     def __init__(self, subject: Subject, mode: str, max_new_tokens: int, cache: str = "auto"):
@@ -139,7 +139,7 @@ class Runner:
         return self.decoder(as_asked, batch, seed, max_new_tokens)
 
     def ran_compiled(self, method: Method, run: Run) -> bool:
-        """Whether all rounds of a compiled method's call ran compiled."""
+        """Whether all rounds in a call of a compiled method ran compiled."""
         if run.stats is not None:
             return set(run.stats.compiled) == {"target", "draft"} and not run.stats.fallbacks
         # transformers sets the attribute.
@@ -147,7 +147,7 @@ class Runner:
 
 
 def compile_config(device: torch.device) -> CompileConfig:
-    """Return the choice of transformers on a GPU, and one without graphs on a CPU.
+    """Return the default compile config of transformers on a GPU, and one without graphs on a CPU.
 
     transformers compiles on a CPU only on request.
     """
@@ -160,27 +160,28 @@ def compile_config(device: torch.device) -> CompileConfig:
 class Timings:
     """Seconds and counts of all methods, by name.
 
-    A batch counts if all exact greedy methods wrote the same text. At a near-tie one may follow
-    another text with other drafts, and then the speeds cannot be compared. `decode_s` leaves the
-    target's first forward out, and `rounds_s` everything before the first round.
+    A batch counts if all exact greedy methods wrote the same text. After a near-tie, a method may
+    continue with a different text and different drafts, so the speeds are not comparable.
+    `decode_s` excludes the first forward of the target, and `rounds_s` excludes everything before
+    the first round.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     decode_s: dict[str, list[float]] = field(default_factory=dict)
     rounds_s: dict[str, list[float]] = field(default_factory=dict)
-    # Forwards lie within `rounds_s` and are timed only while profiling.
+    # Forwards are part of `rounds_s` and are timed only while profiling.
     forward_s: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    # Medians of each batch are summed because counts are sums too.
+    # The medians of the batches are summed because counts are sums too.
     decode_sum_s: Counter[str] = field(default_factory=Counter)
     num_batches: int = 0  # batches with equal texts
     num_unequal: int = 0  # batches with different texts
-    # These compiled methods ran eagerly in at least one call.
+    # Names of compiled methods that ran eagerly in at least one call.
     fell_back: set[str] = field(default_factory=set)
 
     def add(self, runner: Runner, methods: list[Method], batch: Batch, repeats: int) -> None:
         """Run every method `repeats` times, in turn."""
-        # Each step holds the seconds of the prefill and of all forwards.
+        # Each entry holds the seconds of the prefill and of all forwards.
         steps: list[tuple[Method, Run, float, float]] = []
 
         def on_step(method: Method, run: Run) -> None:
@@ -220,12 +221,12 @@ class Timings:
             )
 
     def plain_step_s(self, max_new_tokens: int) -> float:
-        """Return plain decoding's time per token after the first."""
+        """Return the time per token of plain decoding after the first token."""
         self.check_counted()
         return self.decode_sum_s[PLAIN_METHOD.name] / self.num_batches / (max_new_tokens - 1)
 
     def summary(self, method: Method) -> dict[str, Any]:
-        """Return the figures of a method for all benchmarks."""
+        """Return the figures of a method that all benchmarks report."""
         self.check_counted()
         name, plain = method.name, PLAIN_METHOD.name
         output = {
@@ -247,20 +248,20 @@ class Timings:
 
 
 def warm_up(runner: Runner, methods: list[Method], batch: Batch, num_tokens: int = 12) -> None:
-    """Decode a few tokens with every method, so all memory is allocated and code is compiled."""
+    """Decode a few tokens with every method to allocate memory and compile code."""
     for method in methods:
         runner(method, batch, max_new_tokens=num_tokens)
 
 
 def compile_all(runner: Runner, methods: list[Method], batches: list[Batch]) -> dict[str, float]:
-    """Compile every shape of the compiled methods and return the seconds of each, caches included.
+    """Compile all shapes of the compiled methods and return the seconds of each, including caches.
 
-    Each method decodes all batches until a pass takes more than half of the pass before, because
-    adaptive lengths vary. The fastest pass counts as decoding, not as compilation.
+    Each method decodes all batches until a pass takes more than half as long as the previous pass,
+    because adaptive lengths vary. The fastest pass counts as decoding, not as compilation.
     """
     compile_s = {}
     if any(map(is_compiled, methods)):
-        # Shapes compiled for other batch sizes would make the shapes of this one dynamic.
+        # Shapes compiled for other batch sizes would make the shapes for this batch size dynamic.
         torch.compiler.reset()
     for method in filter(is_compiled, methods):
         seconds: list[float] = []
@@ -278,9 +279,10 @@ def check(
 ) -> str:
     """Compare our methods, and compiled plain decoding, with plain decoding before they are timed.
 
-    Greedy ids must be equal, up to near-ties; see `TextCheck`. In float32 sampled ids of `coupled`
-    must equal those without a draft. In half precision ties of noise and logits look like errors.
-    The distributions of the other verifiers are tested elsewhere; here their ids must be in range.
+    Greedy ids must be equal, up to near-ties; see `TextCheck`. In float32, sampled ids of `coupled`
+    must equal those without a draft. In half precision, ties in noise plus logits would look like
+    errors. The distributions of the other verifiers are tested elsewhere; here, the ids must be in
+    range.
 
     Returns:
         The result in words.
@@ -330,13 +332,13 @@ def check(
 
 
 def faster_dtype(make: Any, dtypes: list[str], batch_size: int, num_tokens: int = 24) -> str:
-    """Return the dtype of faster plain decoding.
+    """Return the dtype with the fastest plain decoding.
 
     Args:
-        make: returns the subject of a dtype.
-        dtypes: to choose from.
+        make: returns the subject for a dtype.
+        dtypes: dtypes to choose from.
         batch_size: B.
-        num_tokens: tokens to decode.
+        num_tokens: number of tokens to decode.
     """
     seconds = {}
     for dtype in dtypes if len(dtypes) > 1 else []:

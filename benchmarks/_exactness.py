@@ -10,24 +10,24 @@ from torch import Tensor
 VOCAB_SIZE = 6
 NUM_DRAFT_TOKENS = 2
 TOP_K = 4
-# transformers takes one row a call, so it gets fewer trials.
+# transformers takes one row per call, so it gets fewer trials.
 NUM_TRIALS, NUM_TRIALS_ROW_BY_ROW = 40_000, 3_000
 # A correct method fails with one seed in 10,000; the seeds are fixed.
 PASS_P_VALUE = 1e-4
 MAX_SIGMAS = 4.0
 MIN_EXPECTED = 5.0
-# A float32 decision nearer than this to its threshold may go either way.
+# A float32 decision closer than this to its threshold may go either way.
 BORDER = 1e-4
 
 
 class DistributionError(Exception):
-    """Method that does not follow its verifier."""
+    """Error for a method that does not follow its verifier."""
 
 
 def p_value(counts: Tensor, probs: Tensor) -> float:
     """Return the chi-square p-value of `counts` under `probs` [N], with rare cells pooled.
 
-    It is 0 if an impossible token occurred.
+    The p-value is 0 if an impossible token occurred.
     """
     counts, expected = counts.double(), probs.double() * counts.sum()
     if counts[expected == 0].any():
@@ -53,7 +53,7 @@ def padded(emitted: Emitted, num_columns: int) -> Tensor:
 def small_round(warp: Warp, how: str, num_rows: int, device: torch.device, seed: int = 0) -> Round:
     """Make `num_rows` rows with the same distributions over a small vocabulary.
 
-    Each row has a draft of its own.
+    Each row has its own draft.
     """
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(NUM_DRAFT_TOKENS + 1, VOCAB_SIZE, generator=generator) * 1.5
@@ -79,7 +79,7 @@ def expected_accepted(target: Tensor, draft: Tensor, rule: str) -> float:
 
 
 def check_counts(ids: Tensor, round_: Round, rule: str) -> None:
-    """Raise unless as many tokens were accepted as by rejection sampling; block may accept more."""
+    """Raise unless the number of accepted tokens fits rejection sampling; block may accept more."""
     target = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()
     draft = round_.draft_scores[0].double().softmax(-1).cpu()
     accepted = (ids >= 0).sum(-1).double() - 1.0
@@ -93,7 +93,7 @@ def check_counts(ids: Tensor, round_: Round, rule: str) -> None:
 
 
 def check_lossless(ids: Tensor, round_: Round) -> None:
-    """Raise unless the emitted ids follow the target's distribution, completed by draws from it."""
+    """Raise unless the emitted ids, completed by target samples, have the target distribution."""
     probs = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()[: ids.shape[1]]
     generator = torch.Generator().manual_seed(1)
     drawn = [
@@ -114,7 +114,7 @@ def check_lossless(ids: Tensor, round_: Round) -> None:
 
 
 def check_greedy(ids: Tensor, round_: Round) -> None:
-    """Raise unless the drafted ids stay up to the first mismatch with the target's argmax."""
+    """Raise unless drafted ids are kept up to the first mismatch with the target's argmax."""
     best = round_.target_logits.argmax(-1).tolist()
     for row, drafted, chosen in zip(
         ids.tolist(), round_.draft_token_ids.tolist(), best, strict=True
@@ -129,7 +129,7 @@ def check_greedy(ids: Tensor, round_: Round) -> None:
 
 
 def check_typical(ids: Tensor, round_: Round) -> None:
-    """Raise unless the rule in float64 accepts the same tokens.
+    """Raise unless the rule accepts the same tokens in float64.
 
     Rows near the threshold are ignored.
     """
@@ -160,7 +160,7 @@ def varied_round(warp: Warp, how: str, num_rows: int, device: torch.device) -> R
 def check(verifier: Verifier, method: str, run: Run, warp: Warp, device: torch.device) -> None:
     """Raise DistributionError unless `run`, the method called `method`, follows the verifier.
 
-    transformers is checked for rejection sampling if it lacks the verifier.
+    If transformers lacks the verifier, its output is checked for rejection sampling.
     """
     rule = verifier.rule
     if method == "transformers" and rule in ("typical", "block"):
@@ -201,7 +201,7 @@ def check_rule(
 def control(verifier: Verifier, device: torch.device) -> None:
     """Raise unless a method with a wrong draft distribution fails its check.
 
-    This shows that the check finds faults of such a size.
+    This ensures that the check detects faults of this size.
     """
 
     def wrong(round_: Round) -> Emitted:

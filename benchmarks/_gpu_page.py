@@ -1,4 +1,4 @@
-"""Section of the results page with the measurements on a GPU."""
+"""Section of the results page with GPU measurements."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 from _harness import markdown
 
-FORMER, FOLDER = "first_light", "gpu"  # folders of the former script's results and of `gpu.py`'s
+FORMER, FOLDER = "first_light", "gpu"  # results of the former script and of `gpu.py`
 PREFACE = (
     "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, {num_new} new tokens; an "
     "oracle accepts 0.8 of the drafted tokens."
@@ -35,7 +35,7 @@ def summary(results: Path) -> str:
 
 
 def section(results: Path) -> list[str]:
-    """Return lines of Markdown: the tables of each run, the first one first."""
+    """Return Markdown lines with the tables of each run, runs of the former script first."""
     lines: list[str] = []
     runs = [
         path
@@ -81,7 +81,7 @@ def section(results: Path) -> list[str]:
 
 
 def tables(contents: dict[str, dict[str, Any]]) -> list[str]:
-    """Return lines of markdown for a run of `gpu.py`, given its parts by name."""
+    """Return Markdown lines for a run of `gpu.py`, given its parts by name."""
     cells = [cell for content in contents.values() for cell in content["cells"]]
     lines = [
         "",

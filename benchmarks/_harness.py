@@ -1,4 +1,4 @@
-"""Run, time and record benchmarks: alternating calls, common options, results as JSON."""
+"""Run, time and record benchmarks, with alternating calls, common options and JSON results."""
 
 import argparse
 import ast
@@ -25,30 +25,30 @@ RESULTS = ROOT / "benchmarks" / "results"
 Call = Callable[[], Any]
 # The size is far larger than any cache.
 COPY_BYTES = 1 << 28
-# After the release of a block up to this size glibc keeps freed memory. Larger blocks make it map
-# every tensor afresh.
+# Once glibc has freed a block of up to this size, it keeps freed memory. Larger blocks make it map
+# every tensor anew.
 SETTLING_BYTES = 31 << 20
-# A run is repeated if its threads queued for a processor for more than this share of it.
+# A run is repeated if its threads waited for a processor for more than this share of the run.
 MAX_QUEUED_SHARE = 0.02
 
 
 def settle_allocator() -> None:
-    """Bring a CPU's allocator to its state after a forward with large activations.
+    """Put the CPU allocator in the state it has after a forward with large activations.
 
-    A process without such a forward maps and clears the memory of every new tensor. This costs more
-    than the arithmetic, and it depends on earlier runs.
+    A process without such a forward maps and clears memory for every new tensor. This costs more
+    than the arithmetic and depends on earlier runs.
     """
     torch.empty(SETTLING_BYTES, dtype=torch.uint8)  # freed at once
 
 
 def wait() -> None:
-    """Wait for the GPU if one is in use."""
+    """Synchronise with the GPU if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def copy_rate(device: torch.device, repeats: int = 11) -> float:
-    """Return the rate of copying a large buffer: bytes read and written per second."""
+    """Return the bytes read and written per second when copying a large buffer."""
     source = torch.ones(COPY_BYTES // 4, device=device)
     copy = torch.empty_like(source)
     seconds, _ = alternate_patiently({"copy": lambda: copy.copy_(source)}, repeats + 1)
@@ -56,18 +56,18 @@ def copy_rate(device: torch.device, repeats: int = 11) -> float:
 
 
 def queued_s() -> float:
-    """Return the seconds that this process's threads were ready to run but had no processor.
+    """Return the seconds for which threads of this process were ready to run without a processor.
 
-    Returns 0 off Linux.
+    Returns 0 on systems other than Linux.
     """
     paths = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(path.read_text().split()[1]) for path in paths) / 1e9
 
 
 def timed_run(call: Call, prepare: Call | None, patience: int) -> tuple[float, bool]:
-    """Time one run and return whether another process held it up.
+    """Time one run, and return whether another process delayed it.
 
-    A run that was held up is repeated up to `patience` times.
+    A delayed run is repeated up to `patience` times.
     """
     for attempt in range(patience + 1):
         if prepare is not None:
@@ -81,7 +81,7 @@ def timed_run(call: Call, prepare: Call | None, patience: int) -> tuple[float, b
         held_up = queued_s() - queued > MAX_QUEUED_SHARE * seconds
         if not held_up or attempt == patience:
             return seconds, held_up
-        time.sleep(seconds)  # leaves the processor to the others meanwhile
+        time.sleep(seconds)  # leaves the processor to other processes
     raise ValueError(f"patience must be >= 0, got {patience}; 0 keeps the first run")
 
 
@@ -92,10 +92,9 @@ def alternate_patiently(
     prepare: Call | None = None,
     patience: int = 10,
 ) -> tuple[dict[str, list[float]], int]:
-    """Time calls like `alternate`, but repeat a run if other processes held it up.
+    """Time calls like `alternate`, but repeat a run if other processes delayed it.
 
-    Returns:
-        The seconds of each call, and the number of returned runs that were held up.
+    Returns: The seconds of each call, and the number of returned runs that were delayed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     num_held_up = 0
@@ -113,7 +112,7 @@ def alternate_patiently(
 def alternate(
     calls: dict[str, Call], repeats: int, description: str = "", prepare: Call | None = None
 ) -> dict[str, list[float]]:
-    """Time `repeats` runs of each call, in turn, so all meet the same load of the machine.
+    """Time `repeats` runs of each call, in turn, so that all run under the same machine load.
 
     `prepare` runs before every run and is not counted.
     """
@@ -121,7 +120,7 @@ def alternate(
 
 
 def speedups(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    """Return how many times faster `ours` is, run by run."""
+    """Return the speed-up of `ours` for each run."""
     return spread([theirs_s / ours_s for theirs_s, ours_s in zip(theirs, ours, strict=True)])
 
 
@@ -143,7 +142,7 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def digest_of(paths: Iterable[Path], root: Path = ROOT) -> str:
-    """Return 12 digits of the SHA-256 of the names and the code of Python files.
+    """Return 12 digits of a SHA-256 hash over names and code of Python files.
 
     Comments and docstrings do not count.
     """
@@ -155,7 +154,7 @@ def digest_of(paths: Iterable[Path], root: Path = ROOT) -> str:
 
 
 def part_of(path: Path) -> str:
-    """Return the library's part of `path`, relative to the root: an option, a tool or the core."""
+    """Return the part of the library that contains `path`: an option, a tool or the core."""
     parts = path.with_suffix("").parts
     return (
         "/".join(parts[1:3])
@@ -169,7 +168,7 @@ def library_files(root: Path = ROOT) -> list[Path]:
 
 
 def loaded_parts() -> list[str]:
-    """Return the parts of the library with a module in this process."""
+    """Return the parts of the library that this process has loaded."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     paths = {Path(file).resolve() for file in files if file}
     return sorted(
@@ -178,14 +177,14 @@ def loaded_parts() -> list[str]:
 
 
 def source_hash(parts: Collection[str], root: Path = ROOT) -> str:
-    """Return the digest of the library's files in `parts`."""
+    """Return the digest of the library files in `parts`."""
     return digest_of(
         (path for path in library_files(root) if part_of(path.relative_to(root)) in parts), root
     )
 
 
 def provenance() -> dict[str, Any]:
-    """Return versions, device, date, commit, the loaded parts of the library and their digest."""
+    """Return versions, device, date, commit, and the loaded library parts with their digest."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
@@ -203,7 +202,7 @@ def provenance() -> dict[str, Any]:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
-    """Add the options of every benchmark of `generate()`."""
+    """Add the options shared by all benchmarks of `generate()`."""
     has_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--device", type=torch.device, default=torch.device("cuda" if has_gpu else "cpu")
@@ -229,7 +228,7 @@ def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
 def parse_common(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse the arguments and silence transformers: its warnings would tear the progress bars."""
+    """Parse the arguments, and silence transformers, whose warnings would break progress bars."""
     args = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -240,7 +239,7 @@ def parse_common(
 class Cells:
     """Cells of a grid under a progress bar.
 
-    Iteration ends the measurements when the time is used up. `left_out` names the remaining cells.
+    Iteration stops when the time is used up. `left_out` names the remaining cells.
     """
 
     def __init__(self, cells: Iterable[Any], limit_s: float | None, description: str):
@@ -261,7 +260,7 @@ class Cells:
 def markdown(
     columns: dict[str, Callable[[dict[str, Any]], Any]], rows: Iterable[dict[str, Any]]
 ) -> str:
-    """Format a table with one column per head; floats have two decimals, None is a dash."""
+    """Format a table with one column per heading; floats get two decimals, and None is a dash."""
 
     def shown(value: Any) -> str:
         return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -272,7 +271,7 @@ def markdown(
 
 
 def result_name(name: str, device: torch.device) -> str:
-    """Return the file name of results; results of a CPU and of a GPU lie side by side."""
+    """Return the file name of results, which differs between CPU and GPU."""
     return name if device.type == "cpu" else f"{name}_{device.type}"
 
 
@@ -285,7 +284,7 @@ def write_results(
     arguments = {
         key: str(value) if isinstance(value, Path | torch.device) else value
         for key, value in vars(args).items()
-        if key != "results"  # the place of the file is no property of its content
+        if key != "results"  # the location of the file is not part of its content
     }
     content = {"environment": provenance(), "arguments": arguments, "rows": rows}
     replace_file(path, [(json.dumps(content, indent=1) + "\n").encode()])
@@ -293,13 +292,14 @@ def write_results(
 
 
 class Results:
-    """Rows of a run, written to `<args.results>/<name>.json`.
+    """Rows of a run, saved in `<args.results>/<name>.json`.
 
     The file is written after every cell.
 
     Args:
-        name: of the file; the device is added unless it is a CPU.
-        args: of the command line; `--add` keeps the cells of the file that this run leaves alone.
+        name: name of the file, to which the device is added unless it is a CPU.
+        args: command-line arguments; `--add` keeps cells of the file that this run does not
+        measure.
         cell_of: returns the cell of a row; required for `--add`.
     """
 
@@ -316,7 +316,7 @@ class Results:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """All rows of the file."""
+        """All rows in the file."""
         if self._cell_of is None or not self._earlier:
             return self.new
         measured = {self._cell_of(row) for row in self.new}
@@ -329,11 +329,11 @@ class Results:
         self.write()
 
     def write(self) -> Path:
-        """Write all rows, with the arguments as they are now."""
+        """Write all rows with the current arguments."""
         return write_results(self.name, self._args, self.rows, self._args.results)
 
     def _read_earlier(self, cell_of: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
-        """Read the file's rows and add to each the source of its measurement."""
+        """Read the rows of the file, and add the source of the measurement to each."""
         content = read_results(self.name, self._args.results)
         source = "{device}; commit {commit}; {date}".format(**content["environment"])
         source += f"; runs of each method on each input: {content['arguments']['repeats']}"
@@ -344,7 +344,7 @@ class Results:
 
 
 def read_results(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """Read the file of `write_results`."""
+    """Read a file written by `write_results`."""
     path = folder / f"{name}.json"
     if not path.exists():
         raise SystemExit(f"{path} does not exist; run benchmarks/{name}.py without options first")
@@ -352,7 +352,7 @@ def read_results(name: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def write_between(path: Path, name: str, text: str) -> None:
-    """Put `text` between the lines `<!-- name: begin -->` and `<!-- name: end -->` of a file."""
+    """Replace the text between the lines `<!-- name: begin -->` and `<!-- name: end -->`."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     content = path.read_text(encoding="utf-8")
     if content.count(begin) != 1 or content.count(end) != 1:

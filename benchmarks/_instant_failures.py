@@ -1,4 +1,4 @@
-"""Print each failure of pytest at once, because a run that is stopped prints no summary."""
+"""Print each pytest failure immediately, because an interrupted run prints no summary."""
 
 import pytest
 
@@ -18,5 +18,5 @@ class InstantFailures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # workers report to one process
+    if not hasattr(config, "workerinput"):  # workers report to the main process
         config.pluginmanager.register(InstantFailures(config))

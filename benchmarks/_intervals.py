@@ -1,4 +1,4 @@
-"""Compute geometric means of ratios and their bootstrap intervals."""
+"""Compute geometric means of ratios with bootstrap intervals."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Return the percentile interval of the geometric mean over resamples, `CONFIDENCE` wide."""
+    """Return the `CONFIDENCE` percentile interval of the geometric mean over resamples."""
     logs = np.log(values)
     # [resamples]
     means = np.random.default_rng(seed).choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
@@ -23,7 +23,7 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 
 
 def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Return pairwise ratios: geometric mean with its interval, minimum, median and maximum."""
+    """Summarise pairwise ratios: geometric mean with its interval, minimum, median and maximum."""
     ratios = [
         numerator / denominator
         for numerator, denominator in zip(numerators, denominators, strict=True)

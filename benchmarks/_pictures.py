@@ -1,4 +1,4 @@
-"""Draw results as panels of points with their spreads."""
+"""Plot results as panels of points with error bars."""
 
 import importlib.util
 from pathlib import Path
@@ -12,14 +12,14 @@ class Panel(NamedTuple):
 
     title: str
     ylabel: str
-    series: dict[str, list[tuple[Any, Value]]]  # name -> (name or number on the x axis, value)
+    series: dict[str, list[tuple[Any, Value]]]  # name -> (x name or number, value)
     reference: float | None = None  # a horizontal line
     xlabel: str = ""
-    is_log: bool = False  # both axes; for numbers only
+    is_log: bool = False  # both axes; only for numbers
 
 
 def draw(path: Path, panels: list[Panel]) -> None:
-    """Write a picture, or print why there is none."""
+    """Write a plot, or print why there is none."""
     if importlib.util.find_spec("matplotlib") is None or not panels:
         print(
             "no picture: matplotlib is not installed"

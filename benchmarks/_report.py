@@ -1,4 +1,4 @@
-"""Show the results of the verifiers' benchmark as lines, a table and a picture."""
+"""Format results of the verifier benchmark as lines, a table and a plot."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from _harness import RESULTS
 
 Row = dict[str, Any]
-# The table's "ours" is the first of these with a measurement.
+# "ours" in the table is the first of these that was measured.
 BEST_FIRST = ("ours, triton, graph", "ours, triton", "ours, torch")
 COLOURS = {
     "transformers": "tab:red",
@@ -21,7 +21,7 @@ COLOURS = {
 
 
 def summary(row: Row) -> str:
-    """Format one cell as two lines or more."""
+    """Format one cell as two or more lines."""
     head = (
         f"{row['verifier']} ({row['logits']}), {row['dtype']}, B = {row['batch_size']}, "
         f"K = {row['num_draft_tokens']}, V = {row['vocab_size']}: overlap {row['overlap']:.2f}"
@@ -47,7 +47,7 @@ def _ours(row: Row) -> str:
 
 
 def _shown(content: dict[str, Any]) -> list[Row]:
-    """Select the rows to show: one dtype, K and vocabulary, with temperature and top-k."""
+    """Select the rows for one dtype, K and vocabulary, with temperature and top-k."""
     rows = content["rows"]
     if not rows:
         raise SystemExit(
@@ -120,7 +120,7 @@ def as_table(content: dict[str, Any]) -> str:
 
 
 def plot(content: dict[str, Any]) -> Path | None:
-    """Draw the rows of the table, seconds by verifier.
+    """Plot the rows of the table as seconds by verifier.
 
     Returns None if matplotlib is not installed.
     """

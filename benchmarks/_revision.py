@@ -1,10 +1,11 @@
-"""Decode prompts from stdin with the library of a folder; one side of `revisions.py`.
+"""Decode prompts from stdin with the library in a folder, as one side of `revisions.py`.
 
 python benchmarks/_revision.py FOLDER DTYPE K MAX_NEW_TOKENS
 
-K is a number, or `adaptive` for the default schedule. A line of input is `{"input_ids": [B, T],
-"attention_mask": [B, T]}`, a line of output `{"seconds", "token_ids"}`. It imports no other module
-of this folder: they belong to one revision of the library, and this file works with any.
+K is a number, or `adaptive` for the default schedule. Each input line is `{"input_ids": [B, T],
+"attention_mask": [B, T]}`, and each output line is `{"seconds", "token_ids"}`. This file works with
+any revision of the library, so it imports no other module in this folder, which belong to one
+revision.
 """
 
 import json
@@ -32,7 +33,7 @@ def main() -> None:
         for name in ("target", "draft")
     ]
     for model in models:
-        model.generation_config.eos_token_id = None  # every call makes all its tokens
+        model.generation_config.eos_token_id = None  # every call generates all its tokens
     target, draft = hf_speculate.enable(models[0]), models[1]
     schedule = (
         {}

@@ -1,4 +1,4 @@
-"""Other methods to verify a round: transformers, textbook versions in eager torch, FlashInfer."""
+"""Other methods to verify a round: transformers, textbook code in eager torch, FlashInfer."""
 
 import importlib
 
@@ -10,9 +10,9 @@ from transformers.generation.utils import _speculative_sampling
 
 
 def processors_of(round_: Round) -> LogitsProcessorList:
-    """Return the processors that transformers builds from the round's sampling settings.
+    """Return the processors that transformers builds from the sampling settings of a round.
 
-    The list is empty if the settings change nothing.
+    The list is empty if the settings have no effect.
     """
     processors = LogitsProcessorList()
     if round_.warp.temperature != 1.0:
@@ -23,9 +23,10 @@ def processors_of(round_: Round) -> LogitsProcessorList:
 
 
 class Assisted:
-    """One round of transformers' assisted generation.
+    """One round of assisted generation in transformers.
 
-    It starts after the target's forward. Rows run one by one, because transformers takes one row.
+    The round starts after the target's forward. Rows run one by one, because transformers takes
+    only one row.
     """
 
     def __init__(self, select: str) -> None:
@@ -40,7 +41,7 @@ class Assisted:
         """Return valid ids [1, n+1]; float32 logits are processed in place, as in transformers."""
         candidate_ids, num_draft_tokens = round_.candidate_ids[row], round_.num_draft_tokens
         logits = round_.target_logits[row].to(dtype=torch.float32, device=candidate_ids.device)
-        _ = logits.clone()  # transformers makes the copy for `output_logits` in any case
+        _ = logits.clone()  # transformers always makes this copy, for `output_logits`
         if len(processors) > 0:
             for position in range(num_draft_tokens + 1):
                 prefix = candidate_ids[:, : PROMPT_LEN + position]
@@ -59,7 +60,7 @@ class Assisted:
 
 
 def transformers_sample(round_: Round) -> Tensor:
-    """Run one step of transformers' sampling after the forward and return ids [B, 1]."""
+    """Run one sampling step as in transformers, after the forward, and return ids [B, 1]."""
     logits = round_.target_logits[:, 0].to(copy=True, dtype=torch.float32)
     scores = processors_of(round_)(round_.candidate_ids[:, :PROMPT_LEN], logits)
     return torch.multinomial(scores.softmax(dim=-1), num_samples=1)
@@ -70,7 +71,7 @@ def _at(probs: Tensor, ids: Tensor) -> Tensor:
 
 
 def _emit(round_: Round, num_accepted: Tensor, final_ids: Tensor) -> Tensor:
-    """Return ids [B, K+1]: `num_accepted` [B] drafted ones, `final_ids` [B, 1], then -1."""
+    """Return ids [B, K+1]: `num_accepted` [B] drafted ids, `final_ids` [B, 1], then -1."""
     ids = torch.cat((round_.draft_token_ids, final_ids), dim=-1).scatter(
         1, num_accepted.unsqueeze(-1), final_ids
     )
@@ -87,7 +88,7 @@ def _pick(probs: Tensor, positions: Tensor) -> Tensor:
 
 
 def _pick_or_zero(probs: Tensor, positions: Tensor) -> Tensor:
-    """Return the distribution at `positions` [B], zeros past the last one."""
+    """Return the distribution at `positions` [B], or zeros past the last position."""
     inside = positions < probs.shape[1]
     return _pick(probs, positions.clamp(max=probs.shape[1] - 1)) * inside.unsqueeze(-1)
 
@@ -152,7 +153,7 @@ def textbook_block(round_: Round) -> Tensor:
 
 
 def textbook_coupled(round_: Round) -> Tensor:
-    """Run a race on fresh noise: the cost of coupling, without the drafter's side of it."""
+    """Run a race on fresh noise, to time coupling without the drafter's side of it."""
     target = warped(round_.target_logits, round_.warp).softmax(-1)
     winners = (target / torch.empty_like(target).exponential_()).argmax(-1)
     num_accepted = _prefix(winners[:, :-1] == round_.draft_token_ids)
@@ -164,7 +165,7 @@ def textbook_sample(round_: Round) -> Tensor:
 
 
 def flashinfer_rejection(round_: Round) -> Tensor:
-    """Run FlashInfer's softmax of both sides and its chain kernel on the same logits."""
+    """Run FlashInfer's softmax on both sides and its chain kernel on the same logits."""
     sampling = importlib.import_module("flashinfer.sampling")
     vocab_size = round_.target_logits.shape[-1]
     target = round_.target_logits.to(torch.float32).view(-1, vocab_size)

@@ -1,4 +1,4 @@
-"""Rounds to verify: logits of a target and of a similar draft, with tokens drawn from the draft."""
+"""Rounds to verify, with logits of a target and a similar draft and tokens sampled from it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,12 +10,13 @@ from hf_speculate.kernels import NoiseKeys, Stream, row_seeds, sample
 
 TEMPERATURE = 0.7
 TOP_K = 50
-# Measured on 2 cores of an AMD EPYC CPU, V = 151,936: 32 to 128 entries cost the same, a third of
-# one topk.
+# Measured on 2 cores of an AMD EPYC CPU, V = 151,936: 32 to 128 entries take the same time, a third
+# of that of a single topk.
 BLOCK_SIZE = 128
 PROMPT_LEN = 64
 NUM_PEAKS = 12
-# With this noise about two of three drafted tokens stay, with and without temperature and top-k.
+# With this noise, about two of three drafted tokens are accepted, with or without temperature and
+# top-k.
 DRAFT_NOISE = 0.8
 
 
@@ -37,11 +38,11 @@ PLAIN = Warp(1.0, None)
 
 
 class Round(NamedTuple):
-    """One round, the input of a verifier."""
+    """One round, as input for a verifier."""
 
     target_logits: Tensor  # [B, K+1, V], raw
     draft_logits: Tensor  # [B, K, V], final: after temperature and top-k
-    draft_scores: Tensor  # [B, K, V] float32, the same; the form of transformers' assistant
+    draft_scores: Tensor  # [B, K, V] float32, the same in the form of transformers' assistant
     draft_token_ids: Tensor  # [B, K] int64
     draft_logsumexp: Tensor  # [B, K] float32
     candidate_ids: Tensor  # [B, PROMPT_LEN + K] int64: a prompt and the drafted ids
@@ -54,9 +55,9 @@ class Round(NamedTuple):
 
 
 def kth_largest(rows: Tensor, k: int) -> Tensor:
-    """Return the k-th largest entry of every row [..., V] as [...] in its dtype; ties count singly.
+    """Return the k-th largest entry [...] of every row [..., V]; each tied entry counts.
 
-    Entries above it lie in the k blocks with the largest maxima, so the answer is exact with one
+    Larger entries are in the k blocks with the largest maxima, so the result is exact with one
     cheap pass over a row.
     """
     width = rows.shape[-1]
@@ -73,10 +74,10 @@ def kth_largest(rows: Tensor, k: int) -> Tensor:
 
 
 def cutoffs(logits: Tensor, warp: Warp) -> Tensor | None:
-    """Return `row_cutoffs` [...] float32 of top-k for raw logits [..., V].
+    """Return the top-k `row_cutoffs` [...] float32 for raw logits [..., V].
 
-    Ties at the cutoff stay, as in transformers. Dividing keeps the order, so only the k-th largest
-    entry is divided.
+    Ties at the cutoff are kept, as in transformers. Division preserves the order, so only the k-th
+    largest entry is divided.
     """
     if warp.top_k is None:
         return None
@@ -84,7 +85,7 @@ def cutoffs(logits: Tensor, warp: Warp) -> Tensor | None:
 
 
 def warped(logits: Tensor, warp: Warp) -> Tensor:
-    """Return float32 logits after temperature and top-k, without saving passes."""
+    """Return float32 logits after temperature and top-k, computed without optimisations."""
     scores = logits.to(torch.float32) / warp.temperature
     if warp.top_k is None:
         return scores
@@ -100,7 +101,7 @@ def make_keys(num_rows: int, device: torch.device) -> NoiseKeys:
 def make_logits(
     shape: tuple[int, int, int], device: torch.device, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return raw float32 logits of a target [B, K+1, V] and of a draft [B, K, V].
+    """Return raw float32 logits for a target [B, K+1, V] and a draft [B, K, V].
 
     Each row has a broad tail and a few likely tokens.
     """
@@ -119,7 +120,7 @@ def make_logits(
 
 
 def draw(draft_logits: Tensor, keys: NoiseKeys, how: str) -> tuple[Tensor, Tensor]:
-    """Draw ids [B, K] and log-sum-exps [B, K]; `how` is "sampled", "raced" or "argmax"."""
+    """Draft ids [B, K] and log-sum-exps [B, K]; `how` is "sampled", "raced" or "argmax"."""
     if how == "argmax":
         return draft_logits.argmax(-1), draft_logits.to(torch.float32).logsumexp(-1)
     stream = Stream.RACE if how == "raced" else Stream.DRAFT
@@ -138,7 +139,7 @@ def draw(draft_logits: Tensor, keys: NoiseKeys, how: str) -> tuple[Tensor, Tenso
 
 
 def make_round(target: Tensor, draft: Tensor, warp: Warp, how: str) -> Round:
-    """Draft a round from raw logits [B, K+1, V] and [B, K, V] like the draft loop."""
+    """Draft a round from raw logits [B, K+1, V] and [B, K, V], as the draft loop does."""
     keys = make_keys(target.shape[0], target.device)
     draft_logits = warped(draft, warp).to(target.dtype)
     ids, logsumexp = draw(draft_logits, keys, how)
@@ -151,7 +152,7 @@ def make_round(target: Tensor, draft: Tensor, warp: Warp, how: str) -> Round:
 
 
 def overlap(round_: Round) -> float:
-    """Return the mean probability in [0, 1] of accepting a draft token by rejection sampling."""
+    """Return the mean probability in [0, 1] that rejection sampling accepts a drafted token."""
     total = 0.0
     for target, draft in zip(
         _rows(round_.target_logits[:, :-1]), _rows(round_.draft_scores), strict=True
@@ -162,5 +163,5 @@ def overlap(round_: Round) -> float:
 
 
 def _rows(logits: Tensor) -> Iterator[Tensor]:
-    """Yield one row of the batch at a time, so a check needs little memory."""
+    """Yield one row of the batch at a time, so that a check needs little memory."""
     yield from logits.unbind(0)

@@ -1,4 +1,4 @@
-"""Model pairs of the benchmarks: the bundled one, and random ones of known shape and acceptance."""
+"""Model pairs for benchmarks: the bundled pair, and random pairs with known acceptance rates."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from transformers import (
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from hf_speculate.tools.bench.decoding import Batch, make_batches
 
-# The hooks of this file count forwards or treat each token by itself.
+# The hooks in this file count forwards or treat each token independently.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 PAIR = ROOT / "examples" / "pair"
@@ -45,7 +45,7 @@ _QWEN2 = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32_768,
 }
-# Target and draft by name. Their weights are random: only their amount of work matters.
+# Target and draft by name. The weights are random, because only the amount of work matters.
 SHAPES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "llama-8b": (
         LlamaConfig,
@@ -59,18 +59,19 @@ SHAPES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 MIN_PROMPT_TOKENS = 32  # shortest length of a bundled prompt
-# Lifts one logit above all others of a random model, also in bfloat16, so sampling chooses it.
+# Lifts a logit above all others of a random model, even in bfloat16, so that sampling chooses it.
 BUMP = 100.0
 
 
 class Oracle:
-    """Hooks that fix the likeliest tokens of models.
+    """Hooks that fix the likeliest tokens of both models.
 
-    The acceptance rate is then known, while all work is done. Every whole forward of either model,
-    head included, adds `BUMP` to one logit per position. A random cycle through the vocabulary
-    gives each token its successor. The target's logit is the successor's, so its text is the cycle.
-    The draft's is the same for a share `acceptance` of the vocabulary, and the next but one
-    otherwise. Nothing else matters, so every engine meets the same text and the same agreement.
+    The acceptance rate is then known, although all work is done. Every complete forward of either
+    model, including the output matrix, adds `BUMP` to one logit per position. A random cycle
+    through the vocabulary gives each token a successor. In the target, the logit is that of the
+    successor, so the text follows the cycle. In the draft, it is the same logit for a share
+    `acceptance` of the vocabulary, and that of the successor's successor otherwise. Nothing else
+    affects the tokens, so every engine sees the same text and the same agreement.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Oracle:
         output.logits.scatter_add_(-1, index, output.logits.new_full((), BUMP).expand(index.shape))
 
     def text(self, prompt_ids: Tensor, num_new: int) -> Tensor:
-        """Return the greedy text [B, T + num_new] after a prompt [B, T], on the CPU."""
+        """Return a prompt [B, T] with its greedy continuation, [B, T + num_new], on the CPU."""
         columns = [prompt_ids.cpu()]
         for _ in range(num_new):
             columns.append(self._successor[columns[-1][:, -1:]])
@@ -117,7 +118,7 @@ class Oracle:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Make both models return their unchanged logits."""
+        """Make both models return their logits unchanged."""
         self.is_on = False
         try:
             yield
@@ -139,7 +140,7 @@ class ForwardClock:
         """Start a call."""
         self.is_prefilled = False
         self.prefill_s = 0.0  # seconds of the target's first forward
-        self.forward_s = 0.0  # seconds of all later forwards; only while profiling
+        self.forward_s = 0.0  # seconds of all later forwards; measured only while profiling
 
     def _before(self, is_target: bool, *_: Any) -> None:
         if self.is_profiling or (is_target and not self.is_prefilled):
@@ -160,14 +161,14 @@ class ForwardClock:
 class Subject:
     """A target and a draft to decode with.
 
-    Neither ends a text by itself, so every method does the same work.
+    Neither model ends a text on its own, so every method does the same work.
 
     Args:
         name: "pair" or a key of `SHAPES`.
         dtype: a key of `DTYPES`.
-        target, draft: on one device.
-        oracle: fixes the acceptance rate.
-            None for the models' unchanged logits.
+        target, draft: models on one device.
+        oracle: hooks that fix the acceptance rate.
+            None to leave the logits unchanged.
     """
 
     name: str
@@ -208,7 +209,7 @@ def load(folder: Path, dtype: str, device: torch.device | str = "cpu") -> PreTra
 
 
 def random_model(config: Any, dtype: str, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """Make a random model from a config on the device where it runs."""
+    """Make a random model from a config, directly on its device."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
@@ -220,8 +221,8 @@ def load_pair(dtype: str, device: torch.device, draft: str = "bundled") -> Subje
 
     Args:
         dtype: a key of `DTYPES`.
-        device: of both models.
-        draft: "bundled", "random" of the same shape, or "large" for a copy of the target.
+        device: device of both models.
+        draft: "bundled", "random" with the same shape, or "large" for a copy of the target.
     """
     target = load(PAIR / "target", dtype, device)
     match draft:
@@ -237,16 +238,15 @@ def load_pair(dtype: str, device: torch.device, draft: str = "bundled") -> Subje
 def random_pair(
     name: str, dtype: str, device: torch.device, layers: int | None = None, draft_layers: int = 0
 ) -> list[PreTrainedModel]:
-    """Make a random target and draft of the shape `name` on the device.
+    """Make a random target and draft with the shape `name` on the device.
 
     Args:
         name: a key of `SHAPES`.
         dtype: a key of `DTYPES`.
-        device: of both models.
-        layers: number of layers of the target.
-            None or 0 for those of the shape.
-        draft_layers: number of layers of the draft.
-            0 for those of the shape.
+        device: device of both models.
+        layers: number of target layers.
+            None or 0 for the number in the shape.
+        draft_layers: number of draft layers. 0 for the number in the shape.
     """
     make, *both = SHAPES[name]
     models = []
@@ -266,7 +266,7 @@ def load_shape(
     layers: int | None = None,
     draft_layers: int = 0,
 ) -> Subject:
-    """Make a random pair of the shape `name` with a fixed acceptance rate.
+    """Make a random pair with the shape `name` and a fixed acceptance rate.
 
     See `random_pair` for the arguments.
     """
@@ -292,8 +292,8 @@ def encode(
 ) -> list[Batch]:
     """Return left-padded batches of texts.
 
-    With `prompt_len`, each text is extended by the next ones to exactly this length. The tokenizer
-    is that of the model in `folder`.
+    With `prompt_len`, each text is extended with the following texts to exactly this length. The
+    tokenizer comes from the model in `folder`.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="right")
     how: dict[str, Any] = {}
@@ -316,7 +316,7 @@ def read_batches(
     prompt_len: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Batch]:
-    """Return whole batches of bundled prompts, from every category in turn."""
+    """Return full batches of bundled prompts, taken from every category in turn."""
     prompts = [text for texts in read_prompts().values() for text in texts]
     num_prompts = min(max(num_prompts // batch_size, 1) * batch_size, len(prompts))
     chosen = [prompts[index * len(prompts) // num_prompts] for index in range(num_prompts)]

@@ -1,4 +1,4 @@
-"""Verifiers, and all methods to run them on a round."""
+"""Verifiers, and all methods that run them on a round."""
 
 import importlib.util
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from hf_speculate.kernels import (
     verify_typical,
 )
 
-Emitted = Tensor | list[Tensor]  # ids [B, K+1] padded with -1, or one [1, n+1] a row
+Emitted = Tensor | list[Tensor]  # ids [B, K+1] padded with -1, or [1, n+1] per row
 Run = Callable[[Round], Emitted]
 WARM_UPS = 3
 
 
 def _settings(round_: Round, logits: Tensor, backend: str) -> dict[str, Any]:
-    """Return the settings besides the logits; the cutoffs are part of the measured time."""
+    """Return all settings except the logits; computing the cutoffs is part of the measured time."""
     return {
         "temperature": round_.warp.temperature,
         "row_cutoffs": cutoffs(logits, round_.warp),
@@ -89,15 +89,15 @@ class Verifier:
     """One verifier.
 
     Args:
-        ours: takes a round and a backend.
-        theirs: transformers' method; if it lacks the verifier, its closest one.
+        ours: function of a round and a backend.
+        theirs: method in transformers, or the closest one if transformers lacks the verifier.
         theirs_is: description of `theirs`.
-        textbook: in plain eager torch.
-        drafts: how the drafted tokens are made, see `draw`.
+        textbook: function in plain eager torch.
+        drafts: how tokens are drafted; see `draw`.
         rule: name of the check in `_exactness`.
-        num_rows_read: rows of V logits that must be read, of K.
+        num_rows_read: number of rows of V logits that must be read, as a function of K.
         warps: sampling settings to measure.
-        flashinfer: FlashInfer's method.
+        flashinfer: method in FlashInfer.
             None if it has none.
     """
 
@@ -211,7 +211,7 @@ VERIFIERS = {
 
 
 def captured(run: Run, rounds: list[Round]) -> Callable[[], None]:
-    """Capture `run` on all rounds in a CUDA graph, after checking its output."""
+    """Capture `run` on all rounds in a CUDA graph, and check the output of a replay."""
     expected = [run(round_) for round_ in rounds]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -245,7 +245,7 @@ def missing(method: str, device: torch.device) -> str | None:
 def methods_of(
     verifier: Verifier, device: torch.device, compiled: bool
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """Return the methods that can run on `device`, and reasons for the others."""
+    """Return the methods that can run on `device`, and the reasons why others cannot."""
     methods: dict[str, Run] = {
         "ours, torch": lambda round_: verifier.ours(round_, "torch"),
         "transformers": verifier.theirs,

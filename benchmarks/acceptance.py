@@ -1,10 +1,10 @@
-"""Count tokens per round of every sampling verifier on the bundled pair.
+"""Count tokens per round for every sampling verifier on the bundled pair.
 
-Figures are given by temperature and by the draft's sampling.
+The counts are listed by temperature and by the sampling method of the draft.
 
     python benchmarks/acceptance.py --readme docs/verifiers.md
 
-Nothing is timed, so other work on the machine does not matter. K is constant.
+Nothing is timed, so other load on the machine does not matter. K is constant.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DRAFT_SAMPLING = ("sample", "argmax")
 def measure(
     target: Any, draft: Any, temperature: float, verifier: str, sampling: str, args: Any
 ) -> dict[str, Any]:
-    """Measure one cell: rounds, accepted and emitted tokens over all prompts and seeds."""
+    """Measure one cell: rounds and accepted and emitted tokens, over all prompts and seeds."""
     totals = {"num_rounds": 0, "num_verified": 0, "num_accepted": 0, "num_emitted": 0}
     for batch in read_batches(args.prompts, args.batch_size):
         for seed in range(args.seeds):
@@ -58,7 +58,7 @@ def measure(
 
 
 def table(results: dict[str, Any]) -> str:
-    """Format the table of docs/verifiers.md."""
+    """Format the table in docs/verifiers.md."""
     rows, args, environment = results["rows"], results["arguments"], results["environment"]
     temperatures = sorted({row["temperature"] for row in rows})
     columns = [

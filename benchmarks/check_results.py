@@ -1,10 +1,10 @@
-"""Compare tables and pictures of the pages with the committed results.
+"""Compare tables and plots on the pages with the committed results.
 
 python benchmarks/check_results.py
 
-It renders each of them from its JSON and prints the outdated ones, each with the command to run.
-The exit status is 1 if any is outdated. Then it names the results of other library code than the
-tree's; comments and docstrings do not count as code.
+The script renders each of them from the JSON and prints the outdated ones, each with the command to
+update it. The exit status is 1 if any is outdated. The script then lists results measured with
+library code that differs from the working tree; comments and docstrings do not count as code.
 """
 
 import itertools
@@ -55,7 +55,7 @@ def table_problems() -> Iterator[str]:
 
 
 def gpu_page_problems() -> Iterator[str]:
-    """Find lines of the table of two GPUs that no result of first light has."""
+    """Find lines in the table for two GPUs that no result of first light contains."""
     measured: dict[str, set[tuple[str, ...]]] = {"H100": set(), "H200": set()}
     for path in (RESULTS / "first_light").glob("*/end_to_end.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def gpu_page_problems() -> Iterator[str]:
 
 
 def pair_problems() -> Iterator[str]:
-    """Compare the page of the bundled pair with its measurements."""
+    """Compare the page about the bundled pair with its measurements."""
     measurements = json.loads((PAIR / "measurements.json").read_text(encoding="utf-8"))
     pair = measurements["pair"]
     command = "run cd examples && python -m training.train_pair --stage measure"
@@ -90,7 +90,7 @@ def pair_problems() -> Iterator[str]:
 
 
 def changed_results() -> list[str]:
-    """Return the results that other code of the library gave, or that do not name their code."""
+    """Return results measured with other code of the library, or without a record of the code."""
     changed = []
     for path in sorted(RESULTS.glob("*.json")):
         environment = json.loads(path.read_text(encoding="utf-8"))["environment"]

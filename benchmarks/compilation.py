@@ -1,10 +1,10 @@
-"""Measure the first compiled calls of a process, with and without torch's caches on disk.
+"""Measure the first compiled calls of a process, with and without torch's disk caches.
 
     python benchmarks/compilation.py
 
-A method decodes the bundled prompts with one row, with several, with another number of rows, and
-longer texts. Each method runs in processes of its own: the first ones with empty cache folders, the
-others with the filled ones.
+A method decodes the bundled prompts with one row, with several rows, with another number of rows,
+and with longer texts. Each method runs in separate processes: the first ones start with empty cache
+folders, and the others with filled ones.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 NAME = "compilation"
 METHODS = {"plain": PLAIN_COMPILED, "ours": compiled(DEFAULT)}
-# Rows and new tokens of the calls, in their order. The first two compile; the others must reuse
+# Rows and new tokens of the calls, in order. The first two calls compile; the others must reuse
 # their graphs.
 CALLS = ((8, 64), (1, 64), (4, 64), (8, 256), (1, 256))
 NUM_COMPILING = 2
-NUM_AFTER = 3  # calls of each kind after compilation
+NUM_AFTER = 3  # number of calls of each kind after compilation
 EMPTY, FILLED = "empty", "filled"  # states of torch's caches on disk
 Row = dict[str, Any]
 
@@ -39,7 +39,8 @@ def decode(name: str, dtype: str) -> Row:
     """Run the calls of one process.
 
     Returns:
-        For each call its seconds, those of the same call once compiled, and the graphs so far.
+        For each call, the seconds, the seconds of the same call once compiled, and the number of
+        graphs so far.
     """
     runner = Runner(load_pair(dtype, "cpu"), "greedy", CALLS[0][1])
     batches = {
@@ -73,7 +74,7 @@ def decode(name: str, dtype: str) -> Row:
 
 
 def start(name: str, dtype: str, folder: Path) -> Row:
-    """Decode in a new process with the caches in a folder."""
+    """Decode in a new process that keeps its caches in a folder."""
     caches = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
@@ -89,7 +90,8 @@ def start(name: str, dtype: str, folder: Path) -> Row:
 def row_of(name: str, caches: str, runs: list[Row], dtype: str) -> Row:
     """Summarise several processes.
 
-    The compiling calls count beyond the same calls once compiled, and so do the later ones.
+    For compiling calls and later calls alike, the time beyond that of the same compiled call
+    counts.
     """
     extra = [[call["seconds"] - call["compiled_s"] for call in run["calls"]] for run in runs]
     compile_s = sorted(sum(seconds[:NUM_COMPILING]) for seconds in extra)
@@ -128,7 +130,7 @@ compiled. Calls of other numbers of rows and of longer texts follow; they should
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all cells, with the meaning of the columns."""
+    """Format all cells, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

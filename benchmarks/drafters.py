@@ -2,10 +2,10 @@
 
     python benchmarks/drafters.py
 
-Figures are given by category of prompts. Nothing is timed, so other work on the machine does not
-matter. K is constant. The draft model's forwards are counted: the hybrid also saves forwards in
-rounds of copies alone. A round costs one forward of the target and those of the draft, each priced
-at its parameters' share of the target's.
+The lengths are listed by prompt category. Nothing is timed, so other load on the machine does not
+matter. K is constant. Forwards of the draft model are counted, because the hybrid also saves
+forwards in rounds with only copies. A round costs one forward of the target and those of the draft;
+a draft forward is priced at the ratio of draft parameters to target parameters.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import hf_speculate
 from hf_speculate.engine.step_weights import cost_ratio
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 
-# The hooks of this file count forwards or treat each token by itself.
+# The hooks in this file count forwards or treat each token independently.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "drafters"
@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Calls:
-    """Counter of a model's forwards."""
+    """Counter for the forwards of a model."""
 
     def __init__(self, model: Any):
         self.num = 0
@@ -48,7 +48,7 @@ class Calls:
 def measure(
     models: tuple[Any, Any], calls: Calls, category: str, mode: str, drafter: str, args: Any
 ) -> dict[str, Any]:
-    """Measure one cell: rounds, accepted and emitted tokens over all prompts of a category."""
+    """Measure one cell: rounds and accepted and emitted tokens, over all prompts in a category."""
     target, draft = models
     options = {**MODES[mode], "num_assistant_tokens_schedule": "constant"}
     if drafter != "copying":
@@ -100,7 +100,7 @@ COLUMNS = {
 
 
 def cost_per_token(row: dict[str, Any]) -> float:
-    """Return the cost of a token in forwards of the target."""
+    """Return the cost of a token in target forwards."""
     return (1 + row["draft_cost"] * row["draft_forwards_per_round"]) / row["mean_acceptance_length"]
 
 
@@ -110,7 +110,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def over_better(rows: list[dict[str, Any]]) -> list[float]:
-    """Return the hybrid's mean acceptance length over the better of the two, by cell."""
+    """Return the mean acceptance length of the hybrid over that of the better part, by cell."""
     cells = _by_cell(rows, lambda row: row["mean_acceptance_length"])
     return [
         by_drafter["hybrid"] / max(by_drafter["copying"], by_drafter["model"])
@@ -119,7 +119,7 @@ def over_better(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def cost_over_better(rows: list[dict[str, Any]]) -> list[float]:
-    """Return the hybrid's cost per token over the cheaper of the two, by cell."""
+    """Return the cost per token of the hybrid over that of the cheaper part, by cell."""
     cells = _by_cell(rows, cost_per_token)
     return [
         by_drafter["hybrid"] / min(by_drafter["copying"], by_drafter["model"])
@@ -130,7 +130,7 @@ def cost_over_better(rows: list[dict[str, Any]]) -> list[float]:
 def _by_cell(
     rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]
 ) -> list[dict[str, float]]:
-    """Return the figure by drafter, for each mode and category."""
+    """Return the values of a figure by drafter, for each mode and category."""
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         cells.setdefault((row["mode"], row["category"]), {})[row["drafter"]] = figure(row)

@@ -1,13 +1,13 @@
-"""Measure `generate()` of every engine on the bundled pair, and on a Llama-3-8B shape on GPUs.
+"""Measure `generate()` of every engine on the bundled pair, and on GPUs on a Llama-3-8B shape.
 
     python benchmarks/end_to_end.py                                # a default for the machine
     python benchmarks/end_to_end.py --grid full --limit-s 7200
     python benchmarks/end_to_end.py --subjects pair --batch-sizes 1 --modes greedy
 
-Every text is checked against plain `generate()` before it counts, then all methods alternate in one
-process. transformers' assisted generation and prompt lookup take one row: a batch is compared with
-plain batched decoding and with a loop of assisted generation over its rows. An oracle fixes the
-tokens of a random pair, see `_subjects.Oracle`.
+Every text is checked against plain `generate()` before it counts; then all methods alternate in one
+process. Assisted generation and prompt lookup in transformers take one row, so a batch is compared
+with plain batched decoding and with a loop of assisted generation over the rows. An oracle fixes
+the tokens of a random pair; see `_subjects.Oracle`.
 """
 
 import argparse
@@ -49,10 +49,10 @@ from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 NAME = "end_to_end"
-# These are added to the mode's default verifier.
+# These verifiers are measured in addition to the default verifier of the mode.
 VERIFIERS = {"greedy": ("typical",), "sampling": ("block", "coupled", "typical")}
 VERIFIERS_K = 5  # K for the comparison of verifiers
-COMPILED_NUMS = (None, 5, 8)  # K of the compiled methods; None: the default schedule
+COMPILED_NUMS = (None, 5, 8)  # K of the compiled methods; None for the default schedule
 COMPILED_BATCH_SIZES = (1, 8)
 GRIDS = {
     "small": {"batch_sizes": [1, 8], "num_assistant_tokens": [3, 5, 8]},
@@ -64,7 +64,7 @@ Row = dict[str, Any]
 def methods_of(
     batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool
 ) -> list[Method]:
-    """Return all methods of a cell, plain decoding first."""
+    """Return all methods for a cell, starting with plain decoding."""
     draft_lens, slow_draft_lens = args.num_assistant_tokens, args.num_assistant_tokens
     if batch_size > 1 and args.grid == "small":
         # The loop over rows takes many times as long.
@@ -85,7 +85,8 @@ def methods_of(
 def checked(runner: Runner, methods: list[Method], batch: Batch) -> str:
     """Return the result of the checks.
 
-    Random pairs are also checked without the oracle: only then do their caches matter.
+    Random pairs are also checked without the oracle, because only then do the caches affect the
+    text.
     """
     if runner.subject.oracle is None:
         return check(runner, methods, batch)
@@ -95,7 +96,7 @@ def checked(runner: Runner, methods: list[Method], batch: Batch) -> str:
 
 
 def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> list[Row]:
-    """Measure one cell: a row for every method."""
+    """Measure one cell, and return a row for every method."""
     runner = Runner(subject, mode, args.max_new_tokens, args.cache)
     methods = methods_of(batch_size, mode, args, subject.oracle is None)
     num_prompts = max(args.prompts, batch_size)
@@ -134,7 +135,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
         row["tokens_per_s"] = batch_size * args.max_new_tokens / row["seconds"]["median"]
         if method.engine == OURS:
             row |= costs.report(row["counts"], batch_size)
-        # The costs are those of eager forwards.
+        # The costs are measured with eager forwards.
         if method.engine == OURS and not is_compiled(method):
             row["efficiency"] = row["decode_over_plain"] / row["expected"]
             row["share_of_bound"] = (
@@ -150,12 +151,12 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
 
 
 def has_bound(row: Row) -> bool:
-    """Return whether the bound of eager forwards applies to a row."""
+    """Return whether the bound for eager forwards applies to a row."""
     return row["engine"] == OURS and not row.get("is_compiled")
 
 
 def compiled_note(row: Row) -> str | None:
-    """Return the seconds of compilation, or a note if the method fell back to eager."""
+    """Return the compilation time in seconds, or a note if the method fell back to eager."""
     if not row.get("is_compiled"):
         return None
     return "no: fell back to eager" if row["fell_back"] else f"in {row['compile_s']:.0f} s"
@@ -206,7 +207,7 @@ of eager forwards.
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all rows, with the meaning of the columns."""
+    """Format all rows, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
@@ -303,7 +304,7 @@ def main() -> None:
             return load_shape(name, dtype, args.device, acceptance, args.layers, args.draft_layers)
 
         if (name, batch_size) not in dtype_of:
-            pair = (None, None)  # frees the former pair
+            pair = (None, None)  # frees the previous pair
             # An oracle fixes the texts of random pairs; other pairs need float32 for equal texts.
             dtypes = args.dtypes or [
                 "bfloat16" if name in SHAPES and args.device.type == "cuda" else "float32"

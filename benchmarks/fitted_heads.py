@@ -4,9 +4,10 @@
     python benchmarks/fitted_heads.py --timed-prompts 0      # counts alone, free of timing noise
     python benchmarks/fitted_heads.py --readme docs/heads.md # put the last results into the page
 
-It gives mean acceptance lengths, and the speed of one row. K is constant. Decoding is greedy, or it
-samples at temperature 1 with the verifier "rejection"; the draft's tokens are then drawn ("sample")
-or point masses ("argmax"). Speed is greedy decoding of one row over plain decoding of it, in turn.
+The script measures mean acceptance lengths and the speed for one row. K is constant. Decoding is
+greedy, or it samples at temperature 1 with the verifier "rejection", with drafted tokens that are
+sampled ("sample") or point masses ("argmax"). The speed is that of greedy decoding over plain
+decoding of the same row, in turn.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from transformers import PreTrainedModel
 import hf_speculate
 
 NAME = "fitted_heads"
-# Values are folders in examples/heads.
+# The values are folders in examples/heads.
 HEADS = {"EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash 2": "dflash2"}
 DRAFT_MODEL = "draft model"
 METHODS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def options_of(draft: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of every call with a draft."""
+    """Return the `generate()` arguments for calls with a draft."""
     schedule = {
         "num_assistant_tokens": args.num_assistant_tokens,
         "num_assistant_tokens_schedule": "constant",
@@ -54,7 +55,7 @@ def options_of(draft: Any, args: argparse.Namespace) -> dict[str, Any]:
 def mean_acceptance_length(
     target: PreTrainedModel, draft: Any, method: str, args: argparse.Namespace
 ) -> float:
-    """Count emitted tokens per round of a row, over all prompts, and all seeds when sampling."""
+    """Return the emitted tokens per row and round, over all prompts and, if sampling, all seeds."""
     num_emitted = num_rounds = 0
     for batch in read_batches(args.prompts, args.batch_size, device=args.device):
         for seed in range(args.seeds if METHODS[method]["do_sample"] else 1):
@@ -73,7 +74,7 @@ def mean_acceptance_length(
 def speeds(
     target: PreTrainedModel, drafts: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Measure greedy over plain decoding of the same row, by draft.
+    """Measure the speed-up of greedy decoding over plain decoding of the same row, by draft.
 
     Returns an empty dict if no prompt is timed.
     """

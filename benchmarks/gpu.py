@@ -3,19 +3,19 @@
     python benchmarks/gpu.py --out FOLDER            # seven minutes at most
     python benchmarks/gpu.py --out FOLDER --dry-run  # tiny models on the CPU, no figures
 
-Parts run in the order of their worth: the tests; decoding with one and eight rows, eagerly and from
-graphs, with a profile of the rounds; attention alone; compiled decoding. Each part is a process,
-forked from this one. This process imports torch and never touches the device, so a part that
-crashes or is late ends alone. `FOLDER/<part>.json` is written after every cell, `FOLDER/tables.md`
-at the end.
+The most important parts run first: the tests; decoding with one and eight rows, eagerly and from
+graphs, with a profile of the rounds; attention alone; compiled decoding. Each part runs in a
+process forked from this one. The main process imports torch but never touches the device, so a part
+that crashes or times out does not affect the others. `FOLDER/<part>.json` is written after every
+cell, and `FOLDER/tables.md` at the end.
 
-An oracle fixes the texts and accepts 0.8 of the drafted tokens. Tokens per second count the whole
-call, and also the call without the forwards over the prompt. The share of the bound compares the
-time to read the weights of a call's forwards, at the rate of a copy, with the seconds after the
-prompt.
+An oracle fixes the texts so that 0.8 of the drafted tokens are accepted. Tokens per second are
+given for the whole call and for the call without the prefill. The share of the bound is the time to
+read the weights for all forwards of a call, at the bandwidth of a copy, divided by the time after
+the prefill.
 
-The exit status is 1 if a check failed or a part did not finish. No network is needed, and the
-library need not be installed.
+The exit status is 1 if a check failed or a part did not finish. The script needs no network, and
+the library need not be installed.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# With this setting torch looks for a device without the driver; no forked process may share a
-# driver.
+# With this setting, torch detects a device without initialising the driver, which forked processes
+# must not share.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -63,14 +63,14 @@ from hf_speculate.models.folded_attention import (
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.support.tiny import make_model, noisy_copy
 
-KNOWN_PACKAGES.update(("_subjects", "__main__"))  # the oracle's hooks treat each token by itself
+KNOWN_PACKAGES.update(("_subjects", "__main__"))  # the oracle's hooks treat tokens independently
 
 ACCEPTANCE, REPEATS, LIMIT_S = 0.8, 2, 420.0
-DRY_FACTOR = 4.0  # factor of the time limit of dry runs
+DRY_FACTOR = 4.0  # factor for the time limit of dry runs
 COMPILED = {"cache_implementation": "static"}
 GRAPHS = {"speculation_graphs": "on"}  # models with hooks do not run from graphs by default
 PLAIN, PLAIN_COMPILED = "plain", "plain, compiled"
-LEARNING_CALLS = 2  # calls of the default schedule before timing
+LEARNING_CALLS = 2  # number of calls with the default schedule before timing
 CONSTANT = {"num_assistant_tokens_schedule": "constant"}
 OURS: dict[str, dict[str, Any]] = {
     "ours, default": {},
@@ -82,18 +82,18 @@ COMPILED_METHODS = {PLAIN_COMPILED: COMPILED}
 COMPILED_METHODS |= {f"{name}, compiled": options | COMPILED for name, options in OURS.items()}
 COMPILE_NEEDS_S = 60.0
 NUM_HEADS, NUM_KV_HEADS, WIDTH = 32, 8, 128
-# These patterns sort kernels of the profile by name; all others are small ones.
+# These patterns group kernels in the profile by name; all others count as small kernels.
 KINDS = {
     "attention": re.compile(r"flash|fmha|attention|attend|sdpa", re.I),
     "weights": re.compile(r"gemm|gemv|cutlass|cublas|nvjet|wgmma|splitk|triton_tem|_mm", re.I),
 }
 SMALL, IDLE = "small kernels", "idle"
-BARE = ROOT / "benchmarks" / "bare"  # hides packages that the Python of a GPU machine may lack
+BARE = ROOT / "benchmarks" / "bare"  # hides packages that a GPU machine may lack
 _OUTCOME = re.compile(r"^\[gw\d+\] \[ *\d+%\] (\w+) ", re.M)
 
 
 class Sizes(NamedTuple):
-    """Sizes of the prompts, texts and states."""
+    """Sizes of prompts, texts and states."""
 
     device: torch.device = torch.device("cuda", 0)
     prompt_len: int = 512
@@ -108,13 +108,13 @@ DRY = Sizes(torch.device("cpu"), 32, 6, (1, 2), (64,), (1, 6), True)
 
 
 class Report:
-    """The JSON file of a part.
+    """JSON file of a part.
 
     Args:
-        path: the file.
-        sizes: those of the run.
+        path: path of the file.
+        sizes: sizes for the run.
         end_s: time on the monotonic clock after which no further cell begins.
-        commit: revision to name on a machine without git.
+        commit: revision to record on a machine without git.
     """
 
     def __init__(self, path: Path, sizes: Sizes, end_s: float, commit: str):
@@ -131,14 +131,14 @@ class Report:
     def attempt(self, name: str, run: Callable[[], dict[str, Any]], needs_s: float = 3.0) -> None:
         """Run a cell and keep its values, unless too little time is left.
 
-        An error in it is a failed check.
+        An error in the cell counts as a failed check.
         """
         if self.remaining_s < needs_s:
             self.content["left_out"].append(name)
         else:
             try:
                 self.content["cells"].append({"name": name, **run()})
-            except Exception as error:  # noqa: BLE001, one cell says nothing of the next
+            except Exception as error:  # noqa: BLE001, later cells still run
                 traceback.print_exc()
                 self.check(f"{name}: runs", False, f"{type(error).__name__}: {error}"[:500])
                 free(self.sizes)
@@ -150,14 +150,14 @@ class Report:
             print(f"WRONG: {name}: {seen}", flush=True)
 
     def write(self) -> None:
-        """Replace the file in one step."""
+        """Replace the file atomically."""
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(json.dumps(self.content, indent=1, default=str) + "\n", encoding="utf-8")
         scratch.replace(self.path)
 
 
 def free(sizes: Sizes) -> None:
-    """Free the memory of a failed cell; raises if the device is lost."""
+    """Free the memory of a failed cell, and raise if the device is lost."""
     gc.collect()
     if not sizes.is_dry:
         torch.cuda.synchronize()
@@ -165,7 +165,7 @@ def free(sizes: Sizes) -> None:
 
 
 def seconds_of(run: Callable[[], object], sizes: Sizes) -> float:
-    """Return the seconds until the device has finished a run."""
+    """Time a run until the device has finished, in seconds."""
     if not sizes.is_dry:
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -176,9 +176,9 @@ def seconds_of(run: Callable[[], object], sizes: Sizes) -> float:
 
 
 class Setting:
-    """A pair of models with an oracle.
+    """Pair of models with an oracle.
 
-    It also holds the rate of the device's memory.
+    It also holds the memory bandwidth of the device.
     """
 
     def __init__(self, sizes: Sizes):
@@ -199,7 +199,7 @@ class Setting:
     def decode(
         self, options: dict[str, Any], is_plain: bool, batch_size: int, stats: Any, **others: Any
     ) -> Tensor:
-        """Return token ids [B, T + N]."""
+        """Decode and return token ids [B, T + N]."""
         arguments = {
             **self.inputs(batch_size),
             **options,
@@ -213,7 +213,7 @@ class Setting:
         )
 
     def prompt_s(self, batch_size: int, is_plain: bool) -> float:
-        """Return the seconds of the forwards over the prompts."""
+        """Return the seconds of the prefill."""
         inputs, models = (
             self.inputs(batch_size),
             [self.target] if is_plain else [self.target, self.draft],
@@ -229,7 +229,7 @@ class Setting:
         return min(seconds)
 
     def weights_s(self, stats: Any, is_plain: bool) -> float:
-        """Return the seconds to read the weights of a call's forwards after the prompt."""
+        """Return the seconds to read the weights for all forwards of a call after the prefill."""
         num_forwards, num_steps = self.sizes.num_new - 1, 0
         if not is_plain:
             num_forwards = sum(stats.rounds_by_draft_len.values())
@@ -248,7 +248,7 @@ def prompts(ids: Tensor) -> dict[str, Tensor]:
 def read_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of the weights that a forward reads.
 
-    The embedding table does not count, unless the head shares it.
+    The embedding table counts only if the output matrix shares it.
     """
     tables = {id(model.get_input_embeddings().weight)} - {id(model.get_output_embeddings().weight)}
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in tables)
@@ -257,7 +257,7 @@ def read_bytes(model: PreTrainedModel) -> int:
 def measure(
     report: Report, setting: Setting, method: str, options: dict[str, Any], batch_size: int
 ) -> dict[str, Any]:
-    """Measure a method: a first call with a check of its text, calls to adapt, then timed calls."""
+    """Measure a method with a first call that is checked, calls to adapt, and timed calls."""
     sizes, name = setting.sizes, f"{method}, B={batch_size}"
     is_plain, stats = method.startswith(PLAIN), hf_speculate.SpeculationStats()
     if not sizes.is_dry:
@@ -314,7 +314,7 @@ def measure(
 
 
 def take_apart(setting: Setting, options: dict[str, Any], batch_size: int) -> dict[str, Any]:
-    """Return milliseconds of a round on the device, by kind of kernel, after the prompt."""
+    """Return the device time of a round after the prefill in milliseconds, by kind of kernel."""
     sizes, stats = setting.sizes, hf_speculate.SpeculationStats()
     if sizes.is_dry:
         setting.decode(options, False, batch_size, stats)
@@ -359,7 +359,7 @@ def take_apart(setting: Setting, options: dict[str, Any], batch_size: int) -> di
 
 
 def decode_all(report: Report) -> None:
-    """Time plain decoding and ours from graphs, and profile the rounds of ours."""
+    """Time plain decoding and hf_speculate with graphs, and profile the rounds of hf_speculate."""
     setting = Setting(report.sizes)
     report.content["gb_per_s"] = setting.bytes_per_s / 1e9
     for batch_size in report.sizes.batch_sizes:
@@ -373,7 +373,7 @@ def decode_all(report: Report) -> None:
 
 
 def decode_compiled(report: Report) -> None:
-    """Time compiled methods; code compiled for one row does not serve eight."""
+    """Time compiled methods, whose code for one row cannot be reused for eight."""
     setting = Setting(report.sizes)
     needs_s = 0.0 if report.sizes.is_dry else COMPILE_NEEDS_S
     for batch_size in report.sizes.batch_sizes:
@@ -384,9 +384,9 @@ def decode_compiled(report: Report) -> None:
 
 
 def attention(report: Report) -> None:
-    """Time attention of a few queries to many keys, from a graph.
+    """Time attention of a few queries over many keys, from a graph.
 
-    It compares ours under a mask with torch's backends.
+    It compares our kernel with a mask with the backends in torch.
     """
     sizes = report.sizes
     register_folded_attention()
@@ -403,7 +403,7 @@ def attention(report: Report) -> None:
 def attend(
     sizes: Sizes, batch_size: int, num_query: int, num_keys: int, bytes_per_s: float
 ) -> dict[str, Any]:
-    """Return the microseconds of one layer's attention."""
+    """Return the microseconds for the attention of one layer."""
     dtype = torch.float32 if sizes.is_dry else torch.bfloat16
     query = torch.randn(batch_size, NUM_HEADS, num_query, WIDTH, device=sizes.device, dtype=dtype)
     states = [
@@ -452,7 +452,7 @@ def attend(
 
 
 def graphed_s(run: Callable[[], Tensor], sizes: Sizes, times: int = 20) -> float:
-    """Return the seconds of one run, launched several times in a row by a graph."""
+    """Return the seconds of one run, averaged over several launches in a graph."""
     if sizes.is_dry:
         return seconds_of(run, sizes)
     stream = torch.cuda.Stream()
@@ -468,12 +468,12 @@ def graphed_s(run: Callable[[], Tensor], sizes: Sizes, times: int = 20) -> float
 
 
 def tests(report: Report) -> None:
-    """Run the tests marked `gpu` from their files alone: other files import more packages."""
+    """Run the tests marked `gpu` from their own files; other files import more packages."""
     report.attempt("tests marked gpu", lambda: run_tests(report))
 
 
 def run_tests(report: Report) -> dict[str, Any]:
-    """Count the outcomes of tests; a late run is stopped, and its finished tests count."""
+    """Run tests and count outcomes; a late run is stopped, and its finished tests count."""
     is_dry = report.sizes.is_dry
     texts = {path: path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     files = [str(path.relative_to(ROOT)) for path, text in texts.items() if "mark.gpu" in text]
@@ -537,7 +537,7 @@ PARTS = {
 
 
 def run_part(name: str, args: argparse.Namespace, end_s: float) -> int:
-    """Run a part in this process and return 1 if a check failed."""
+    """Run a part in this process, and return 1 if a check failed."""
     if not args.dry_run and not torch.cuda.is_available():
         raise SystemExit(
             "gpu.py needs a CUDA device, found none; pass --dry-run for tiny models on the CPU"
@@ -552,7 +552,7 @@ def run_part(name: str, args: argparse.Namespace, end_s: float) -> int:
 
 
 def fork_part(name: str, args: argparse.Namespace, end_s: float) -> bool:
-    """Run a part in a forked process and return whether all was right.
+    """Run a part in a forked process, and return whether it succeeded.
 
     The process is killed a little after `end_s`.
     """
@@ -561,13 +561,13 @@ def fork_part(name: str, args: argparse.Namespace, end_s: float) -> bool:
     if not process_id:
         status = 1
         try:
-            os.setsid()  # a session of its own, so all its children can be ended with it
+            os.setsid()  # a new session, so that all its children can be killed with it
             status = run_part(name, args, end_s)
         except BaseException:  # noqa: BLE001, printed
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A device that failed, or a compiler's leftovers, may hold up an ordinary exit.
+        # A failed device or remaining compiler processes may block a normal exit.
         os._exit(status)
     done, status = 0, 0
     while not done and time.monotonic() < end_s + 5.0:

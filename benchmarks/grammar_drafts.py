@@ -1,11 +1,11 @@
-"""Count tokens per forward of SmolLM2 under grammars.
+"""Count tokens per forward for SmolLM2 under grammars.
 
     python benchmarks/grammar_drafts.py
 
-Drafts are forced text, prompt lookup, both, or neither. Thirty JSON schemas are decoded greedily,
-one row in float32, each with the matcher of `examples/grammar.py` (`pip install ".[grammar]"`).
-Every method drafts up to 10 tokens in each round, so the counts do not depend on the machine. A
-schema counts if all texts are equal.
+Drafts come from forced text, prompt lookup, both, or neither. SmolLM2 answers thirty JSON schemas
+greedily, with one row in float32 and the matcher from `examples/grammar.py` (`pip install
+".[grammar]"`). Every method drafts up to 10 tokens in each round, so the counts do not depend on
+the machine. A schema counts only if all texts are equal.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Schema = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """A request and the schema of its answer."""
+    """Request and schema of the answer."""
 
     kind: str
     asked: str
@@ -46,7 +46,7 @@ YES_NO, COUNT = {"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum"
 
 
 def record(**fields: Schema) -> Schema:
-    """Return the schema of an object with these fields, in this order."""
+    """Return the schema for an object with these fields, in this order."""
     return {
         "type": "object",
         "properties": fields,
@@ -64,7 +64,7 @@ def one_of(*values: str) -> Schema:
 
 
 def call(name: str, **arguments: Schema) -> Schema:
-    """Return the schema of a tool call in the form of chat models."""
+    """Return the schema for a tool call in the format of chat models."""
     return record(name={"const": name}, arguments=record(**arguments))
 
 
@@ -110,7 +110,7 @@ TASKS = (
     Task("loose", "Who was Ada Lovelace?", record(name=TEXT, biography=LONG)),
     Task("loose", "Translate 'good morning' to French and German.", record(fr=TEXT, de=TEXT)),
     Task("loose", "Summarise the story of Icarus.", record(title=TEXT, summary=LONG)),
-    # Nested: objects lie in objects and lists.
+    # Nested: objects contain objects and lists.
     Task(
         "nested",
         "Describe a customer called Maria.",
@@ -169,7 +169,7 @@ TASKS = (
             )
         ),
     ),
-    # Enums: values are choices of words.
+    # Enums: values are chosen from a few words.
     Task(
         "enums",
         "What is the mood of 'I love it'?",
@@ -217,7 +217,7 @@ TASKS = (
             risk_level=one_of("low", "medium", "high"),
         ),
     ),
-    # Tool calls: the answer calls one of several tools, or one tool.
+    # Tool calls: the answer calls a tool, or one of several tools.
     Task("tool calls", "What is the weather in Paris?", WEATHER),
     Task("tool calls", "Find papers about whales.", SEARCH),
     Task("tool calls", "Write to ann@example.com that I am late.", MAIL),
@@ -280,7 +280,7 @@ def tokens_per_forward(rows: Iterable[dict[str, Any]], method: str) -> float:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format tokens per target forward by kind of schema, as Markdown."""
+    """Format tokens per target forward as Markdown, by kind of schema."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
         by_kind.setdefault(row["kind"], []).append(row)

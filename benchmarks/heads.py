@@ -1,11 +1,12 @@
-"""Time drafting with an EAGLE-3 head of real shape, beside the matrix products of its layers.
+"""Compare drafting with a full-size EAGLE-3 head with the matrix products of its layers.
 
     python benchmarks/heads.py
 
-Target and head have the shapes of Llama-3-8B and of its EAGLE-3 heads, with random weights. The
-target has only four layers; this does not change the cost of drafting. An oracle fixes the text and
-the number of accepted tokens. Each round of a call times drafting K tokens, the projection of the
-target's states included, and right after it the same products with the same numbers of rows.
+The target and the head have the shapes of Llama-3-8B and its EAGLE-3 heads, with random weights.
+The target has only four layers, which does not change the cost of drafting. An oracle fixes the
+text and the number of accepted tokens. Each round of a call times drafting K tokens, including the
+projection of the target's states, and immediately afterwards the same products with the same
+numbers of rows.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import NetworkPlan
 from hf_speculate.types import DraftOut
 
-# The hooks of this file count forwards or treat each token by itself.
+# The hooks in this file count forwards or treat each token independently.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "heads"
@@ -57,11 +58,11 @@ SHAPES = {
 }
 NUM_TARGET_LAYERS = 4
 AUX_LAYERS = (1, 2, 3)
-GOAL = 1.1  # drafting over the products alone
+GOAL = 1.1  # time of drafting over that of the products alone
 
 
 def make_target(shape: dict[str, int], dtype: str, device: torch.device) -> PreTrainedModel:
-    """Make a random target of four layers."""
+    """Make a random target with four layers."""
     fields = {name: value for name, value in shape.items() if name != "draft_vocab_size"}
     config = LlamaConfig(
         **fields, num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=8192
@@ -93,7 +94,7 @@ def make_head(shape: dict[str, int], target: PreTrainedModel) -> DraftHead:
 
 
 class Oracle:
-    """A random cycle of tokens as target text."""
+    """Random cycle of tokens, used as the target text."""
 
     def __init__(self, target: PreTrainedModel, acceptance: float):
         generator = torch.Generator().manual_seed(0)
@@ -107,7 +108,7 @@ class Oracle:
     def drafts(self, newest_ids: Tensor, num_tokens: int) -> Tensor:
         """Return drafts [B, K] after the newest tokens [B].
 
-        Each is right with the probability `acceptance`.
+        Each draft is correct with probability `acceptance`.
         """
         ids, right = [], newest_ids
         for _ in range(num_tokens):
@@ -124,9 +125,9 @@ class Oracle:
 
 
 class Products:
-    """Matrix products of an EAGLE-3 head's round.
+    """Matrix products in a round of an EAGLE-3 head.
 
-    Their inputs are made beforehand.
+    The inputs are made in advance.
     """
 
     def __init__(self, network: Eagle3Network):
@@ -141,7 +142,7 @@ class Products:
 
         Args:
             batch_size: B.
-            num_new: pairs of each row with states from the target.
+            num_new: number of pairs per row with states from the target.
             num_draft_tokens: K.
         """
         head, fc = self.network.lm_head, self.network.fc
@@ -163,15 +164,16 @@ class Products:
 
 
 class TimedDrafter:
-    """A head's drafter, timed beside the products alone.
+    """Drafter of a head, timed together with the products alone.
 
-    An oracle replaces its drafts.
+    An oracle replaces the drafts.
 
     Args:
-        setup: of the call.
-        head: drafts.
-        oracle: fixes the tokens.
-        seconds: takes a pair of times for each whole round: drafting, and the products alone.
+        setup: setup of the call.
+        head: head that drafts.
+        oracle: oracle that fixes the tokens.
+        seconds: list that gets a pair of times for each complete round: drafting, and the products
+        alone.
     """
 
     def __init__(
@@ -270,7 +272,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def ratios_of(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Return drafting over the products alone, by cell."""
+    """Return the time of drafting over that of the products alone, by cell."""
     return [row["ratio"] for row in rows]
 
 

@@ -1,11 +1,12 @@
-"""Measure verification and rollback of recurrent states on a Qwen3.5 of eight random layers.
+"""Measure verification and rollback of recurrent states on a Qwen3.5 with eight random layers.
 
     python benchmarks/hybrids.py
 
-It times the verification forward of K + 1 tokens beside the model's unchanged forward of as many
-tokens. In the former, mixers read one token at a time and save their states. It also times the
-rollback after it, and whole calls beside plain decoding. In calls an oracle drafts a fixed number
-of right tokens per round.
+The script compares the verification forward over K + 1 tokens with the unchanged forward of the
+model over the same number of tokens. In the verification forward, mixers read one token at a time
+and save their states. The script also times the rollback after verification, and compares complete
+calls with plain decoding. In these calls, an oracle drafts a fixed number of correct tokens per
+round.
 """
 
 import argparse
@@ -45,10 +46,11 @@ from hf_speculate.types import DraftOut
 
 NAME = "hybrids"
 Row = dict[str, Any]
-# Values are the bytes allowed for states after each token. With a negative number none are saved,
-# and rollback computes them again.
+# The values are the bytes allowed for states after each token. With a negative number, no states
+# are saved, and a rollback recomputes them.
 MODES = {"kept states": 1 << 60, "replay": -1}
-# Sizes are those of the family's 2 B model, except its 24 layers and its vocabulary of 248,320.
+# The sizes are those of the 2 B model in the family, except for its 24 layers and its vocabulary of
+# 248,320.
 SIZES = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -64,9 +66,9 @@ SIZES = {
 
 
 class Oracle:
-    """Drafter of a known text.
+    """Drafter that knows the text.
 
-    The first `num_right` tokens of every draft are right.
+    The first `num_right` tokens of every draft are correct.
     """
 
     def __init__(self, texts: Tensor, num_right: int, vocab_size: int):
@@ -74,7 +76,7 @@ class Oracle:
         self.num_right, self.vocab_size = num_right, vocab_size
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
-        # The token after the prompt is the target's.
+        # The first token after the prompt comes from the target.
         self.positions = torch.ones(len(self.texts), dtype=torch.int64)
         return self
 
@@ -110,7 +112,7 @@ def load(args: argparse.Namespace) -> PreTrainedModel:
 
 
 def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Namespace) -> Row:
-    """Time the forwards after a prompt, and the rollbacks after them."""
+    """Time the forwards after a prompt, and the rollbacks after these forwards."""
     num_query, device = args.num_assistant_tokens + 1, args.device
     ids = torch.randint(
         1, SIZES["vocab_size"], (batch_size, args.prompt_len + num_query), device=device
@@ -127,7 +129,7 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
     for cache in caches.values():
         language_model.forward(prompt, cache, logits_to_keep=1)
         cache.begin_recording()
-    # Rows keep 1, 2, ... tokens, so one of four keeps all; a single row keeps all but two.
+    # Rows keep 1, 2, ... tokens, so one of four rows keeps all; a single row keeps all but two.
     accepted_lens = (
         [num_query - 2] if batch_size == 1 else [1 + row % num_query for row in range(batch_size)]
     )
@@ -187,7 +189,7 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
 
 
 def measure_calls(model: PreTrainedModel, batch_size: int, args: argparse.Namespace) -> Row:
-    """Time whole calls beside plain decoding."""
+    """Time complete calls and plain decoding."""
     prompt = torch.randint(
         1, SIZES["vocab_size"], (batch_size, args.prompt_len), device=args.device
     )
@@ -204,8 +206,8 @@ def measure_calls(model: PreTrainedModel, batch_size: int, args: argparse.Namesp
         oracle = Oracle(plain[:, args.prompt_len :], args.num_right, SIZES["vocab_size"])
         return model.generate(prompt, **options, drafter=oracle, **drafts)
 
-    # In float32 forwards of one and of several tokens round differently, and random weights have
-    # near-ties.
+    # In float32, forwards over one token and over several round differently, and random weights
+    # have near-ties.
     is_equal = torch.equal(plain, ours())
     calls = {"plain": lambda: model.generate(prompt, **options), "ours": ours}
     seconds, num_held_up = alternate_patiently(
@@ -243,7 +245,7 @@ saves no states for a rollback.
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all cells, with the meaning of the columns."""
+    """Format all cells, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

@@ -1,7 +1,8 @@
 """Compile every Triton kernel for several GPUs and count registers, spills and shared memory.
 
-No GPU is needed. It fails on a spill for cuda 90, on any spill of attention, and on shared memory
-over a target's limit. A complete run also writes a table of all kernels into docs/kernels.md.
+The script needs no GPU. It fails if a kernel spills on cuda 90, if an attention kernel spills on
+any target, or if shared memory exceeds the limit of a target. A complete run also writes a table of
+all kernels to docs/kernels.md.
 """
 
 import argparse
@@ -42,19 +43,19 @@ from hf_speculate.kernels.kernels import attention_launch, launch, operations
 
 
 class Target(NamedTuple):
-    """A GPU to compile for."""
+    """GPU to compile for."""
 
     gpu: GPUTarget
-    shared_limit_bytes: int  # limit of one block
-    has_atomics: bool  # whether the variant of one launch runs there
+    shared_limit_bytes: int  # limit for one block
+    has_atomics: bool  # whether the single-launch variant runs there
     vocab_sizes: Sequence[int]
     has_attention: bool = True  # whether attention for few queries runs there
 
 
-# Rows that all start at a multiple of 16 bytes. One target of each compiler also has rows that
+# All rows start at multiples of 16 bytes. One target of each compiler also compiles for rows that
 # start anywhere.
 SHIFTED_VOCAB_SIZE = 50_257
-SHIFTED = f", V = {SHIFTED_VOCAB_SIZE:,}"  # suffix of the names of calls with such rows
+SHIFTED = f", V = {SHIFTED_VOCAB_SIZE:,}"  # suffix for names of calls with unaligned rows
 EVEN = (8192,)
 ALL = (8192, SHIFTED_VOCAB_SIZE)
 TARGETS = {
@@ -65,9 +66,9 @@ TARGETS = {
     "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False, ALL, False),
 }
 NO_SPILLS = ("cuda 90",)
-# Attention: no spills anywhere. Entries are widths of heads and tokens of groups of 4 heads: each
-# width, and each tile of rows.
-ATTENTION = "attention"  # prefix of the names of its calls
+# Attention must not spill anywhere. The entries are head widths and numbers of tokens for groups of
+# 4 heads, which cover each width and each tile of rows.
+ATTENTION = "attention"  # prefix for names of attention calls
 ATTENTION_SHAPES = {
     torch.bfloat16: ((64, 16), (80, 16), (96, 16), (128, 1), (128, 6), (128, 16), (256, 6)),
     torch.float32: ((96, 6), (256, 6)),
@@ -85,18 +86,18 @@ TYPE_NAMES = {
 
 
 class Build(NamedTuple):
-    """One kernel with a launch's types and constants."""
+    """One kernel with the types and constants of a launch."""
 
     case: str  # the first call that launches it
     kernel: Any
     signature: dict[str, str]
     constants: dict[str, Any]
-    options: dict[str, int]  # options of the compiler
+    options: dict[str, int]  # compiler options
     aligned: tuple[str, ...]  # arguments divisible by 16
 
     @property
     def name(self) -> str:
-        """The kernel and the constants that pick its variant."""
+        """Name of the kernel, and the constants that select its variant."""
         flags = [
             f"{key}={value}"
             for key, value in self.constants.items()
@@ -111,7 +112,7 @@ class Build(NamedTuple):
 
 
 def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) -> Build:
-    """Return the build for a launch with `arguments`; arguments of other kernels are ignored."""
+    """Return the build for a launch with `arguments`, ignoring arguments of other kernels."""
     signature, constants = {}, {}
     for name in kernel.arg_names:
         value = arguments[name]
@@ -121,7 +122,7 @@ def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) 
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-    # Triton specialises on divisibility for all integers that the kernel does not exclude.
+    # Triton specialises all integers on divisibility, unless the kernel excludes them.
     strides = [
         name
         for name in signature
@@ -132,7 +133,7 @@ def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) 
 
 
 def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
-    """Yield every build of the launches once."""
+    """Yield every build that the launches need, once."""
     recorded = [
         launches(dtype, target.has_atomics, vocab_size) for vocab_size in target.vocab_sizes
     ]
@@ -147,7 +148,7 @@ def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
 
 
 def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Build]:
-    """Record every launch of every operation, with all options in use, without running it."""
+    """Record every launch of every operation, with all options in use, without running them."""
     recorded: list[Build] = []
     case = ""
     suffix = SHIFTED if vocab_size == SHIFTED_VOCAB_SIZE else ""
@@ -228,7 +229,7 @@ def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Bui
 def attention_launches(dtype: torch.dtype) -> list[Build]:
     """Record launches of attention for few queries without running them.
 
-    Its small kernels are recorded in bfloat16 only.
+    The small kernels are recorded only in bfloat16.
     """
     recorded: list[Build] = []
     case = ""
@@ -262,7 +263,7 @@ def attention_launches(dtype: torch.dtype) -> list[Build]:
 
 
 def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
-    """Compile launch number `job[2]` of dtype `job[1]` for target `job[0]`."""
+    """Compile launch number `job[2]` with dtype `job[1]` for target `job[0]`."""
     target_name, dtype_name, number = job
     target = TARGETS[target_name]
     build = list(builds(DTYPES[dtype_name], target))[number]
@@ -315,7 +316,7 @@ def cuda_usage(ptx: str, arch: int) -> dict[str, Any]:
 
 
 def hip_usage(assembly: str) -> dict[str, Any]:
-    """Return vector registers per thread and spilled registers, from the assembly's metadata."""
+    """Return vector registers per thread and spilled registers, from the assembly metadata."""
     registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly)
     if spills is None or registers is None:
@@ -324,7 +325,7 @@ def hip_usage(assembly: str) -> dict[str, Any]:
 
 
 def problems(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the problems of one build."""
+    """Yield the problems in one build."""
     where = f"{row['kernel']} ({row['dtype']}, {row['target']})"
     if row["spills"] and (row["target"] in NO_SPILLS or row["case"].startswith(ATTENTION)):
         yield f"{where}: {row['spills']} bytes of registers spilled"
@@ -334,7 +335,7 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format one line per kernel: maximal registers of its builds for each target, and spills."""
+    """Format one line per kernel, with maximum registers and spills over its builds by target."""
 
     def name_of(row: dict[str, Any]) -> str:
         return str(row["kernel"].split()[0])
@@ -385,7 +386,7 @@ def main() -> int:
         for number, build in enumerate(builds(DTYPES[dtype], TARGETS[target]))
         if args.kernel in build.name
     ]
-    # Forked workers would inherit locks of Triton's compiler.
+    # Forked workers would inherit locks from the Triton compiler.
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         rows = list(tqdm(pool.map(compile_one, jobs), total=len(jobs), desc="kernels"))
     for row in rows:

@@ -1,10 +1,10 @@
-"""Compare peak memory of speculative `generate()` with plain's plus the draft's weights and cache.
+"""Compare peak memory with that of plain decoding plus the weights and cache of the draft.
 
     python benchmarks/memory.py
 
-A peak is the weights of a method plus the maximum of its call's other memory. On a CPU torch's
-profiler reports every block that the allocator gives and takes back. On a GPU the allocator records
-its maximum.
+A peak is the size of the weights plus the maximum of all other memory during a call. On a CPU,
+torch's profiler reports every block that is allocated or freed. On a GPU, the allocator records its
+maximum.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of parameters and buffers; tied weights count once."""
+    """Return the bytes of parameters and buffers, counting tied weights once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in model.parameters()
@@ -40,7 +40,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, batch_size: int, num_tokens: int) -> int:
-    """Return the bytes of keys and values of `num_tokens` tokens in every layer."""
+    """Return the bytes of keys and values for `num_tokens` tokens in all layers."""
     config = model.config
     head_width = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -50,7 +50,7 @@ def cache_bytes(model: PreTrainedModel, batch_size: int, num_tokens: int) -> int
 
 
 def peak_bytes(call: Any, device: torch.device) -> int:
-    """Return the peak memory of `call` beyond the memory in use before it."""
+    """Return the peak memory of `call`, minus the memory in use before it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -68,14 +68,14 @@ def peak_bytes(call: Any, device: torch.device) -> int:
 
 
 def _allocations(profiler: Any) -> list[Any]:
-    """Return one event per block given (positive bytes) or taken back (negative)."""
+    """Return one event per block, with positive bytes if allocated and negative if freed."""
     return [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
 
 
 def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list[Row]:
-    """Measure one cell: a row for every method of ours."""
+    """Measure one cell, and return a row for every method of hf_speculate."""
     runner = Runner(subject, "greedy", args.max_new_tokens, args.cache)
     our_methods = [DEFAULT, ours(args.num_assistant_tokens)]
     batch = subject.batches(batch_size, batch_size, args.prompt_len)[0]

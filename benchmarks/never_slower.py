@@ -1,4 +1,4 @@
-r"""Compare the default schedule with plain `generate()` for useful, useless and dear drafts.
+r"""Compare the default schedule with plain `generate()` for useful, useless and costly drafts.
 
     python benchmarks/never_slower.py
     python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --repeats 6 --add
@@ -7,16 +7,17 @@ r"""Compare the default schedule with plain `generate()` for useful, useless and
     python benchmarks/never_slower.py --targets smollm2 gemma3 --repeats 1 --add \
         --max-new-tokens 128
 
-The second and the third take ten minutes each. The last one fetches SmolLM2-135M-Instruct and Gemma
-3 270M, see `real_models.py`; they have no bundled draft.
+The second and the third command take ten minutes each. The last command downloads
+SmolLM2-135M-Instruct and Gemma 3 270M, see `real_models.py`; these have no bundled draft.
 
-A cell is a target, a number of new tokens, a draft, a number of rows, a category of prompts and a
-mode. Sampled cells take the prompts of all categories: these do not differ, and in a few calls the
-acceptance rate varies by 5 % by chance. Drafts: the bundled one; a random one of its shape, never
-accepted; and a copy of the target, always accepted, at a target's price. With the last two,
-constant K that lose against plain decoding in a short probe are not timed further. The default is
-compared with the best constant K, by the seconds of all batches. For each batch this K is the
-fastest of the other batches, because a choice by the same batch would favour luck.
+A cell is a target, a number of new tokens, a draft, a number of rows, a prompt category and a mode.
+Sampled cells use prompts from all categories, which do not differ; over a few calls, the acceptance
+rate varies by 5 % by chance. The drafts are the bundled draft; a random draft with the same shape,
+which is never accepted; and a copy of the target, which is always accepted but costs as much as the
+target. With the last two, a constant K that is slower than plain decoding in a short probe is not
+timed further. The default is compared with the best constant K by the total time of all batches.
+For each batch, this K is the fastest one in the other batches, because choosing it on the same
+batch would favour luck.
 """
 
 import argparse
@@ -53,7 +54,8 @@ TARGETS = (BUNDLED, *WHEELS)
 DRAFTS = ("bundled", "random", "large")
 MODES = ("greedy", "sampling")
 ALL = "all"  # prompts of every category, in turn
-# A constant K is timed if it reaches this much of plain decoding's speed in the noisy probe.
+# A constant K is timed if it reaches this fraction of the speed of plain decoding in the noisy
+# probe.
 MIN_PROBE = 0.95
 Row = dict[str, Any]
 
@@ -70,7 +72,7 @@ class Cell(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Whether the target has such a draft, and the mode takes prompts of the category."""
+        """Whether the target has such a draft, and the mode uses prompts from this category."""
         return (self.draft != "bundled" or self.target == BUNDLED) and (self.category == ALL) == (
             self.mode != "greedy"
         )
@@ -82,9 +84,9 @@ def cell_of(row: Row) -> Cell:
 
 
 def load_subject(target: str, draft: str, dtype: str, device: torch.device) -> Subject:
-    """Load a target with the draft of this name.
+    """Load a target with the named draft.
 
-    A random draft has half the layers of a target without a bundled draft.
+    If the target has no bundled draft, a random draft has half as many layers as the target.
     """
     if target == BUNDLED:
         return load_pair(dtype, device, draft)
@@ -108,9 +110,10 @@ def prompts_of(category: str) -> list[str]:
 def constants_of(
     cell: Cell, runner: Runner, batch: Batch, args: argparse.Namespace
 ) -> list[Method]:
-    """Return the constant K worth timing."""
+    """Return the constant values of K that are worth timing."""
     methods = [ours(draft_len) for draft_len in args.num_assistant_tokens]
-    # A probe decodes the beginnings of the texts, and their acceptance rate is lower than later.
+    # A probe decodes only the beginning of each text, where the acceptance rate is lower than
+    # later.
     if cell.draft == "bundled":
         return methods
     probe = Runner(runner.subject, runner.mode, args.probe_tokens, args.cache)
@@ -123,7 +126,7 @@ def constants_of(
 
 
 def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]:
-    """Measure one cell: a row for the default and one for each timed constant K."""
+    """Measure one cell, and return a row for the default and one for each timed constant K."""
     num_new, _, batch_size, category, mode, target = cell
     runner = Runner(subject, mode, num_new, args.cache)
     num_batches = args.repeats * (len(args.categories) if category == ALL else 1)
@@ -160,7 +163,7 @@ def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]
 
 
 def fastest_elsewhere(constants: list[list[float]]) -> list[float]:
-    """Return, by batch, the seconds of the constant K with the best time in the other batches.
+    """Return the seconds in each batch of the constant K that is fastest in the other batches.
 
     Args:
         constants: seconds by K and batch.
@@ -177,7 +180,7 @@ def fastest_elsewhere(constants: list[list[float]]) -> list[float]:
 
 
 def share_of_best(row: Row) -> float | None:
-    """Return the default's speed over that of the best constant K, or None if none was timed."""
+    """Return the speed of the default over that of the best constant K; None if none was timed."""
     share: float | None = (
         row["over_best_constant"]["total"] if row.get("over_best_constant") else None
     )
@@ -208,12 +211,12 @@ COLUMNS = {
 
 
 def defaults_of(content: dict[str, Any]) -> list[Row]:
-    """Return the default schedule's row of every cell."""
+    """Return the row of the default schedule in every cell."""
     return [row for row in content["rows"] if row["num_assistant_tokens"] is None]
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format the cells of the default schedule and its worst cell."""
+    """Format the cells of the default schedule, and its worst cell."""
     rows = defaults_of(content)
     worst = min(rows, key=lambda row: row["over_plain"]["median"], default=None)
     if worst is None:

@@ -1,10 +1,10 @@
-"""Measure the overhead of a round: bookkeeping and verification, from inside and from outside.
+"""Measure the overhead of bookkeeping and verification in a round, from inside and outside.
 
     python benchmarks/overhead.py
 
-From inside: the stages' seconds in `SpeculationStats`; drawing the drafts counts as drafting. From
-outside: the time after the target's first forward, less the time within the two models' forward
-calls, taken by hooks.
+From inside, the overhead is the time of the stages in `SpeculationStats`, where sampling the drafts
+counts as drafting. From outside, it is the time after the first forward of the target, minus the
+time in forward calls of the two models, which hooks measure.
 """
 
 import argparse
@@ -83,7 +83,7 @@ cache rollback included.
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all cells, with the meaning of the columns."""
+    """Format all cells, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

@@ -1,11 +1,11 @@
-"""Measure how long a long prompt delays the rows beside it, by the size of its chunks.
+"""Measure how much a long prompt delays the other rows, by chunk size.
 
     python benchmarks/prefill_chunks.py
 
-All rows but one decode short prompts with the bundled pair. Then a long prompt joins them and is
-read in chunks between their rounds. A neighbour's longest wait for its next tokens is taken while
-the long prompt is read, its median wait without it. The chunk sizes take turns in one process. The
-last size is the whole prompt.
+All rows but one decode short prompts with the bundled pair. Then a long prompt joins the batch and
+is read in chunks between their rounds. For each neighbour, the script records the longest wait for
+the next tokens while the long prompt is read, and the median wait without the long prompt. The
+chunk sizes take turns in one process. The last size is that of the entire prompt.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from hf_speculate.options.refill.row_prompts import RowPrompt
 
 NAME = "prefill_chunks"
 LONG = "long"  # key of the long prompt
-NUM_ROUNDS_BEFORE = 4  # rounds of the neighbours before the long prompt arrives
+NUM_ROUNDS_BEFORE = 4  # number of rounds before the long prompt arrives
 
 
 class Waits:
     """Times between the tokens of a neighbour.
 
-    They are taken while a long prompt is read and without it.
+    They are recorded with and without a long prompt.
     """
 
     def __init__(self, long: RowPrompt, short: list[RowPrompt]):
@@ -43,7 +43,7 @@ class Waits:
         self.long_s = 0.0  # from the arrival of the long prompt to its first token
 
     def source(self) -> RowPrompt | None:
-        """Return the short prompts, then the long one after some rounds."""
+        """Return the next short prompt or, after some rounds, the long prompt."""
         prompt = next(self._short, None)
         if prompt is None and self._long and self._num_rounds >= NUM_ROUNDS_BEFORE:
             self._is_reading, self._begin = True, time.perf_counter()
@@ -51,7 +51,7 @@ class Waits:
         return prompt
 
     def on_tokens(self, prompt: RowPrompt, token_ids: Any) -> bool:
-        """Record the time of a neighbour's tokens, or of the long prompt's first one."""
+        """Record when a neighbour gets tokens, or when the long prompt gets its first token."""
         now = time.perf_counter()
         if prompt.key == 0:
             self._num_rounds += 1
@@ -90,7 +90,7 @@ def measure(models: tuple[Any, Any], size: int, args: argparse.Namespace) -> Wai
 
 
 def row(size: int, waits: list[Waits]) -> dict[str, Any]:
-    """Return the figures of one chunk size."""
+    """Return the figures for one chunk size."""
     return {
         "chunk_size": size,
         "longest_wait_s": spread([max(run.during) for run in waits]),

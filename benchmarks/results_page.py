@@ -1,9 +1,9 @@
-"""Write the pages of results from the JSON under `benchmarks/results/`.
+"""Write the results pages from the JSON under `benchmarks/results/`.
 
 python benchmarks/results_page.py
 
-Nothing is measured. `benchmarks/RESULTS.md` has six tables and the missed aims, `docs/results/` a
-page per benchmark.
+Nothing is measured. `benchmarks/RESULTS.md` has six tables and the missed targets, and
+`docs/results/` has a page per benchmark.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Content = dict[str, Any]
 
 
 class Section(NamedTuple):
-    """One benchmark with a page of its own."""
+    """Benchmark with its own page."""
 
     title: str
     name: str
@@ -85,7 +85,7 @@ SECTIONS = (
 
 
 class Aim(NamedTuple):
-    """An aim of the project, with its measured figure."""
+    """Target of the project, with its measured figure."""
 
     figure: str
     goal: float
@@ -106,7 +106,7 @@ class Aim(NamedTuple):
 
 
 def aims(folder: Path) -> Iterator[Aim]:
-    """Iterate over the aims for the results in a folder."""
+    """Iterate over the project targets for the results in a folder."""
     pair = readme_tables.cells_of(read_results(end_to_end.NAME, folder))
     for rows, goal, bound_by in (
         (1, 1.05, "Nine tenths of a round are forwards, equal on both sides."),
@@ -152,7 +152,7 @@ def aims(folder: Path) -> Iterator[Aim]:
 
 
 def useless_table(folder: Path) -> str:
-    """Return the speed with drafts that gain nothing, by draft and number of rows, as Markdown."""
+    """Tabulate the speed with drafts that gain nothing as Markdown, by draft and number of rows."""
     rows = []
     cells = never_slower.defaults_of(read_results(never_slower.NAME, folder))
     words = {"random": "a random model of the draft's size", "large": "a copy of the target"}
@@ -184,7 +184,7 @@ def origin(content: Content) -> str:
     note = f" Left out, for want of time: {'; '.join(left_out)}." if left_out else ""
     repeats = content["arguments"].get("repeats")
     note += f" Runs of each method on each input: {repeats}." if repeats else ""
-    earlier: dict[str, dict[str, None]] = {}  # cells by their source, each once
+    earlier: dict[str, dict[str, None]] = {}  # unique cells by source
     for row in content["rows"]:
         if "earlier" in row:
             earlier.setdefault(row["earlier"]["source"], {})[row["earlier"]["cell"]] = None
@@ -194,13 +194,13 @@ def origin(content: Content) -> str:
 
 
 def find(name: str, folder: Path) -> list[tuple[str, Content]]:
-    """Return the results of a benchmark by file name, of CPUs and of GPUs."""
+    """Return the results of a benchmark on CPUs and GPUs, by file name."""
     files = [f"{name}{end}" for end in ("", "_cuda") if (folder / f"{name}{end}.json").exists()]
     return [(file, read_results(file, folder)) for file in files]
 
 
 def section_page(section: Section, folder: Path) -> str:
-    """Return the page of one benchmark."""
+    """Return the page for one benchmark."""
     parts = [f"# {section.title}"]
     results = find(section.name, folder)
     if not results:
@@ -213,7 +213,7 @@ def section_page(section: Section, folder: Path) -> str:
 
 
 def summary_page(folder: Path) -> str:
-    """Return the page of six tables, missed aims and links."""
+    """Return the page with six tables, missed targets and links."""
     tasks, pair = read_results(ten_tasks.NAME, folder), read_results(end_to_end.NAME, folder)
     data_set = read_results(throughput.NAME, folder)
     fitted = read_results(fitted_heads.NAME, folder)
@@ -246,7 +246,7 @@ def summary_page(folder: Path) -> str:
             "as the target. [All cells](../docs/results/never_slower.md)."
         ),
         useless_table(folder),
-        origin({**slower, "rows": []}),  # the page of the benchmark names cells measured earlier
+        origin({**slower, "rows": []}),  # the benchmark's page lists cells measured earlier
         "## Draft heads",
         "The bundled heads on the bundled target.",
         fitted_heads.table(fitted).strip(),
@@ -274,7 +274,7 @@ def summary_page(folder: Path) -> str:
 
 
 def pages(folder: Path) -> dict[Path, str]:
-    """Return every page of results, by path."""
+    """Return all results pages, by path."""
     gpu = "\n".join(["# On a GPU", *_gpu_page.section(folder)]) + "\n"
     written = {PAGE: summary_page(folder), PAGES / f"{GPU_PAGE}.md": gpu}
     return written | {PAGES / each.file: section_page(each, folder) for each in SECTIONS}

@@ -1,12 +1,12 @@
-"""Compare `generate()` of two revisions of this library, greedy with the bundled pair.
+"""Compare greedy `generate()` in two revisions of this library, with the bundled pair.
 
     python benchmarks/revisions.py ef758cd                          # against the working tree
     python benchmarks/revisions.py ef758cd 92535c9 --batch-sizes 8  # two revisions
     python benchmarks/revisions.py ef758cd --num-assistant-tokens adaptive
 
-A process imports one library only, so each revision has one of its own, and the two take turns call
-by call. Times of two processes of the same code differ by a percent or two, so several pairs of
-processes are started. The sequences of both revisions must be equal.
+A process can import only one revision, so each revision runs in its own process, and the two take
+turns call by call. The times of two processes with the same code differ by a percent or two, so
+several pairs of processes are started. The sequences of both revisions must be equal.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tqdm import tqdm
 NAME = "revisions"
 WORKER = ROOT / "benchmarks" / "_revision.py"
 WORKING_TREE = "working tree"
-NUM_WARM_UP = 2  # calls of each new process
+NUM_WARM_UP = 2  # number of warm-up calls in each new process
 Row = dict[str, Any]
 
 
@@ -47,9 +47,9 @@ def git(*arguments: str) -> bytes:
 
 
 def folder_of(revision: str, parent: Path) -> Path:
-    """Return the folder of a revision's library.
+    """Return the folder with the library of a revision.
 
-    It is written below `parent`, except the working tree.
+    It is written under `parent`, unless the revision is the working tree.
     """
     if revision == WORKING_TREE:
         return ROOT
@@ -61,7 +61,7 @@ def folder_of(revision: str, parent: Path) -> Path:
 
 
 class Process:
-    """A process that decodes with one folder's library."""
+    """Process that decodes with the library in a folder."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         options = [str(folder), args.dtype, args.num_assistant_tokens, str(args.max_new_tokens)]
@@ -71,7 +71,7 @@ class Process:
         )
 
     def decode(self, inputs: dict[str, list[list[int]]]) -> Row:
-        """Decode and return the seconds of the call and token ids [B, T + N]."""
+        """Decode, and return the seconds of the call and the token ids [B, T + N]."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(inputs) + "\n")
         self._process.stdin.flush()
@@ -94,7 +94,7 @@ def processes(folders: dict[str, Path], args: argparse.Namespace) -> Iterator[di
 
 
 def measure(folders: dict[str, Path], batch_size: int, args: argparse.Namespace) -> Row:
-    """Measure the seconds of both sides on the same batches."""
+    """Time both sides on the same batches, in seconds."""
     batches = read_batches(args.prompts, batch_size)
     jobs = [{name: values.tolist() for name, values in batch.inputs.items()} for batch in batches]
     seconds: dict[str, list[float]] = {name: [] for name in folders}
@@ -146,7 +146,7 @@ call by call.
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all cells, with the meaning of the columns."""
+    """Format all cells, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

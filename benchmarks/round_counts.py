@@ -1,10 +1,10 @@
-"""Count operators, waits and cuDNN plans of a round on a simulated CUDA device.
+"""Count operators, synchronisations and cuDNN plans per round on a simulated CUDA device.
 
     python benchmarks/round_counts.py
 
-The models' forwards are left out. Ours and transformers' loops run on a tiny bfloat16 pair with K =
-5. Nothing is timed. A round begins with the target's forward. The first round reads the prompt and
-is left out. Operators of a nested `generate()` of the draft count.
+Forwards of the models are excluded. The decoding loops of hf_speculate and transformers run on a
+tiny bfloat16 pair with K = 5. Nothing is timed. A round begins with the forward of the target. The
+first round reads the prompt and is excluded. Operators in a nested `generate()` of the draft count.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.support.fake_cuda import FakeCuda
 from tests.support.tiny import make_model, noisy_copy
 
-# The hooks of this file count forwards or treat each token by itself.
+# The hooks in this file count forwards or treat each token independently.
 KNOWN_PACKAGES.add(__name__.partition(".")[0])
 
 NAME = "round_counts"
@@ -54,14 +54,14 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format all rows, with the meaning of the columns."""
+    """Format all rows, and explain the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
 def count(
     gpu: FakeCuda, target: PreTrainedModel, run: Callable[[], object]
 ) -> dict[str, dict[str, float]]:
-    """Count events between the beginnings of two forwards of the target."""
+    """Count events between the starts of two consecutive target forwards."""
     log, marks = gpu.log, []
     log.clear()
     log.plans.clear()
@@ -74,7 +74,7 @@ def count(
         run()
     finally:
         hook.remove()
-    # The first difference holds the prompt, and the last forward has no next one.
+    # The first difference includes the prompt, and no forward follows the last one.
     rounds = [
         [end - begin for begin, end in zip(*pair, strict=True)] for pair in pairwise(marks[1:])
     ]
@@ -108,7 +108,7 @@ def measure() -> list[dict[str, Any]]:
 def methods(
     target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any]
 ) -> dict[str, Callable[[], object]]:
-    """Return the methods of decoding, by name."""
+    """Return the decoding methods by name."""
     seeded_options = {**options, "seed": 1} if options["do_sample"] else options
     return {
         "plain": lambda: target.generate(**options),
@@ -127,7 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args()
-    if "TRITON_INTERPRET" not in os.environ:  # Triton reads the variable at import
+    if "TRITON_INTERPRET" not in os.environ:  # Triton reads this variable at import
         os.execve(
             sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"}
         )

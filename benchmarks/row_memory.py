@@ -1,11 +1,11 @@
-"""Measure memory of a running batch over many short rows: finished rows must leave nothing.
+"""Measure memory while many short rows pass through a batch, to find leaks of finished rows.
 
     python benchmarks/row_memory.py
 
-10,000 rows of at most 8 tokens pass through eight places of a random model of two layers, with a
-draft model or with recurrent states, in a few minutes each. The bundled target with its head
-decodes a fifth of them. After every tenth of the rows it counts the objects that Python's collector
-tracks and the memory of the process.
+10,000 rows of at most 8 tokens pass through eight places in the batch of a random two-layer model,
+with a draft model or with recurrent states, in a few minutes each. The bundled target with its head
+decodes a fifth as many rows. After every tenth of the rows, the script records the number of
+objects tracked by Python's garbage collector and the memory of the process.
 """
 
 import argparse
@@ -25,13 +25,13 @@ NUM_COUNTS = 10
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process."""
+    """Return the resident memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 def small_models(models: str) -> tuple[Any, dict[str, Any]]:
-    """Return models of two layers, in the form of `load_models`."""
+    """Return two-layer models, in the format of `load_models`."""
     if models == "hybrid":
         sizes = HYBRID | {
             "num_hidden_layers": 2,

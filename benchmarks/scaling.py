@@ -1,14 +1,14 @@
-"""Measure speed by context, new tokens and rows, on a random pair of Qwen2-0.5B's shape.
+"""Measure speed by context, new tokens and rows, on a random pair with Qwen2-0.5B's shape.
 
     python benchmarks/scaling.py                     # a CPU: four target layers in the sweep
     python benchmarks/scaling.py --layers 24
 
-The sweep's target is cut down on a CPU; at `--whole-contexts` it has all its layers.
+On a CPU, the target in the sweep has fewer layers; at `--whole-contexts` it has all layers.
 
-An oracle fixes the acceptance rate while all work is done, see `_subjects.Oracle`. The verify
-factor is measured by itself, with all layers, over caches of random states. Ours runs the library's
-forward, transformers its forward with a `DynamicCache`. Both are divided by transformers' forward
-of a single row.
+An oracle fixes the acceptance rate while all work is done; see `_subjects.Oracle`. The verify
+factor is measured separately, with all layers, over caches with random states. hf_speculate runs
+its own forward, and transformers runs its forward with a `DynamicCache`. Both times are divided by
+the time of the transformers forward of a single row.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
-    """Return the varied name, context, new tokens and rows of each cell."""
+    """Return the varied quantity, context, new tokens and rows of each cell."""
     cells = [("context", length, args.max_new_tokens, 1) for length in args.contexts]
     cells += [("new tokens", args.contexts[0], num_new, 1) for num_new in args.new_tokens]
     return cells + [
@@ -62,7 +62,7 @@ def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
 
 
 def whole_cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
-    """Return the cells for the target with all its layers; none if the sweep's target has them."""
+    """Return cells for the target with all layers; empty if the sweep already uses all layers."""
     is_whole = args.layers == SHAPES[args.shape][1]["num_hidden_layers"]
     return (
         []
@@ -74,7 +74,7 @@ def whole_cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
 def measure(
     subject: Subject, cell: tuple[str, int, int, int], args: argparse.Namespace
 ) -> list[Row]:
-    """Measure one cell: a row for every method."""
+    """Measure one cell, and return a row for every method."""
     varies, context, max_new_tokens, batch_size = cell
     runner, constant = (
         Runner(subject, "greedy", max_new_tokens, args.cache),
@@ -109,7 +109,7 @@ def measure(
         row |= {"layers": subject.target.config.num_hidden_layers}
         row |= {"subject": subject.name, "dtype": subject.dtype, **plain.summary(method)}
         per_token = [seconds / (max_new_tokens - 1) for seconds in plain.decode_s[method.name]]
-        row["step_s"] = spread(per_token)  # time per token of a row, after the prompt
+        row["step_s"] = spread(per_token)  # time per token and row, after the prompt
         row["tokens_per_s"] = batch_size / row["step_s"]["median"]
         if method.engine == OURS:
             row |= costs.report(row["counts"], batch_size)
@@ -121,7 +121,7 @@ def measure(
 
 
 def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
-    """Measure the verify factors of `--verify-queries` rows: ours and transformers'."""
+    """Measure the verify factors for `--verify-queries` in hf_speculate and transformers."""
     target, batch_size, num_queries = subject.target, args.verify_batch, args.verify_queries
     length, config = args.verify_context, target.config
     our_calls, undo_ours = forward_calls(target, batch_size, length, None, [num_queries], "ours")

@@ -1,4 +1,4 @@
-"""Draw the speed-ups of `ten_tasks.py` as SVG for README and docs, light and dark.
+"""Draw the speed-ups from `ten_tasks.py` as light and dark SVG plots for README and docs.
 
 python benchmarks/speed_plot.py
 
@@ -23,11 +23,11 @@ MAX_SHOWN = 2.0  # speed-up at the right end of a panel; longer ranges end in an
 
 
 class Method(NamedTuple):
-    """Bar of each panel."""
+    """Method with a bar in each panel."""
 
     label: str
     name: str  # name in the results
-    colour: str  # of the Okabe-Ito palette, or grey for plain decoding
+    colour: str  # colour from the Okabe-Ito palette, or grey for plain decoding
 
 
 class Theme(NamedTuple):
@@ -52,7 +52,7 @@ KINDS = tuple(readme_tables.TASK_KINDS)
 
 
 class Layout(NamedTuple):
-    """Position of panels: side by side, or stacked for narrow screens."""
+    """Positions of the panels, which are side by side, or stacked for narrow screens."""
 
     is_narrow: bool
 
@@ -63,11 +63,11 @@ class Layout(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        """Upper end of the lines below the bars."""
+        """Vertical position of the first line below the bars."""
         return self.origin(len(KINDS) - 1)[1] + TOP + LINE * len(METHODS) + 20
 
     def origin(self, number: int) -> tuple[float, float]:
-        """Return the left end and the upper shift of a panel's bars."""
+        """Return the left edge and the vertical offset of the bars in a panel."""
         if self.is_narrow:
             return LEFT, number * (LINE * len(METHODS) + GAP)
         return LEFT + number * (PANEL + GAP), 0
@@ -77,7 +77,7 @@ LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
 
 
 def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
-    """Return the SVG of the tasks that copy and of the questions."""
+    """Return an SVG with one panel for the tasks that copy and one for the questions."""
     lines = sources_of(results["environment"])
     lines = lines if layout.is_narrow else ["; ".join(lines)]
     height = layout.bottom + 16 * len(lines)
@@ -90,7 +90,7 @@ def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
     ]
     for number, kind in enumerate(KINDS):
         left, shift = layout.origin(number)
-        if left == LEFT:  # methods are named once on a line
+        if left == LEFT:  # methods are named once per line of panels
             for place, method in enumerate(METHODS):
                 middle = TOP + shift + LINE * place + BAR / 2
                 style = 'font-size="14" text-anchor="end"'
@@ -104,7 +104,7 @@ def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
 
 
 def sources_of(environment: dict[str, Any]) -> list[str]:
-    """Return the measured setting and the meaning of the marks, a line each on narrow screens."""
+    """Return the measured setting and the legend, on separate lines for narrow screens."""
     cores = f"{environment['threads']} core{'s' * (environment['threads'] > 1)}"
     return [
         f"greedy, one row, {NUM_TOKENS} new tokens, equal texts",
@@ -116,7 +116,7 @@ def sources_of(environment: dict[str, Any]) -> list[str]:
 def panel(
     start: float, title: str, spreads: dict[str, tuple[float, float, float]], theme: Theme
 ) -> list[str]:
-    """Return the bars of one kind of tasks."""
+    """Return the bars for one kind of task."""
     scale = PANEL / MAX_SHOWN
     bottom = TOP + LINE * len(METHODS) - (LINE - BAR) + 6
     plain_x = start + scale
@@ -141,7 +141,7 @@ def panel(
             continue
         left, right = start + least * scale, start + min(greatest, MAX_SHOWN) * scale
         path = f"M{left:.1f} {middle - 4}v8M{left:.1f} {middle}H{right:.1f}"
-        if greatest > MAX_SHOWN:  # the label stands inside the bar
+        if greatest > MAX_SHOWN:  # the label is inside the bar
             path += "m-5 -4l5 4l-5 4"
             parts.append(text(start + 6, middle + 4.5, label, "#ffffff", bold))
             words = f"to {greatest:.1f}x"

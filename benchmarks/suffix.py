@@ -1,13 +1,13 @@
-"""Measure drafting without a model per row and round, and transformers' prompt lookup.
+"""Measure model-free drafting and transformers' prompt lookup, per row and round.
 
     python benchmarks/suffix.py
 
-Times are given by the length of the text. A round is one call of the drafter: it reads the tokens
-emitted since the last call and drafts K tokens for every row. Updating and searching the index is
-also timed separately. The text is Python's standard library in the bundled tokenizer, different for
-each row. Rounds are timed twice: back to back, by blocks of one length in turn, and after other
-work. The other work writes more memory than the processor's caches hold, like a large model's
-forward. transformers takes one row of the same texts, back to back.
+Times are listed by text length. A round is one call of the drafter, which reads the tokens emitted
+since the last call and drafts K tokens for every row. Updating and searching the index is also
+timed separately. The text is Python's standard library, encoded by the bundled tokenizer, and
+differs between rows. Rounds are timed in two ways: back to back, in blocks of one length in turn,
+and after other work. The other work writes more memory than the processor caches hold, like a
+forward of a large model. transformers takes one row of the same texts, back to back.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from hf_speculate.draft.suffix_index import MAX_MATCH_LEN
 
 NAME = "suffix"
 TARGET_LEN, MAX_US = 32_768, 20.0  # per row and round
-MAX_GROWTH = 2.0  # from the shortest to the longest text
-BLOCK_ROUNDS = 25  # rounds of one length in a block
-OTHER_BYTES = 64 << 20  # written before each round that is timed after other work
+MAX_GROWTH = 2.0  # limit for the growth from the shortest to the longest text
+BLOCK_ROUNDS = 25  # rounds per block of one length
+OTHER_BYTES = 64 << 20  # bytes written before each round that is timed after other work
 
 
 def library_tokens(num_tokens: int) -> list[int]:
-    """Return token ids of Python's standard library, repeated if it is too short."""
+    """Return token ids of Python's standard library, repeated if there are too few."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     ids: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -46,7 +46,7 @@ def library_tokens(num_tokens: int) -> list[int]:
 
 
 class Text:
-    """Rows of equal length and their drafter."""
+    """Rows of equal length, with their drafter."""
 
     def __init__(self, ids: Tensor, length: int, args: argparse.Namespace):
         self.ids, self.length, self.num_each = ids, length, args.emitted
@@ -64,7 +64,7 @@ class Text:
         self.their_us: list[float] = []
 
     def round(self, us: list[float]) -> None:
-        """Run one round after the next tokens of each row; append its microseconds to `us`."""
+        """Run one round after the next tokens of each row, and append its microseconds to `us`."""
         new_ids = self._next().tolist()
         begin = time.perf_counter()
         self.drafter.look_up(new_ids)
@@ -72,7 +72,7 @@ class Text:
         us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def index_round(self) -> None:
-        """Run a round of the rows' indices alone."""
+        """Run one round with only the indices of the rows."""
         new_ids = self._next().tolist()
         begin = time.perf_counter()
         for row, ids in zip(self.drafter.texts, new_ids, strict=True):
@@ -81,7 +81,7 @@ class Text:
         self.index_us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def their_round(self) -> None:
-        """Run one round of transformers on the first row."""
+        """Run one round in transformers on the first row."""
         row_ids = self.ids[:1, : self.length]
         begin = time.perf_counter()
         self.theirs.get_candidates(row_ids)
@@ -94,7 +94,7 @@ class Text:
 
 
 def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one row of results per length."""
+    """Measure all lengths, and return one row of results per length."""
     num_blocks = args.rounds // BLOCK_ROUNDS
     num_new = 3 * num_blocks * BLOCK_ROUNDS * args.emitted
     texts = []
@@ -133,7 +133,7 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
 
 
 def shown(us: dict[str, float]) -> str:
-    """Format a median with the fastest and the slowest round."""
+    """Format a median together with the fastest and the slowest round."""
     return "{median:.1f} ({min:.1f} to {max:.0f})".format(**us)
 
 
@@ -150,12 +150,12 @@ COLUMNS = {
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format medians with the fastest and the slowest round."""
+    """Format medians together with the fastest and the slowest rounds."""
     return markdown(COLUMNS, content["rows"])
 
 
 def growths(rows: list[dict[str, Any]]) -> list[float]:
-    """Return the longest text's median over the shortest's, by batch size and kind of timing."""
+    """Return the median for the longest text over the shortest, by batch size and timing."""
     samples = []
     for batch_size in sorted({row["batch_size"] for row in rows}):
         for name in ("us_per_row_and_round", "us_after_other_work"):

@@ -1,12 +1,12 @@
-"""Compare the default schedule with transformers' prompt lookup on ten tasks of SmolLM2.
+"""Compare the default schedule with transformers' prompt lookup on ten tasks with SmolLM2.
 
     python benchmarks/ten_tasks.py [--max-new-tokens 64 128] [--repeats 5]
 
-Every repeat is a new process. It decodes the tasks of `examples/tasks.jsonl` in a shuffled order,
-one row in float32, greedily: plainly, with transformers' prompt lookup of 5 and of 10 tokens, and
-with ours, with the default schedule and with a constant length. The order of the methods turns with
-the tasks. A task counts if all texts are equal. Ratios are geometric means over tasks of the
-medians over processes.
+Every repeat is a new process. It decodes the tasks in `examples/tasks.jsonl` greedily in a shuffled
+order, with one row in float32. The methods are plain decoding, prompt lookup in transformers with 5
+and 10 tokens, and prompt lookup in hf_speculate with the default schedule and a constant length.
+The order of the methods rotates from task to task. A task counts only if all texts are equal. The
+ratio is the geometric mean over tasks of the medians over processes.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def measure(max_new_tokens: int, seed: int) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Format the speed over plain decoding of each task, and geometric means, as Markdown."""
+    """Format the speed-up over plain decoding for each task, with geometric means, as Markdown."""
     columns = {"tokens": lambda row: row["max_new_tokens"], "task": lambda row: row["task"]}
     for name in METHODS:
         if name != PLAIN:
@@ -95,12 +95,12 @@ def table(content: dict[str, Any]) -> str:
 def speeds_of(
     rows: list[dict[str, Any]], num_tokens: int, kind: str = ""
 ) -> dict[str, list[float]]:
-    """Return the speeds of each method over plain decoding, by task of equal texts.
+    """Return speed-ups of each method over plain decoding, for tasks with equal texts.
 
     Args:
-        rows: Rows of the results.
-        num_tokens: Number of new tokens.
-        kind: Kind of the tasks, "copying" or "plain"; empty for all.
+        rows: rows of the results.
+        num_tokens: number of new tokens.
+        kind: kind of the tasks, "copying" or "plain"; empty for all tasks.
     """
     speeds = [
         row["speed"]
@@ -113,13 +113,13 @@ def speeds_of(
 def spreads_of(
     rows: list[dict[str, Any]], num_tokens: int, kind: str
 ) -> dict[str, tuple[float, float, float]]:
-    """Return the median, slowest and fastest task of each method."""
+    """Return the median, slowest and fastest task for each method."""
     by_method = speeds_of(rows, num_tokens, kind)
     return {name: (median(speeds), min(speeds), max(speeds)) for name, speeds in by_method.items()}
 
 
 def means_of(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
-    """Return for each number of new tokens the geometric means of the methods over tasks."""
+    """Return the geometric mean over tasks for each method, by number of new tokens."""
     return [
         (
             num_tokens,
@@ -130,7 +130,7 @@ def means_of(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return geometric means over the tasks with equal texts, and ours over the better peer."""
+    """Return geometric means over tasks with equal texts, and our ratio to the better peer."""
     lines = []
     for num_tokens, means in means_of(rows):
         best = max(means[name] for name in PEERS)

@@ -4,16 +4,17 @@
     python benchmarks/throughput.py --models head      # the bundled target with its EAGLE-3 head
     python benchmarks/throughput.py --models hybrid    # a random Qwen3.5 with prompt lookup
 
-Prompts are pieces of Python's standard library in the bundled tokenizer. Outputs are greedy and end
-at a length drawn for each prompt from a log-normal distribution. In static batches a stopping
-criterion ends them, in refilled ones the row's limit. Refilled rows and static batches decode with
-and without the bundled draft model; transformers' continuous batching (`generate_batch`) decodes
-without. All methods run in turn in one process, and the results are written after each run.
+Prompts are pieces of Python's standard library, encoded by the bundled tokenizer. Outputs are
+greedy and end at a length drawn for each prompt from a log-normal distribution. A stopping
+criterion ends the rows of static batches, and the limit of the row ends refilled rows. Refilled
+rows and static batches decode with and without the bundled draft model; continuous batching in
+transformers (`generate_batch`) decodes without a draft. All methods run in turn in one process, and
+the results are written after each run.
 
-The last column says how a method is bounded. A static batch runs as many rounds as its slowest row
-needs, with fewer and fewer live rows; `--rows` times the mean acceptance length is the most that a
-round can emit. Refilled rows stay live until the prompts run out, and each prompt is read while the
-other rows wait. This wait is the share of the prefill.
+The last column describes what limits a method. A static batch runs as many rounds as its slowest
+row needs, with fewer and fewer live rows; a round can emit at most `--rows` times the mean
+acceptance length. Refilled rows stay live until the prompts run out, and the other rows wait while
+a prompt is read. This wait is the prefill share.
 """
 
 import argparse
@@ -69,8 +70,8 @@ class EndsAtItsLength(StoppingCriteria):
     """Criterion that ends rows at individual lengths.
 
     Args:
-        lens: new tokens by the first token of the prompt; first tokens must differ.
-        prompt_len: of all prompts.
+        lens: number of new tokens by the first token of the prompt; first tokens must differ.
+        prompt_len: length of all prompts.
     """
 
     def __init__(self, lens: dict[int, int], prompt_len: int):
@@ -83,7 +84,7 @@ class EndsAtItsLength(StoppingCriteria):
 
 
 def load_models(models: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Return the target of one of `MODELS`, and the arguments of `generate()` for its drafts."""
+    """Return the target for one of `MODELS`, and the `generate()` arguments for its drafts."""
     if models == "hybrid":
         torch.manual_seed(0)
         hybrid = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID)).to(device).eval()
@@ -99,12 +100,12 @@ def load_models(models: str, device: torch.device) -> tuple[Any, dict[str, Any]]
 
 
 def result_of(models: str) -> str:
-    """Return the name of the results of one of `MODELS`."""
+    """Return the name of the results for one of `MODELS`."""
     return NAME if models == "pair" else f"{NAME}_{models}"
 
 
 class Methods:
-    """All methods over one set of prompts."""
+    """All methods, run on one set of prompts."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -121,7 +122,7 @@ class Methods:
         self.prompts = [[first, *piece] for first, piece in zip(first_ids, pieces, strict=True)]
         self.stats: dict[str, hf_speculate.SpeculationStats] = {}
         self.num_tokens: dict[str, int] = {}
-        self.failures: dict[str, str] = {}  # reasons of methods that could not run
+        self.failures: dict[str, str] = {}  # reasons why methods could not run
 
     def arguments(self, is_speculative: bool) -> dict[str, Any]:
         """Return the arguments of `generate()`."""
@@ -150,7 +151,7 @@ class Methods:
         self.stats[name] = decoder.stats
 
     def static(self, name: str, is_speculative: bool) -> None:
-        """Decode batch by batch."""
+        """Decode in static batches."""
         total, num_tokens, size = hf_speculate.SpeculationStats(), 0, self.args.rows
         for begin in range(0, len(self.prompts), size):
             prompts, lens = self.prompts[begin : begin + size], self.lens[begin : begin + size]
@@ -180,7 +181,7 @@ class Methods:
         self.num_tokens[name], self.stats[name] = num_tokens, total
 
     def peer(self) -> None:
-        """Run transformers' continuous batching, without speculation."""
+        """Run continuous batching in transformers, without speculation."""
         blocks = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
         with self.peer_target.continuous_batching_context_manager(
             continuous_batching_config=blocks
@@ -209,7 +210,7 @@ class Methods:
         return calls if self.args.no_peer else {**calls, PEER: self.peer}
 
     def run(self, name: str) -> float | None:
-        """Return the seconds of a run, or None if the method cannot run here."""
+        """Run a method and return the seconds, or None if it cannot run here."""
         try:
             return timed_run(self.calls()[name], None, patience=0)[0]
         except Exception as error:
@@ -249,7 +250,7 @@ class Methods:
         }
 
     def _bounds(self, stats: hf_speculate.SpeculationStats) -> dict[str, Any]:
-        """Return the rows per round, and each stage's share of all seconds."""
+        """Return the rows per round, and the share of each stage in the total time."""
         shares = {
             stage: seconds / stats.total_s for stage, seconds in stats.seconds_by_stage.items()
         }
@@ -260,7 +261,7 @@ class Methods:
 
 
 def bounds_of(row: dict[str, Any]) -> str:
-    """Describe the bounds of a method."""
+    """Describe what limits a method."""
     if "share_by_stage" not in row:
         return row.get("failure", "-")
     shares = sorted(row["share_by_stage"].items(), key=lambda item: -item[1])
@@ -307,7 +308,7 @@ def main() -> None:
     )
     parser.add_argument("--models", choices=MODELS, default="pair")
     args = parse_common(parser)
-    # transformers' continuous batching has no recurrent states
+    # continuous batching in transformers does not support recurrent states
     args.no_peer |= args.models == "hybrid"
     methods = Methods(args)
     seconds: dict[str, list[float]] = {name: [] for name in methods.calls()}

@@ -1,13 +1,14 @@
-"""Compare every verifier with transformers' code, the textbook in eager torch and FlashInfer.
+"""Compare every verifier with transformers, textbook code in eager torch, and FlashInfer.
 
     python benchmarks/verifiers.py                           # a default for the machine
     python benchmarks/verifiers.py --batch-sizes 1 8 --num-draft-tokens 5 --dtypes float32
     python benchmarks/verifiers.py --table                   # print the last results as a table
     python benchmarks/verifiers.py --readme docs/kernels.md  # write this table into the file
 
-All methods alternate in one process. The output of each is checked before it is timed, see
-`_exactness`; a method that fails stops the run. Times begin at raw logits and include temperature
-and top-k (ours: finding the cutoffs). transformers verifies one row, so a batch is a loop.
+All methods alternate in one process. The output of each method is checked before it is timed, see
+`_exactness`; a failed check stops the run. The timed code starts from raw logits and includes
+temperature and top-k (in hf_speculate, finding the cutoffs). transformers verifies one row at a
+time, so a batch is a loop.
 """
 
 import argparse
@@ -44,15 +45,15 @@ BATCH_SIZES, NUM_DRAFT_TOKENS, VOCAB_SIZES = (
     (3, 5, 8),
     (151_936, 128_256, 32_000),
 )
-# On a CPU: sizes of a laptop, under ten minutes on two cores.
+# On a CPU, sizes suit a laptop and take under ten minutes on two cores.
 CPU_BATCH_SIZES, CPU_NUM_DRAFT_TOKENS, CPU_VOCAB_SIZES = (1, 8), (5,), (151_936, 32_000)
 MIN_REPEATS = 5
-# On a GPU a round's logits are read from memory, not from its cache.
+# On a GPU, the logits of a round are read from memory, not from the cache.
 GPU_WORKING_SET_BYTES, MAX_ROUNDS = 1 << 28, 64
-# Copies of a round's logits in float32 held at once by the widest method, the textbook's block.
+# Most float32 copies of a round's logits that a method holds at once (textbook block verification).
 NUM_FLOAT_COPIES = 6
-# These methods build or compile foreign code at their first call. Values are the errors of failed
-# builds.
+# These methods build or compile other libraries' code in their first call. The values are the
+# errors of failed builds.
 MAY_FAIL = {"ours, compiled": RuntimeError, "flashinfer": (ImportError, RuntimeError)}
 
 Shape = tuple[str, int, int, int]  # dtype, B, K, V
@@ -65,7 +66,7 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
 
 
 def left_out_of(shapes: list[Shape]) -> str | None:
-    """Describe the part of the full grid that is not in `shapes`."""
+    """Describe the part of the full grid that `shapes` omits."""
     axes = zip(
         ("dtypes", "batch sizes", "drafted tokens", "vocabularies"),
         (tuple(DTYPES), BATCH_SIZES, NUM_DRAFT_TOKENS, VOCAB_SIZES),
@@ -98,7 +99,7 @@ def needed_bytes(shape: Shape) -> int:
 
 
 def make_rounds(shape: Shape, warp: Warp, how: str, device: torch.device) -> list[Round]:
-    """Make one round on a CPU; on a GPU so many that they exceed its cache."""
+    """Make one round on a CPU, or on a GPU as many rounds as exceed its cache."""
     dtype, *sizes = shape
     round_bytes = sizes[0] * (2 * sizes[1] + 1) * sizes[2] * DTYPES[dtype].itemsize
     count = (
@@ -114,7 +115,7 @@ def make_rounds(shape: Shape, warp: Warp, how: str, device: torch.device) -> lis
 
 
 def check_cutoffs(round_: Round) -> None:
-    """Stop unless the cutoffs keep exactly the entries of transformers' top-k."""
+    """Stop unless the cutoffs keep exactly the same entries as top-k in transformers."""
     if round_.warp.top_k is None:
         return
     logits = round_.target_logits
@@ -133,10 +134,10 @@ def accepted_of(run: Run, rounds: list[Round]) -> float:
 def timed(
     methods: dict[str, Run], rounds: list[Round], args: argparse.Namespace, name: str
 ) -> tuple[dict[str, list[float]], int]:
-    """Return the seconds of a round by method, and the number of runs held up by others."""
+    """Return the seconds per round by method, and the number of runs delayed by other processes."""
     fresh = [round_.target_logits.clone() for round_ in rounds]
 
-    def restore() -> None:  # like a forward: transformers processes float32 logits in place
+    def restore() -> None:  # as a forward would: transformers processes float32 logits in place
         for round_, logits in zip(rounds, fresh, strict=True):
             round_.target_logits.copy_(logits)
 
@@ -151,7 +152,7 @@ def timed(
             tqdm.write(
                 f"left out: ours, triton, graph for {name}: {str(error).strip().splitlines()[0]}"
             )
-    alternate(calls, 1, name, restore)  # compiles and allocates
+    alternate(calls, 1, name, restore)  # compiles code and allocates memory
     once = sum(values[0] for values in alternate(calls, 1, name, restore).values())
     repeats = max(MIN_REPEATS, min(args.repeats, int(args.cell_seconds / once)))
     seconds, num_held_up = alternate_patiently(calls, repeats, name, restore, args.patience)
@@ -207,7 +208,7 @@ def measure(
 def checked_methods(
     name: str, verifier: Verifier, args: argparse.Namespace, reported: set[str]
 ) -> dict[str, Run]:
-    """Return the checked methods to time; report each method that cannot run once."""
+    """Return the checked methods to time, and report each method that cannot run, once."""
     methods, left_out = methods_of(verifier, args.device, args.compile)
     for method in list(methods):
         try:
@@ -232,7 +233,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"left out of the grid: {left_out}")
     reported: set[str] = set()
     threads = args.threads or torch.get_num_threads()
-    # Small operations gain nothing from threads, and on a busy machine they wait for one another.
+    # Small operations gain nothing from threads, which wait for one another on a busy machine.
     torch.set_num_threads(1)
     names = tqdm(args.verifiers, desc="checking outputs", leave=False, disable=None)
     methods = {name: checked_methods(name, VERIFIERS[name], args, reported) for name in names}

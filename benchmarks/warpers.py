@@ -1,4 +1,4 @@
-"""Time top-k and top-p on the rows of one round on a CPU, with transformers' classes and ours.
+"""Time top-k and top-p on the rows of one round on a CPU, in transformers and hf_speculate.
 
 python benchmarks/warpers.py
 """
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def measure(batch_size: int, vocab_size: int, name: str, repeats: int) -> Row:
-    """Measure one cell: B rows of K + 1 positions."""
+    """Measure one cell with B rows of K + 1 positions."""
     num_positions = NUM_DRAFT_TOKENS + 1
     scores = torch.randn(batch_size, num_positions, vocab_size) * SPREAD
     prefixes = torch.zeros(batch_size, 1, dtype=torch.int64)

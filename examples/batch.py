@@ -2,8 +2,8 @@
 
     python examples/batch.py
 
-The first run is interrupted, the second one resumes it. `hf-speculate batch TARGET prompts.jsonl
---output out.jsonl --draft DRAFT` does the same for files.
+The first run is interrupted, and the second run resumes it. `hf-speculate batch TARGET
+prompts.jsonl --output out.jsonl --draft DRAFT` does the same for files.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ import hf_speculate
 PAIR = Path(__file__).parent / "pair"
 PROMPTS = [
     "def main():\n",
-    {"id": "stack", "prompt": "class Stack:\n", "tag": "class"},  # other fields go on to the result
+    {"id": "stack", "prompt": "class Stack:\n", "tag": "class"},  # other fields are copied
     "import os\n\n",
     "def read_lines(path):\n",
     "class Queue:\n    def __init__(self):\n",

@@ -1,12 +1,12 @@
-"""Chat with a model that reads every turn once: all caches are kept from turn to turn.
+"""Chat with a model that reads every turn only once, because caches are kept between turns.
 
     python examples/chat.py
     python examples/chat.py --target <model> --draft <smaller model> --sample
     python examples/chat.py --tiny
 
-Lines of the standard input are the user's turns. /clear starts over, and an empty line, or the end
-of the input, ends the chat. An error ends its turn only. With --tiny it runs the bundled pair,
-which only continues Python code.
+Each line of the standard input is a turn of the user. /clear starts over, and an empty line or the
+end of the input ends the chat. An error ends only the current turn. With --tiny, the script runs
+the bundled pair, which only continues Python code.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from models import TEMPLATE, load_models
 
 
 class Chat:
-    """Conversation with the caches of both models.
+    """Conversation that keeps the caches of both models.
 
     Args:
-        target: an enabled model with full attention in all layers, because its cache is cropped.
+        target: an enabled model. All layers need full attention, because the cache is cropped.
         draft: the draft model.
-            None if `options` name another draft source.
-        tokenizer: the target's.
-        **options: of `generate()`, `max_new_tokens` among them.
+            None if `options` names another draft source.
+        tokenizer: the tokenizer of the target.
+        **options: arguments of `generate()`, including `max_new_tokens`.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Chat:
             tokenizer.chat_template = TEMPLATE
 
     def forget_states(self) -> None:
-        """Begin with empty caches; after an error they may hold any part of a turn."""
-        self.read_ids: list[int] = []  # tokens of the cached states, and the one after them
+        """Clear the caches, which may hold part of a turn after an error."""
+        self.read_ids: list[int] = []  # tokens of the cached states, and the next token
         self.cache = DynamicCache(config=self.target.config)
-        # The draft model's cache is kept too, and cropped with the target's.
+        # The cache of the draft model is kept too, and cropped together with the target's cache.
         if "assistant_model" in self.options:
             self.options["draft_state"] = hf_speculate.DraftState()
 
     def say(self, text: str, streamer: TextStreamer | None = None) -> str:
-        """Answer the user; after an error the conversation is without this turn."""
+        """Answer the user; an error removes this turn from the conversation."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
@@ -99,7 +99,7 @@ class Chat:
     def _forget_past(self, ids: list[int]) -> None:
         """Crop the cache to the common prefix with the new prompt.
 
-        A template may write an answer in other tokens.
+        A chat template may write an answer with different tokens than were generated.
         """
         num_held = self.cache.get_seq_length()
         # At least one token must be read now.

@@ -1,10 +1,10 @@
-"""Register a custom drafter: it learns token pairs from each row's text and proposes them.
+"""Define a custom drafter that learns token pairs from the text of each row and proposes them.
 
     python examples/custom_drafter.py --max-new-tokens 48
 
-No model drafts. A table of pairs is a poor drafter, but text repeats itself. The target verifies
-every proposal, so the texts are those of plain decoding. The script prints the mean acceptance
-length, and whether the texts are equal.
+There is no draft model. A table of pairs is a poor drafter, but text repeats itself. The target
+verifies every proposal, so the texts are the same as with plain decoding. The script prints the
+mean acceptance length and whether the texts are equal.
 """
 
 import argparse
@@ -29,11 +29,11 @@ class BigramDrafter:
     """Drafter over a table of token pairs.
 
     It proposes, token by token, the last successor of each token in the row.
-    `generate(drafter=BigramDrafter)` makes one for every call. A row stops proposing at a token
-    without a successor, so rows propose different numbers of tokens, and perhaps none.
+    `generate(drafter=BigramDrafter)` creates a drafter for every call. A row stops proposing at a
+    token without a successor, so rows propose different numbers of tokens, possibly none.
 
     Args:
-        request: of the call.
+        request: the setup of the call.
     """
 
     def __init__(self, request: hf_speculate.DrafterSetup):
@@ -49,7 +49,7 @@ class BigramDrafter:
             request.num_draft_tokens,
             request.kept,
         )
-        if kept is None:  # the first call: the whole texts, padded on the left
+        if kept is None:  # the first call: complete texts, padded on the left
             self.next_ids = [{} for _ in self.num_pads]
             texts = [
                 row[pad:] for row, pad in zip(query_token_ids.tolist(), self.num_pads, strict=True)

@@ -3,8 +3,9 @@
     python examples/custom_verifier.py --num-likeliest 4
 
 A drafted token is accepted if it is among the target's k most likely tokens. The token after the
-accepted ones is the target's most likely one or, with `do_sample=True`, a sample from the target's
-distribution. The verifier is lossy: the draft chooses which of the k tokens the output contains.
+accepted ones is the most likely token of the target or, with `do_sample=True`, a sample from its
+distribution. The verifier is lossy, because the draft chooses which of the k tokens the output
+contains.
 """
 
 import argparse
@@ -28,11 +29,12 @@ NUM_LIKELIEST = 4
 class TopKVerifier:
     """Verifier that accepts the likeliest tokens.
 
-    It accepts drafted tokens among the target's `num_likeliest` most likely ones, ties included.
+    It accepts a drafted token among the `num_likeliest` most likely tokens of the target, including
+    ties.
     """
 
     num_likeliest: int
-    samples: bool  # whether the token after the accepted ones is sampled
+    samples: bool  # whether to sample the token after the accepted ones
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         vocab_size = target_logits.shape[-1]
@@ -49,7 +51,7 @@ class TopKVerifier:
 def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
     """Sample one token at each position of [B, K+1, V] and return [B, K+1] int64.
 
-    Drafts use another stream.
+    Drafts use a different random stream.
     """
     positions = range(target_logits.shape[1])
     draws = [

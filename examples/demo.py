@@ -3,23 +3,24 @@
     python examples/demo.py
     python examples/demo.py --tiny --prompts 16 --max-new-tokens 64 --num-assistant-tokens 5
 
-The model is SmolLM2-135M-Instruct with its draft head. transformers' assisted generation takes no
-such head and drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with
-its smaller model; one more line drafts with the EAGLE-3 head in `examples/heads`.
+The model is SmolLM2-135M-Instruct with its draft head. Assisted generation in transformers does not
+support this head and drafts by prompt lookup. With --tiny, the model is the bundled 7 M pair, and
+both libraries draft with the smaller model; one more line drafts with the EAGLE-3 head in
+`examples/heads`.
 
-SmolLM2 gets the ten tasks of `tasks.jsonl`. Seven of them copy text with changes, as editing does:
-there prompt lookup drafts well. Three are plain questions. Both are reported apart.
+SmolLM2 gets the ten tasks in `tasks.jsonl`. Seven of them copy text with changes, as editing does,
+and suit prompt lookup. Three are plain questions. The two kinds are reported separately.
 
-A pass decodes a prompt alone, or several of one kind together, with every method, in alternating
-order. Passes go on until they or the time are used up; a slow machine decodes fewer prompts
-together. The table holds medians over passes. The speed-up is over plain `generate()` of the same
-kind (greedy or sampled) on the same prompts in the same pass. A greedy pass counts if all methods
-wrote the same text: at a near-tie one may follow another text with other drafts. In float32 nearly
-all count. transformers decodes a batch row by row. Ctrl-C prints the measurements so far; the exit
-status is then 130.
+A pass decodes a single prompt, or several prompts of one kind together, with every method, in
+alternating order. The script stops when the passes or the time are used up; a slow machine decodes
+fewer prompts together. The table holds medians over passes. The speed-up is relative to plain
+`generate()` in the same mode (greedy or sampling) on the same prompts in the same pass. A greedy
+pass counts only if all methods wrote the same text, because after a near-tie a method may continue
+with a different text and different drafts. In float32, nearly all passes count. transformers
+decodes a batch row by row. Ctrl-C prints the measurements so far; the exit status is then 130.
 
-Greedy texts are compared with plain decoding's, at least one of each dtype, however little time
-there is. The exit status is 1 if one differs by more than rounding explains.
+Greedy texts are compared with plain decoding, at least one for each dtype, however short the time
+is. The exit status is 1 if a text differs by more than rounding explains.
 """
 
 import argparse
@@ -56,12 +57,12 @@ from models import PAIR, Question, load_models, read_by_category
 
 EXAMPLES = Path(__file__).resolve().parent
 BATCH_SIZES = (8, 4, 2)  # rows decoded together: the largest number that the time allows
-MAX_ROWS_OF_MODEL = 4  # limit of rows for SmolLM2
+MAX_ROWS_OF_MODEL = 4  # maximum number of rows for SmolLM2
 MIN_PASSES = 3
-WARM_UP_SHARE = 0.1  # limit, as a share of the time
-MEASURING_SHARE = 0.8  # share of the time; the other dtype gets the remaining time
-NUM_WARM_UP_TOKENS = 16  # number of tokens of each prompt
-# Short plain runs between these passes show how busy the machine is.
+WARM_UP_SHARE = 0.1  # maximum share of the time
+MEASURING_SHARE = 0.8  # share of the time; the other dtype gets the rest
+NUM_WARM_UP_TOKENS = 16  # number of new tokens per prompt
+# Short plain runs between these passes reveal how busy the machine is.
 PROBE_EVERY, PROBE_TOKENS = 3, 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAILED, INTERRUPTED = 1, 130
@@ -76,12 +77,12 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     questions: list[Question]
     prompts: list[str]  # the questions in the model's format
-    max_rows: int  # limit of rows decoded together
-    is_sampled_too: bool  # whether sampling is measured as well
+    max_rows: int  # maximum number of rows decoded together
+    is_sampled_too: bool  # whether to measure sampling as well
 
 
 class Pass(NamedTuple):
-    """A batch for every method in turn."""
+    """Batch that every method decodes in turn."""
 
     kind: str
     batch_size: int
@@ -103,7 +104,7 @@ def run_line(
 
 
 def time_plain(pair: Pair, batch: Batch) -> Timing:
-    """Time plain greedy decoding by two short runs; the first one also warms up."""
+    """Time plain greedy decoding with two short runs; the first run also warms up."""
     seconds = [
         decode(PLAIN_GREEDY, pair, batch, num_tokens, seed=0).seconds for num_tokens in (2, 2, 12)
     ]
@@ -112,7 +113,7 @@ def time_plain(pair: Pair, batch: Batch) -> Timing:
 
 
 def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int) -> list[Pass]:
-    """Return each prompt alone, with batches of `num_rows` prompts of one kind in between.
+    """Return single prompts, interleaved with batches of `num_rows` prompts of one kind.
 
     Prompts repeat to fill the last batch of a kind.
     """
@@ -143,9 +144,9 @@ def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int)
 def choose_methods(
     timing: Timing, loaded: Loaded, num_tokens: int, budget_s: float, has_head: bool
 ) -> list[Line]:
-    """Return the methods with the most rows that fit into the time.
+    """Return the methods with the largest number of rows that fits the time budget.
 
-    `MIN_PASSES` passes of each number of rows must fit.
+    There must be time for `MIN_PASSES` passes with each number of rows.
     """
     sizes = [min(size, len(loaded.prompts)) for size in BATCH_SIZES if size <= loaded.max_rows]
     choices = [methods(size, has_head, loaded.is_sampled_too) for size in sizes]
@@ -165,7 +166,7 @@ def measure(
     args: argparse.Namespace,
     begin: float,
 ) -> None:
-    """Run the passes in a cycle until `args.passes` or the time since `begin` is used up."""
+    """Cycle through the passes until `args.passes` or the time since `begin` is used up."""
     for line in tqdm(tallies, desc="warming up", leave=False):
         batch = next(
             candidate.batch for candidate in passes if candidate.batch_size == line.batch_size
@@ -199,7 +200,7 @@ def time_probe(pair: Pair, batch: Batch) -> float:
 def print_texts(
     tallies: Tallies, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
 ) -> None:
-    """Print the first texts of each kind, two in all."""
+    """Print the first texts of each kind, two in total."""
     kinds = list(dict.fromkeys(question.kind for question in questions))
     for kind in kinds:
         tally = tallies[replace(OURS_GREEDY, kind=kind)]

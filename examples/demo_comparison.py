@@ -1,4 +1,4 @@
-"""Compare the demo's greedy texts with plain decoding's, and tell rounding from errors."""
+"""Compare greedy texts of the demo with plain decoding, and distinguish rounding from errors."""
 
 import time
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ class Comparison:
     """Verdicts on the greedy texts of a pair.
 
     Args:
-        pair: decodes.
+        pair: the models that decode.
     """
 
     def __init__(self, pair: Pair):
-        # Drafts have constant length: the schedule could choose plain decoding, and then nothing
-        # would be compared.
+        # The draft length is constant, because a schedule that chose plain decoding would leave
+        # nothing to compare.
         self.pair = replace(pair, num_assistant_tokens=pair.num_assistant_tokens or ASSISTED_K)
         self.check = TextCheck(pair.decoder)
         self.num_texts = self.num_equal = self.num_wrong = 0
@@ -30,11 +30,11 @@ class Comparison:
 
     @property
     def is_failed(self) -> bool:
-        """Whether a text is wrong, or none was compared with verified drafts."""
+        """Whether a text is wrong, or no compared text had verified drafts."""
         return self.num_wrong > 0 or self.num_verified == 0
 
     def add_measured(self, tallies: Tallies) -> None:
-        """Compare the measured texts with plain decoding's of the same prompts."""
+        """Compare the measured texts with plain decoding of the same prompts."""
         for line, tally in tallies.items():
             if line.engine == OURS and not line.is_sampled:
                 plain = tallies[replace(PLAIN_GREEDY, batch_size=line.batch_size, kind=line.kind)]
@@ -46,7 +46,7 @@ class Comparison:
     def add_until(self, end: float, batches: Sequence[Batch], max_new_tokens: int) -> None:
         """Decode prompts plainly and with drafts until the time is over.
 
-        At least one drafted token must have been verified.
+        Continue past the limit until at least one drafted token has been verified.
         """
         longest_s = 0.0
         for batch in batches:
@@ -59,7 +59,7 @@ class Comparison:
             longest_s = max(longest_s, time.perf_counter() - begin)
 
     def add(self, line: Line, ours: Run, expected: Run) -> None:
-        """Compare the texts of a call with plain decoding's of the same batch."""
+        """Compare the texts of a call with plain decoding of the same batch."""
         self.num_verified += 0 if ours.stats is None else ours.stats.num_verified
         for row in self.check.rows(self.pair.method(line), ours, expected.texts):
             self.num_texts += 1
@@ -80,7 +80,7 @@ class Comparison:
 
 
 def _note(row: ParityRow) -> str:
-    """Describe the difference of a row."""
+    """Describe how a row differs from plain decoding."""
     if row.position is None:
         return f"WRONG: {row.reason}"
     kind = "near-tie" if row.verdict == "tie" else "WRONG"

@@ -13,7 +13,7 @@ from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from models import EAGLE3, PAIR, Models
 
-# cost of one more row in a step of decoding: measured with SmolLM2-135M on two cores
+# relative cost of one more row in a decoding step, measured with SmolLM2-135M on two cores
 ROW_COST = 0.2
 MAX_PROMPT_TOKENS = 512
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -23,19 +23,19 @@ PLAIN_GREEDY, OURS_GREEDY = (Line(engine, "greedy", 1, False) for engine in (PLA
 
 @dataclass
 class Pair:
-    """Decoder of a target with each engine's fields."""
+    """Target with the fields for each engine."""
 
     decoder: Decoder
-    assisted: dict[str, Any]  # fields of transformers' assisted generation
-    num_assistant_tokens: int | None  # K of ours; None for the default schedule
-    head: hf_speculate.DraftHead | None = None  # drafts for additional lines
+    assisted: dict[str, Any]  # fields for transformers' assisted generation
+    num_assistant_tokens: int | None  # K of hf_speculate; None for the default schedule
+    head: hf_speculate.DraftHead | None = None  # draft head for additional lines
 
     @property
     def target(self) -> PreTrainedModel:
         return self.decoder.target
 
     def method(self, line: Line, callback: Any = None) -> Method:
-        """Return the method of a line; our rounds are reported to `callback`."""
+        """Return the method for a line; rounds of hf_speculate are reported to `callback`."""
         fields: dict[str, Any] = {}
         if line.engine == TRANSFORMERS:
             fields = self.assisted
@@ -49,18 +49,18 @@ class Pair:
 
 
 def constant(draft_len: int) -> dict[str, Any]:
-    """Return the fields of a constant draft length."""
+    """Return the fields for a constant draft length."""
     return {"num_assistant_tokens": draft_len, "num_assistant_tokens_schedule": "constant"}
 
 
 class Timing(NamedTuple):
-    """Seconds of plain greedy decoding of one prompt."""
+    """Time of plain greedy decoding for one prompt."""
 
     prompt_s: float
     token_s: float
 
     def of_line(self, line: Line, num_tokens: int) -> float:
-        """Estimate the seconds of one run of a line, as if no drafted token was accepted."""
+        """Estimate the seconds of one run of a line if no drafted token is accepted."""
         num_runs, num_rows = (
             (line.batch_size, 1) if line.engine == TRANSFORMERS else (1, line.batch_size)
         )
@@ -69,7 +69,7 @@ class Timing(NamedTuple):
 
 
 def methods(num_rows: int, has_head: bool, is_sampled_too: bool) -> list[Line]:
-    """Return every line of the table; transformers decodes a batch row by row."""
+    """Return all lines of the table; transformers decodes a batch row by row."""
     lines = []
     modes = (
         {"greedy": ["greedy"], "sampled": ["rejection", "typical"]}
@@ -98,15 +98,15 @@ def load_pair(folder: Path, dtype: torch.dtype, num_assistant_tokens: int | None
 
 
 def as_pair(models: Models, num_assistant_tokens: int | None) -> Pair:
-    """Return the examples' model with its draft head; transformers takes no such head."""
-    # Plain decoding and transformers' drafts are measured too.
+    """Return the example model with its draft head, which transformers does not support."""
+    # Plain decoding and assisted generation in transformers are measured too.
     target = hf_speculate.disable(models.target)
     assisted = {"prompt_lookup_num_tokens": num_assistant_tokens or ASSISTED_K}
     return Pair(Decoder(target, models.options, SAMPLING), assisted, num_assistant_tokens)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: int) -> list[Batch]:
-    """Return left-padded batches; long prompts keep their last `MAX_PROMPT_TOKENS` tokens."""
+    """Return left-padded batches; long prompts are cut to the last `MAX_PROMPT_TOKENS` tokens."""
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     options = {
         "return_tensors": "pt",

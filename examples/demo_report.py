@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate.tools.bench.decoding import Run, Runs, of_equal_texts, ratios
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 
-# limit of max over min of the same short plain run; beyond it the machine was busy
+# limit for max / min over repeated short plain runs, above which the machine was busy
 MAX_SPREAD = 1.5
-MIN_GAIN = 1.05  # smallest speed-up over plain decoding to be called a gain
+MIN_GAIN = 1.05  # smallest speed-up over plain decoding that is called a gain
 KIND_NAMES = {"copying": "tasks that copy text", "plain": "plain questions"}
 COLOURS = {PLAIN: "white", TRANSFORMERS: "dark_orange3", OURS: "blue"}
 ENGINE_NAMES = {PLAIN: "plain", TRANSFORMERS: "transformers", OURS: "hf_speculate"}
@@ -23,15 +23,15 @@ ENGINE_NAMES = {PLAIN: "plain", TRANSFORMERS: "transformers", OURS: "hf_speculat
 class Line:
     """One line of the table.
 
-    It names the engine, its verifier, and the number of rows at a time.
+    It identifies the engine, the verifier, and the number of rows decoded together.
     """
 
     engine: str  # one of `ENGINE_NAMES`
-    mode: str  # our verifier
+    mode: str  # verifier of hf_speculate
     batch_size: int
     is_sampled: bool
-    has_head: bool = False  # whether an EAGLE-3 head drafts in place of the draft model
-    kind: str = ""  # kind of the prompts: "copying", "plain", or empty if they are of one kind
+    has_head: bool = False  # whether an EAGLE-3 head drafts instead of the draft model
+    kind: str = ""  # kind of prompts: "copying", "plain", or empty if there is only one kind
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Line:
 
     @property
     def setting(self) -> tuple[str, int, bool]:
-        """Setting shared with the plain decoding that the line is compared with."""
+        """Setting that the line shares with plain decoding, its baseline."""
         return self.kind, self.batch_size, self.is_sampled
 
     @property
@@ -58,11 +58,11 @@ class Tally:
     """Timed calls of one line."""
 
     runs: list[Run] = field(default_factory=list)
-    # These pairs of accepted and emitted tokens colour the printed texts.
+    # The counts of accepted and emitted tokens determine the colours of the printed texts.
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def sum_of(self, name: str) -> int:
-        """Return the sum of a count of our statistics over all calls."""
+        """Return the sum of a count in `SpeculationStats` over all calls."""
         return sum(getattr(run.stats, name) for run in self.runs if run.stats is not None)
 
 
@@ -71,7 +71,7 @@ Tallies = dict[Line, Tally]
 
 
 def speedups(tallies: Tallies, line: Line) -> list[float]:
-    """Return the speed over plain decoding, for each counted pass that measured both."""
+    """Return the speed-up over plain decoding for each counted pass that measured both."""
     counted = counted_runs(tallies, line.setting)
     plain = next(
         other for other in tallies if other.engine == PLAIN and other.setting == line.setting
@@ -80,7 +80,7 @@ def speedups(tallies: Tallies, line: Line) -> list[float]:
 
 
 def compared_runs(tallies: Tallies, setting: Setting) -> Runs:
-    """Return the calls of passes that plain decoding and another method decoded, by line."""
+    """Return calls by line, for passes that plain decoding and another method decoded."""
     members = {line: tally.runs for line, tally in tallies.items() if line.setting == setting}
     plain = {run.key for line, runs in members.items() for run in runs if line.engine == PLAIN}
     others = {run.key for line, runs in members.items() for run in runs if line.engine != PLAIN}
@@ -91,9 +91,9 @@ def compared_runs(tallies: Tallies, setting: Setting) -> Runs:
 
 
 def counted_runs(tallies: Tallies, setting: Setting) -> Runs:
-    """Return the compared calls of passes with equal texts in all methods.
+    """Return the compared calls from passes in which all methods wrote equal texts.
 
-    Sampled calls all count.
+    All sampled calls count.
     """
     methods = [
         Method(line.name, line.engine, do_sample=setting[-1])
@@ -108,18 +108,18 @@ def num_passes(runs: Runs) -> int:
 
 
 def compared_speeds(tallies: Tallies) -> dict[Line, list[float]]:
-    """Return speeds over plain decoding, for settings with more than plain decoding."""
+    """Return speed-ups over plain decoding, for settings that also have another method."""
     by_line = {line: speeds for line in tallies if (speeds := speedups(tallies, line))}
     settings = {line.setting for line in by_line if line.engine != PLAIN}
     return {line: speeds for line, speeds in by_line.items() if line.setting in settings}
 
 
 def print_table(tallies: Tallies, probes_s: Sequence[float]) -> bool:
-    """Print a line for each compared method and return whether the speeds are reliable.
+    """Print a line for each compared method, and return whether the speeds are reliable.
 
     Args:
         tallies: the measurements.
-        probes_s: seconds of the same short plain run at several times.
+        probes_s: seconds of repeated runs of one short plain decoding.
     """
     measured = compared_speeds(tallies)
     settings = [
@@ -177,7 +177,7 @@ def print_line(line: Line, tallies: Tallies, speeds: list[float]) -> None:
 
 
 def print_summary(tallies: Tallies, is_reliable: bool) -> None:
-    """Print bars of the greedy methods, a sentence for each setting and, if reliable, the gains."""
+    """Print bars for the greedy methods, a sentence per setting and, if reliable, the gains."""
     greedy = {
         line: median(speeds)
         for line, speeds in compared_speeds(tallies).items()
@@ -227,11 +227,11 @@ def print_text(
     """Print generated text with accepted drafts in green.
 
     Args:
-        tokenizer: of the target.
-        prompt: its last lines are shown.
+        tokenizer: tokenizer of the target.
+        prompt: prompt; only the last lines are printed.
         token_ids: the new tokens.
-        rounds: accepted drafts and emitted tokens of each round; the first token comes before the
-            first round.
+        rounds: number of accepted and emitted tokens of each round; the first new token comes
+        before the first round.
     """
     is_drafted = [False]
     for num_accepted, num_emitted in rounds:

@@ -1,12 +1,12 @@
-"""Decode JSON of a schema under a grammar of xgrammar, in lock step and with rollback.
+"""Decode JSON that follows a schema with an xgrammar grammar, in lock step and with rollback.
 
     pip install ".[grammar]"
     python examples/grammar.py
 
-`GrammarProcessor` is the adapter: one `GrammarMatcher` per row, with the methods of
-`hf_speculate.RollbackProcessor`. So drafts obey the grammar, rows advance by their own counts, and
-rejected tokens are rolled back. `forced_text` returns the text that the grammar forces. With
-`tokenizer=` this text is drafted first.
+`GrammarProcessor` is an adapter that keeps one `GrammarMatcher` per row and has the methods of
+`hf_speculate.RollbackProcessor`. Drafts therefore obey the grammar, each row advances by its own
+number of tokens, and rejected tokens are rolled back. `forced_text` returns the text that the
+grammar forces. With `tokenizer=`, this text is drafted first.
 """
 
 import argparse
@@ -41,15 +41,15 @@ SCHEMA = {
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Processor that allows a grammar's tokens.
+    """Processor that allows only tokens of a grammar.
 
-    Make a new one for each call of `generate()`.
+    Create a new processor for each call of `generate()`.
     """
 
     def __init__(self, grammar: xgrammar.CompiledGrammar):
         self.grammar = grammar
         self.matchers: list[Any] = []  # [B]
-        self.num_lost: list[int] = []  # [B] last calls with a token that the matcher rejected
+        self.num_lost: list[int] = []  # [B] last calls without an accepted token
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self.matchers:
@@ -65,7 +65,7 @@ class GrammarProcessor(LogitsProcessor):
         for row, matcher in enumerate(self.matchers):
             if not self.num_lost[row] and not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(bitmask, row)
-        num_masked = min(num_known, scores.shape[1])  # a draft model may have fewer logits
+        num_masked = min(num_known, scores.shape[1])  # a draft model may have a smaller vocabulary
         xgrammar.apply_token_bitmask_inplace(
             scores, bitmask.to(scores.device), vocab_size=num_masked
         )
@@ -89,13 +89,13 @@ class GrammarProcessor(LogitsProcessor):
         return copy
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
-        """Return the forced text after `input_ids` [n]; the last token is new to the matcher."""
+        """Return the forced text after `input_ids` [n]; the matcher has not seen the last token."""
         matcher, text = self.matchers[row], ""
         if self._takes(row, int(input_ids[-1])):
             if not matcher.is_terminated():
                 try:
                     text = matcher.find_jump_forward_string()
-                # Some characters in the choice begin with the same bytes.
+                # The allowed characters may begin with the same bytes.
                 except UnicodeDecodeError as error:
                     text = error.object[: error.start].decode()
             matcher.rollback(1)
@@ -104,7 +104,7 @@ class GrammarProcessor(LogitsProcessor):
     def _takes(self, row: int, token_id: int) -> bool:
         """Advance the matcher and return whether it accepts a token.
 
-        After a rejected token it accepts none until a rollback.
+        After it has rejected a token, it accepts no further tokens until a rollback.
         """
         matcher = self.matchers[row]
         return (
@@ -117,13 +117,13 @@ class GrammarProcessor(LogitsProcessor):
 def compile_json(
     tokenizer: Any, vocab_size: int, schema: dict[str, Any] | None = None
 ) -> xgrammar.CompiledGrammar:
-    """Compile the grammar of a JSON schema, or of all JSON.
+    """Compile the grammar for a JSON schema, or for any JSON.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: number of the model's logits.
+        tokenizer: tokenizer of the model.
+        vocab_size: number of logits of the model.
         schema: the JSON schema.
-            None for all JSON.
+            None to allow any JSON.
     """
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     compiler = xgrammar.GrammarCompiler(info)

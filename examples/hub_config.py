@@ -1,9 +1,9 @@
-"""Save settings with a model, and decode any model with a repository's settings.
+"""Save settings with a model, and decode with any model using settings from a repository.
 
     python examples/hub_config.py
 
-Nothing is uploaded. `push_to_hub=True` and `repo_id=` would put the same files on the Hub;
-`custom_generate=` takes the repository's name there in place of a folder.
+Nothing is uploaded. `push_to_hub=True` and `repo_id=` would upload the same files to the Hub;
+`custom_generate=` then takes the name of the repository instead of a folder.
 """
 
 import json
@@ -26,7 +26,7 @@ def main() -> None:
     stats = hf_speculate.SpeculationStats()
 
     with tempfile.TemporaryDirectory() as folder:
-        # 1. The owner of the weights saves the settings beside them.
+        # 1. The owner of the weights saves the settings next to them.
         model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pair" / "target")
         model.save_pretrained(folder)
         hf_speculate.save_config(
@@ -36,7 +36,7 @@ def main() -> None:
         names = ("verifier", "num_assistant_tokens")
         print(f"saved: {', '.join(f'{name}={fields[name]}' for name in names)}")
 
-        # 2. Users load the folder and need not know the settings.
+        # 2. Users load the folder without having to know the settings.
         loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder))
     loaded.generate(
         **inputs, assistant_model=draft, max_new_tokens=NUM_NEW, speculation_stats=stats
@@ -46,8 +46,8 @@ def main() -> None:
         f"{stats.mean_acceptance_length:.2f}"
     )
 
-    # 3. A repository without weights holds settings for any model, enabled or not. transformers
-    # runs its custom_generate/generate.py, hence trust_remote_code.
+    # 3. A repository without weights holds settings for any model, enabled or not. transformers #
+    # runs custom_generate/generate.py from it, which requires trust_remote_code.
     output = model.generate(
         **inputs,
         custom_generate=str(EXAMPLES / "hub" / "typical"),

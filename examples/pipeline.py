@@ -1,9 +1,9 @@
-"""Run pipelines of transformers with drafts: prompts in batches, a chat, a token stream.
+"""Run transformers pipelines with drafts: prompts in batches, a chat, a token stream.
 
     python examples/pipeline.py
     python examples/pipeline.py --tiny    # the bundled 7 M pair, without a download
 
-`automatic-speech-recognition` takes `assistant_model=` in the same place, with `num_beams=1`
+`automatic-speech-recognition` takes `assistant_model=` in the same place, and needs `num_beams=1`
 because its default is beam search; `image-text-to-text` takes it in `generate_kwargs`.
 """
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="decode with the bundled 7 M pair")
     models = load_models(is_tiny=parser.parse_args().tiny)
     prompts = models.prompts(models.questions)
-    # Every round drafts 4 tokens. Without this option the number adapts from round to round.
+    # Every round drafts 4 tokens. Without this option, the number adapts from round to round.
     drafting = {**models.options, "num_assistant_tokens": 4}
     write = pipeline("text-generation", model=models.target, tokenizer=models.tokenizer, **drafting)
 
@@ -40,7 +40,7 @@ def main() -> None:
     print(f"\ndrawn: {stats}\n")
 
     chat = [{"role": "user", "content": "Write a Python function that sorts a list."}]
-    # A streamer takes one row only.
+    # A streamer supports only one row.
     streamer = TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True)
     write(chat, do_sample=False, streamer=streamer, speculation_stats=stats, max_new_tokens=64)
     print(f"\na chat: {stats}")

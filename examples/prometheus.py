@@ -2,9 +2,9 @@
 
     python examples/prometheus.py
 
-It decodes prompts on the bundled pair, serves the metrics on 127.0.0.1, and prints a scrape of
-them. It needs `pip install ".[metrics]"`. `hf-speculate serve` has metrics of its own at
-`/metrics`.
+The script decodes prompts with the bundled pair, serves the metrics on 127.0.0.1, and prints the
+result of one scrape. It needs `pip install ".[metrics]"`. `hf-speculate serve` has its own metrics
+at `/metrics`.
 """
 
 import argparse
@@ -28,11 +28,11 @@ HOST = "127.0.0.1"
 
 
 class CallMetrics:
-    """Metrics of calls of `generate()`.
+    """Metrics for calls of `generate()`.
 
-    Pass `on_round` as `speculation_callback`, and each call's statistics to `add`. Tokens are
-    counted while a call runs, under the server's names. Seconds by stage come from the statistics
-    when it is over.
+    Pass `on_round` as `speculation_callback`, and pass the statistics of each call to `add`. Tokens
+    are counted while a call runs, under the same names as in the server. Seconds by stage come from
+    the statistics after the call.
     """
 
     def __init__(self, registry: CollectorRegistry, source: str):
@@ -54,7 +54,7 @@ class CallMetrics:
 
 
 def decode(folder: Path, num_prompts: int, max_new_tokens: int, metrics: CallMetrics) -> None:
-    """Decode bundled prompts one after the other, like a server."""
+    """Decode bundled prompts one after another, like a server."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     target = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder / "target"))
     draft = AutoModelForCausalLM.from_pretrained(folder / "draft")
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
     args = parser.parse_args()
-    # The default registry also holds counters of the process.
+    # The default registry also contains process counters.
     registry = CollectorRegistry()
     metrics = CallMetrics(registry, "draft model")
     server, thread = start_http_server(args.port, addr=HOST, registry=registry)

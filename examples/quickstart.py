@@ -3,7 +3,7 @@
     python examples/quickstart.py
     python examples/quickstart.py --tiny    # the bundled 7 M pair, without a download
 
-With models of your own, `models.options` becomes `{"assistant_model":
+With your own models, `models.options` becomes `{"assistant_model":
 AutoModelForCausalLM.from_pretrained(<draft>)}`, and `models.target` becomes
 `hf_speculate.enable(AutoModelForCausalLM.from_pretrained(<target>))`.
 """

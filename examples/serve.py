@@ -5,10 +5,10 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
-A browser finds a chat page at http://127.0.0.1:8000/. `hf-speculate serve TARGET --draft DRAFT`
-serves models of your own. Eight requests share one running decoder that drafts by prompt lookup.
-With --rows 1 the model's draft head drafts, for one request at a time. A client that disconnects
-frees its row.
+A chat page is at http://127.0.0.1:8000/. `hf-speculate serve TARGET --draft DRAFT` serves your own
+models. Up to eight requests share one running decoder, which drafts by prompt lookup. With --rows
+1, the draft head of the model drafts for one request at a time. When a client disconnects, its row
+is freed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 10}
 
 
 def load(is_tiny: bool, num_rows: int, max_queued: int) -> Engine:
-    """Return the engine over the examples' model; rows of its draft head cannot be refilled."""
+    """Return the engine for the example model; refill does not support its draft head."""
     models = load_models(is_tiny)
     options = LOOKUP if num_rows > 1 and not models.is_tiny else models.options
     return Engine(models.target, models.tokenizer, models.name, options, num_rows, max_queued)

@@ -1,9 +1,9 @@
-"""Decode with a target split by tensor parallelism and a whole draft on each process.
+"""Decode with a tensor-parallel target and a complete draft model in each process.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
 Every process runs this script and gets the same text: drafts, seeds and clocks are broadcast from
-the first one. On GPUs each process takes the one of its local rank.
+rank 0. On GPUs, each process uses the device with the index of its local rank.
 """
 
 import importlib.util

@@ -1,14 +1,14 @@
-"""Draw rollouts that draft from their own history, inside a trainer of TRL and without vLLM.
+"""Generate rollouts that draft from earlier ones, inside a TRL trainer and without vLLM.
 
     pip install trl
     python examples/trl_rollouts.py
     python examples/trl_rollouts.py --without-trainer
 
-Eight samples of each prompt are drawn in each of three epochs. A `SuffixStore` with the prompt as
-its key keeps them, and prompt lookup copies from those of the same prompt. A draft never changes
-the distribution of the rollouts, so training is unchanged. The target's weights change between the
-calls, and none of its states are kept. `--without-trainer` draws rollouts from a fixed target and
-needs no trl.
+Each of three epochs draws eight samples for each prompt. A `SuffixStore` keeps the samples with the
+prompt as the key, and prompt lookup copies from samples for the same prompt. A draft never changes
+the distribution of the rollouts, so training is unchanged. The weights of the target change between
+calls, so no states are kept. `--without-trainer` generates rollouts from a fixed target and does
+not need trl.
 """
 
 import argparse
@@ -35,12 +35,12 @@ TEMPERATURE = 0.3
 
 
 def num_words(completions: list[str], **_: Any) -> list[float]:
-    """Return rewards: the number of different words of each text."""
+    """Return rewards: the number of distinct words in each text."""
     return [float(len(set(text.split()))) for text in completions]
 
 
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Train with TRL; its trainer calls `model.generate()` for each prompt of an epoch."""
+    """Train with TRL, whose trainer calls `model.generate()` for each prompt of an epoch."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -65,7 +65,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def draw(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Draw the same rollouts from a fixed target."""
+    """Generate the same rollouts from a fixed target."""
     torch.manual_seed(0)
     options = {"max_new_tokens": NUM_NEW, "do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
     for _ in range(NUM_EPOCHS):
@@ -75,7 +75,7 @@ def draw(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def tokens_per_forward(calls: list[hf_speculate.SpeculationStats]) -> list[float]:
-    """Return tokens of each row per target forward, for each epoch."""
+    """Return the number of tokens per row and target forward, for each epoch."""
     size = len(calls) // NUM_EPOCHS
     epochs = [
         sum(calls[begin + 1 : begin + size], calls[begin])
@@ -89,7 +89,7 @@ def run(
     tokenizer: PreTrainedTokenizerBase,
     store: hf_speculate.SuffixStore | None = None,
 ) -> tuple[PreTrainedModel, list[float]]:
-    """Draw rollouts; return the target after them, and its tokens per forward in each epoch."""
+    """Generate rollouts, and return the resulting target and the tokens per forward by epoch."""
     model = AutoModelForCausalLM.from_pretrained(PAIR / "target")
     calls: list[hf_speculate.SpeculationStats] = []
     hf_speculate.enable(

@@ -1,9 +1,9 @@
-"""Transcribe speech with a draft decoder over the target's encoder, as in distilled Whisper.
+"""Transcribe speech with a draft decoder on the target's encoder, as in distilled Whisper.
 
     python examples/whisper.py
 
-Weights of Whisper cannot be bundled, so the script builds a tiny random pair and synthetic sounds:
-the text is noise, but every step is that of a real pair. With real models, `make_pair` is
+Whisper weights cannot be bundled, so the script builds a tiny random pair and synthetic audio. The
+text is noise, but every step is the same as for a real pair. With real models, `make_pair` is
 
     target = AutoModelForSpeechSeq2Seq.from_pretrained("openai/whisper-large-v3")
     draft = AutoModelForCausalLM.from_pretrained("distil-whisper/distil-large-v3")
@@ -30,7 +30,7 @@ import hf_speculate
 
 SAMPLING_RATE = 16_000
 NUM_NEW = 32
-NOISE = 0.02  # distance of the draft's weights from the target's, as a share of their spread
+NOISE = 0.02  # noise in the draft weights, as a share of the target weights' standard deviation
 
 
 def make_pair() -> tuple[
@@ -38,7 +38,7 @@ def make_pair() -> tuple[
 ]:
     """Make a random target, a similar draft without an encoder, and a feature extractor.
 
-    The extractor takes up to a second of sound.
+    The extractor takes up to one second of audio.
     """
     extractor = WhisperFeatureExtractor(
         feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1
@@ -55,7 +55,7 @@ def make_pair() -> tuple[
         num_mel_bins=16,
         max_source_positions=extractor.nb_max_frames // 2,
         max_target_positions=64,
-        init_std=0.3,  # large, so the text depends on the sound
+        init_std=0.3,  # large, so that the text depends on the audio
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,
@@ -85,7 +85,7 @@ def make_pair() -> tuple[
 
 
 def make_sounds() -> list[Tensor]:
-    """Make a rising tone of a second and a falling tone of half a second, [N] float32 each."""
+    """Make a one-second rising tone and a half-second falling tone, [N] float32 each."""
     sounds = []
     for seconds, low, high in ((1.0, 200.0, 800.0), (0.5, 500.0, 300.0)):
         times = torch.arange(int(seconds * SAMPLING_RATE)) / SAMPLING_RATE

@@ -1,12 +1,12 @@
-"""Hide packages that a GPU machine's Python may lack.
+"""Hide packages that Python on a GPU machine may lack.
 
-With this folder on PYTHONPATH they cannot be imported.
+With this folder on PYTHONPATH, these packages cannot be imported.
 """
 
 from importlib.machinery import PathFinder
 
-# Neither the library nor transformers requires these packages, so tests marked gpu must run
-# without.
+# Neither the library nor transformers requires these packages, so tests marked gpu must run without
+# them.
 HIDDEN = {
     "PIL",
     "accelerate",
@@ -32,9 +32,9 @@ find_all = PathFinder.find_spec
 
 
 def find_visible(cls, fullname, path=None, target=None):
-    """Find the spec of a module; None for modules of hidden packages."""
+    """Find the spec of a module; returns None for modules in hidden packages."""
     return None if fullname.partition(".")[0] in HIDDEN else find_all(fullname, path, target)
 
 
-# The class itself is patched, because pytest calls it without looking at sys.meta_path.
+# The class itself is patched, because pytest calls it without consulting sys.meta_path.
 PathFinder.find_spec = classmethod(find_visible)

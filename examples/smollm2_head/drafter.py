@@ -1,4 +1,4 @@
-"""Draft with an EAGLE head, one token at a time, for rows that advance by different counts."""
+"""Draft with an EAGLE head, one token at a time, for rows that advance independently."""
 
 from collections.abc import Sequence
 
@@ -13,26 +13,28 @@ from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads
 
 GROWTH = 256  # minimal growth of the buffers, in columns
-# Accepted tokens of a head's draft before any was measured in a row: the mean over questions.
+# Assumed accepted tokens per draft of the head, before a row has measured any; mean over questions.
 USUAL_GAIN = 0.4
-GAIN_RATE = 0.2  # weight of a row's newest draft in the mean of its drafts
+GAIN_RATE = 0.2  # weight of the newest draft in the running mean of a row
 
 
 class HeadDrafter:
     """`Drafter` over a `DraftHead`, with a KV cache.
 
-    `generate(drafter=functools.partial(HeadDrafter, head))` makes one for every call. The cache
-    keeps the pairs that the target has read; the next call overwrites the states of the head's own
-    drafts.
+    `generate(drafter=functools.partial(HeadDrafter, head))` creates a drafter for every call. The
+    cache keeps the pairs that the target has read; the next call overwrites the states of drafted
+    tokens.
 
     Args:
-        head: trained for the target.
-        setup: of the call.
-        confidence: lower limit in 0..1 of a draft's product of top probabilities. A row's draft
-            ends before the token that brings the product below it, possibly before the first one.
-            The rule uses distributions only, not the drawn tokens, so sampling stays exact.
-        copies: whether a row copies the continuation of its last tokens' earlier occurrence, like
-            prompt lookup, if this should gain as much as the head has gained in the row so far.
+        head: head trained for the target.
+        setup: setup of the call.
+        confidence: lower limit in 0..1 for the product of top probabilities in a draft. The draft
+        of a row ends before the token that takes the product below the limit, possibly before the
+        first token. The rule depends only on distributions, not on sampled tokens, so sampling
+        stays exact.
+        copies: whether a row may copy the continuation of an earlier occurrence of its last tokens,
+        as in prompt lookup, if this is expected to gain as much as the head has gained in the row
+        so far.
     """
 
     def __init__(
@@ -58,15 +60,15 @@ class HeadDrafter:
             num_pads=list(setup.num_pads),
         )
         self.lookup = SuffixDrafter(settings)
-        self.gains = [USUAL_GAIN] * setup.batch_size  # accepted tokens of the head's drafts, by row
-        self.has_drafted = [False] * setup.batch_size  # whether the head made a row's last draft
+        self.gains = [USUAL_GAIN] * setup.batch_size  # by row, per draft of the head
+        self.has_drafted = [False] * setup.batch_size  # whether the head drafted last, by row
 
     def begin(self, token_ids: Tensor) -> None:
-        """Start a call, see `Drafter.begin`."""
+        """Start a call; see `Drafter.begin`."""
         self.lookup.begin(token_ids)
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Look up proposals, see `Drafter.look_up`."""
+        """Look up proposals; see `Drafter.look_up`."""
         for row, (ids, has_drafted) in enumerate(zip(new_ids, self.has_drafted, strict=True)):
             if has_drafted and ids:
                 self.gains[row] += GAIN_RATE * (len(ids) - 1 - self.gains[row])
@@ -74,12 +76,12 @@ class HeadDrafter:
         return self.lookup.look_up(new_ids)
 
     def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
-        """Cut the proposals, see `Drafter.cut_proposal`."""
+        """Cut the proposals; see `Drafter.cut_proposal`."""
         return self.lookup.cut_proposal(num_draft_tokens)
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftOut:
-        """Draft one block, see `Drafter.draft`."""
+        """Draft one block; see `Drafter.draft`."""
         query_token_ids, kept, num_draft_tokens = (
             request.query_token_ids,
             request.kept,
@@ -108,7 +110,7 @@ class HeadDrafter:
         return _mixed(drafted, copies) if any(copies) else drafted
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Select rows, see `Drafter.rows`."""
+        """Select rows; see `Drafter.rows`."""
         row_indices = torch.tensor(list(indices))
         self.lens, self.states = (
             self.lens[row_indices],
@@ -123,7 +125,7 @@ class HeadDrafter:
             self.text.rows(indices)
 
     def _copies(self, num_draft_tokens: int) -> list[list[int]]:
-        """Return the copies [B] of the rows; rows that use the head have an empty list."""
+        """Return the copied tokens of each row [B]; rows that use the head get an empty list."""
         copies = []
         for text, gain in zip(self.lookup.texts, self.gains, strict=True):
             pays = sum(text.probabilities()[:num_draft_tokens]) >= gain
@@ -148,7 +150,7 @@ class HeadDrafter:
         return chooser.result(ids, lens)
 
     def _run(self, token_ids: Tensor, states: Tensor, starts: Tensor) -> Tensor:
-        """Return outputs [B, N, D] of pairs [B, N] from the columns `starts` [B] on."""
+        """Return outputs [B, N, D] for pairs [B, N], stored from the columns `starts` [B] on."""
         num_pairs = token_ids.shape[1]
         columns = (starts[:, None] + torch.arange(num_pairs)).to(token_ids.device)  # [B, N]
         heads, residual = self.head.attend_from(token_ids, states, self.head.turns(columns))
@@ -161,10 +163,10 @@ class HeadDrafter:
         )
 
     def _attend(self, heads: Heads, columns: Tensor, num_columns: int) -> Tensor:
-        """Attend each pair to its row's columns up to its own; returns [B, H, N, D]."""
+        """Return the attention [B, H, N, D] of each pair over its row, up to its own column."""
         keys, values = self.states[:, :, :, :num_columns]
         mask = None
-        # Without a mask every row has one pair, in the last column.
+        # No mask is needed if every row has one pair, in the last column.
         if bool((columns[:, :1] != num_columns - 1).any()):
             # [B, 1, N, C]
             mask = torch.arange(num_columns, device=columns.device) <= columns[:, None, :, None]
@@ -187,7 +189,7 @@ class HeadDrafter:
 
 
 def _mixed(drafted: DraftOut, copies: list[list[int]]) -> DraftOut:
-    """Replace some rows of the draft by copies, each of probability 1."""
+    """Replace some rows of the draft with copies, each with probability 1."""
     width = max(drafted.token_ids.shape[1], *map(len, copies))
     missing = width - drafted.token_ids.shape[1]
     token_ids, lens = nn.functional.pad(drafted.token_ids, (0, missing)), drafted.lens.clone()
@@ -211,17 +213,17 @@ def _mixed(drafted: DraftOut, copies: list[list[int]]) -> DraftOut:
 
 
 class _Chooser:
-    """Choice of the likeliest token."""
+    """Greedy choice of the likeliest token."""
 
     def __init__(self, target_ids: Tensor):
         self.target_ids = target_ids
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Return ids [B] int64, in the target's ids, from logits [B, Vd]."""
+        """Return target token ids [B] int64 for logits [B, Vd]."""
         return self.target_ids[logits.argmax(-1)]
 
     def result(self, ids: list[Tensor], lens: Tensor) -> DraftOut:
-        """Return the draft of the chosen tokens; there may be none."""
+        """Return the draft with the chosen tokens, which may be empty."""
         return DraftOut(
             torch.stack(ids, 1) if ids else lens.new_empty(len(lens), 0, dtype=torch.int64),
             lens,
@@ -231,10 +233,10 @@ class _Chooser:
 
 
 class _Drawer(_Chooser):
-    """Draws from the processed distribution.
+    """Sampler of the processed distribution.
 
-    It is a distribution over the target's vocabulary; tokens outside the draft's have probability
-    0.
+    The distribution is over the target vocabulary; tokens outside the draft vocabulary have
+    probability 0.
     """
 
     def __init__(self, drafter: HeadDrafter, draws: Draws, text: TokenBuffer):

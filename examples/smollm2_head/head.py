@@ -1,11 +1,11 @@
 """EAGLE head: one transformer layer that reads the target's hidden states and drafts tokens.
 
-A pair is a token with the state of the token before it. `fc` joins the token's embedding and the
-state. The layer's output predicts the target's next last state and, through the target's output
-matrix, the token after the pair's. At a true pair the state is the target's last one, corrected by
-a projection of two earlier layers, as in EAGLE-3. At a drafted pair it is the head's own output.
-The output matrix is cut to the most frequent tokens, as in FR-Spec; it and the embeddings are the
-target's and are not stored.
+A pair is a token with the state of the token before it. `fc` combines the embedding of the token
+with the state. The output of the layer predicts the target's next last hidden state and, through
+the target's output matrix, the token after the pair. For a true pair, the state is the target's
+last hidden state, corrected by a projection of two earlier layers, as in EAGLE-3. For a drafted
+pair, the state is the output of the head. The output matrix is cut to the most frequent tokens, as
+in FR-Spec; this matrix and the embeddings belong to the target and are not stored.
 
 Source: Li et al., "EAGLE" (arXiv:2401.15077), section 4; "EAGLE-3" (arXiv:2503.01840), section 3;
 Zhao et al., "FR-Spec" (arXiv:2502.14856), section 3.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-EMBEDDING_SCALE = 8.0  # brings the target's embeddings to the size of its states
+EMBEDDING_SCALE = 8.0  # scales the target's embeddings to the magnitude of its states
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LAYER_FIELDS = (
     "hidden_size",
@@ -36,7 +36,7 @@ LAYER_FIELDS = (
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of pairs, after RoPE."""
+    """Queries, keys and values for pairs, after RoPE."""
 
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, Hkv, N, D]
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Projections of the layer's attention.
+    """Projections for the attention of the layer.
 
     The caller chooses the keys and values.
     """
@@ -92,13 +92,13 @@ class DraftHead(nn.Module):
     """Weights of the head and parts of its forward.
 
     States are divided by the weight of the target's last norm, and the output matrix is multiplied
-    by it, so the head works on values of about equal size.
+    by this weight, so the head works on values of similar magnitude.
 
     Args:
-        config: of its layer.
-        aux_layers: A layers of the target; their inputs correct its last state.
-        target_ids: [Vd] int64, the tokens of the draft vocabulary.
-        target: shares its embeddings and its output matrix.
+        config: config of the layer.
+        aux_layers: A layers of the target, whose inputs correct the last hidden state.
+        target_ids: [Vd] int64, the tokens in the draft vocabulary.
+        target: model that shares its embeddings and output matrix with the head.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class DraftHead(nn.Module):
         self.to(self.embeddings.device)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return states [B, N, D] of true pairs from the target's layers [B, N, (A + 1) * D]."""
+        """Project target states [B, N, (A + 1) * D] to states [B, N, D] of true pairs."""
         *aux, last = hidden.chunk(len(self.hidden_layers), dim=-1)
         last = last / self.scale
         return last + self.aux_proj(
@@ -136,25 +136,25 @@ class DraftHead(nn.Module):
         )
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [B, N, D] of positions [B, N] int64."""
+        """Return cosines and sines [B, N, D] for positions [B, N] int64."""
         return self.rotary(self.embeddings, positions)
 
     def attend_from(
         self, token_ids: Tensor, states: Tensor, turns: tuple[Tensor, Tensor]
     ) -> tuple[Heads, Tensor]:
-        """Return the pairs' queries, keys and values, and their residual [B, N, D].
+        """Return queries, keys and values for pairs, and the residual [B, N, D].
 
         Args:
-            token_ids: [B, N] int64, in the target's ids.
-            states: [B, N, D], from `project` or the head's own output.
-            turns: of the pairs' positions.
+            token_ids: [B, N] int64, ids in the target vocabulary.
+            states: [B, N, D], from `project` or from an earlier output of the head.
+            turns: cosines and sines for the positions of the pairs.
         """
         embedded = self.embeddings[token_ids] * EMBEDDING_SCALE
         residual = self.fc(torch.cat([embedded, states.to(embedded.dtype)], dim=-1))
         return self.layer.self_attn(self.layer.input_layernorm(residual), turns), residual
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Return the head's output [B, N, D] from the attention output [B, H, N, D]."""
+        """Return the output of the head [B, N, D], given the attention output [B, H, N, D]."""
         x = residual + self.layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
 
@@ -163,7 +163,7 @@ class DraftHead(nn.Module):
         return nn.functional.linear(states, self.output)
 
     def save(self, folder: Path, target_name: str) -> None:
-        """Write the config, and the weights in bfloat16."""
+        """Save the config, and the weights in bfloat16."""
         folder.mkdir(parents=True, exist_ok=True)
         layer = {key: getattr(self.config, key) for key in LAYER_FIELDS}
         config = {"target": target_name, "aux_layers": self.aux_layers, "layer": layer}

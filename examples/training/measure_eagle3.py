@@ -1,9 +1,9 @@
-"""Measure the bundled EAGLE-3 head beside the bundled draft model, on held-out prompts.
+"""Measure the bundled EAGLE-3 head and the bundled draft model on held-out prompts.
 
     cd examples && python -m training.measure_eagle3    # writes heads/measurements.json
 
-Decoding is greedy with constant K. Acceptance counts every prompt once. In each timed pass plain
-decoding, the draft model and the head take turns, prompt by prompt, on one row.
+Decoding is greedy with constant K. The acceptance rate counts every prompt once. In each timed
+pass, plain decoding, the draft model and the head take turns, prompt by prompt, on one row.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def measure_acceptance(
     batch: dict[str, Tensor],
     args: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
-    """Measure acceptance, mean acceptance length, and texts equal to plain decoding's, by draft."""
+    """Measure acceptance rates and lengths, and count texts equal to plain decoding, by draft."""
     plain = target.generate(**batch, max_new_tokens=args.max_new_tokens, do_sample=False)
     records = {}
     for name, draft in drafts.items():
@@ -63,7 +63,7 @@ def measure_times(
     rows: list[dict[str, Tensor]],
     args: argparse.Namespace,
 ) -> dict[str, dict[str, float]]:
-    """Measure the speed over plain decoding in each pass over the prompts, by draft.
+    """Measure the speed-up over plain decoding by draft, in each pass over the prompts.
 
     Returns:
         Median, minimum and maximum over passes.

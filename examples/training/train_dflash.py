@@ -2,10 +2,11 @@
 
     cd examples && python -m training.train_dflash dflash2    # ten minutes on one core
 
-Writing the text takes ten minutes more. The text is that of the EAGLE-3 head,
-`training/train_eagle3.py`. In every step the head fills blocks at random columns of a few rows, and
-learns the target's distribution in each of their slots. A DFlash 2 head learns it twice: without
-the token before a slot, to choose the candidates, and with it. The target does not change.
+Writing the text takes ten more minutes. The text is the same as for the EAGLE-3 head,
+`training/train_eagle3.py`. In every step, the head fills blocks at random columns of a few rows and
+learns the target's distribution at each slot. A DFlash 2 head learns this distribution twice:
+without the token before a slot, to choose the candidates, and with this token. The target does not
+change.
 """
 
 import argparse
@@ -35,7 +36,7 @@ WARMUP = 0.03
 SHORTEST_CONTEXT = 8
 CHECKED_EVERY = 250  # steps
 NUM_CHECKED_ROWS = 32
-PARALLEL_SHARE = 0.5  # weight in the loss of logits without the token before, over those with it
+PARALLEL_SHARE = 0.5  # relative loss weight of logits without the previous token
 SELECTION = {
     "conv_kernel_size": 2,
     "conv_group_size": 16,
@@ -45,7 +46,7 @@ SELECTION = {
 
 
 class Settings(NamedTuple):
-    """Settings of a head's training."""
+    """Settings for training a head."""
 
     block_size: int = 8
     num_layers: int = 2
@@ -55,11 +56,11 @@ class Settings(NamedTuple):
     greedy_share: float = 0.75  # share of rows written greedily
     matrix_lr: float = 0.015
     vector_lr: float = 0.002
-    decay: float = 0.85  # a slot's weight in the loss over that of the slot before
+    decay: float = 0.85  # loss weight of a slot relative to the previous slot
 
 
 def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]:
-    """Return the config of the head's layers: the target's, with another MLP width."""
+    """Return the config for the layers of the head: the target config with another MLP width."""
     names = (
         "hidden_size",
         "num_attention_heads",
@@ -79,7 +80,7 @@ def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]
 
 
 def new_head(kind: str, target: LlamaForCausalLM, settings: Settings, seed: int) -> DFlashNetwork:
-    """Make a head with random layers; its convolutions and selection change nothing yet."""
+    """Make a head with random layers, whose convolutions and selection have no effect yet."""
     torch.manual_seed(seed)
     layers, num_ids = read_layer_config(layer_fields(target, settings)), target.config.vocab_size
     fields = {"layers": layers, "block_size": settings.block_size, "mask_token_id": MASK_ID}
@@ -112,14 +113,14 @@ def new_head(kind: str, target: LlamaForCausalLM, settings: Settings, seed: int)
 
 
 class DFlashTraining:
-    """Run of training.
+    """Training run.
 
     Args:
-        network: trained.
-        target: read.
-        batches: of rows; the last one is held out.
-        settings: of the training.
-        seed: of the order of rows and blocks.
+        network: network to train.
+        target: target model, which is not changed.
+        batches: batches of rows; the last one is held out.
+        settings: settings for the training.
+        seed: seed for the order of rows and blocks.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class DFlashTraining:
         self.weights = settings.decay ** torch.arange(settings.block_size - 1)
 
     def run(self, num_steps: int) -> DFlashNetwork:
-        """Train for a number of steps."""
+        """Train for `num_steps` steps."""
         settings, begin = self.settings, time.monotonic()
         optimizer = PairOptimizer(self.network, settings.matrix_lr, settings.vector_lr)
         for step in range(num_steps):
@@ -160,7 +161,7 @@ class DFlashTraining:
         return self.network.eval().requires_grad_(False)
 
     def _measured(self, rows: Rows, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return loss in nats and accuracy of each slot [b-1], over blocks at random columns."""
+        """Return loss in nats and accuracy at each slot [b-1], over blocks at random columns."""
         num_slots, last = self.settings.block_size - 1, READ_LEN - self.settings.block_size
         size = (len(rows.ids), self.settings.blocks_per_row)
         starts = torch.randint(SHORTEST_CONTEXT, last + 1, size, generator=generator)
@@ -198,7 +199,7 @@ def save_head(
         "block_size": settings.block_size,
         "dflash_config": {
             "mask_token_id": MASK_ID,
-            # The format names layers by their outputs.
+            # The format identifies layers by their outputs.
             "target_layer_ids": [layer - 1 for layer in AUX_LAYERS],
             **selection_fields,
         },

@@ -1,10 +1,10 @@
-"""Fit an EAGLE-3 head to the bundled target, and save it in the speculators library's format.
+"""Fit an EAGLE-3 head to the bundled target, and save it in the speculators format.
 
     cd examples && python -m training.train_eagle3    # an hour on two cores
 
 The target continues pieces of the Python standard library, half of the rows greedily and half by
-sampling. The head learns the target's distribution at each of several draft steps. An interrupted
-training goes on from its checkpoint.
+sampling. The head learns the target's distribution at each of several draft steps. Interrupted
+training resumes from its checkpoint.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from training.pair.muon import PairOptimizer
 
 HEAD = EXAMPLES / "heads" / "eagle3"
 CHECKED_EVERY_S = 300
-NUM_CHECKED_ROWS = 64  # every other one is read: those written greedily
+NUM_CHECKED_ROWS = 64  # every other row is read, which was written greedily
 WARMUP = 0.03
 
 
 class Settings(NamedTuple):
-    """Settings of a head's training."""
+    """Settings for training a head."""
 
     draft_vocab_size: int = 2048
     intermediate_size: int = 768
@@ -44,14 +44,14 @@ class Settings(NamedTuple):
     vector_lr: float = 0.002
     num_draft_steps: int = 4
     num_first_draft_steps: int = 2  # in the first half of the training
-    decay: float = 0.9  # a draft step's weight in the loss over that of the step before
+    decay: float = 0.9  # loss weight of a draft step relative to the previous step
 
 
 class Figures(NamedTuple):
-    """Figures of a head by draft step."""
+    """Losses and accuracies of a head by draft step."""
 
-    nats: Tensor  # [K], cross entropy to the target's distribution
-    accuracy: Tensor  # [K], share of tokens equal to the target's most probable ones
+    nats: Tensor  # [K], cross-entropy with the target's distribution
+    accuracy: Tensor  # [K], share of tokens equal to the target's most probable token
 
     def __str__(self) -> str:
         nats, shares = (" ".join(f"{value:.3f}" for value in values.tolist()) for values in self)
@@ -59,7 +59,7 @@ class Figures(NamedTuple):
 
 
 def frequent_ids(batches: list[Rows], vocab_size: int, num_ids: int) -> Tensor:
-    """Return the most frequent tokens of the rows, [num_ids] int64, increasing."""
+    """Return the most frequent tokens in the rows, [num_ids] int64, in ascending order."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for rows in batches:
         counts += torch.bincount(rows.ids.flatten(), minlength=vocab_size)
@@ -69,7 +69,7 @@ def frequent_ids(batches: list[Rows], vocab_size: int, num_ids: int) -> Tensor:
 
 
 def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]:
-    """Return the config of the head's layer: the target's, with another MLP width."""
+    """Return the config for the layer of the head: the target config with another MLP width."""
     names = (
         "hidden_size",
         "num_attention_heads",
@@ -92,7 +92,7 @@ def layer_fields(target: LlamaForCausalLM, settings: Settings) -> dict[str, Any]
 def new_head(
     target: LlamaForCausalLM, target_ids: Tensor, settings: Settings, seed: int
 ) -> Eagle3Network:
-    """Make a head with random layers; its output matrix begins as rows of the target's."""
+    """Make a head with random layers and an output matrix initialised with target rows."""
     torch.manual_seed(seed)
     layers, width = read_layer_config(layer_fields(target, settings)), target.config.hidden_size
     vocabulary = DraftVocabulary(target.config.vocab_size, target_ids)
@@ -120,7 +120,7 @@ def new_head(
 def figures_of(
     network: Eagle3Network, target: LlamaForCausalLM, rows: Rows, num_draft_steps: int
 ) -> Figures:
-    """Return losses and accuracies of the drafts after every token of rows."""
+    """Return losses and accuracies of the drafts after every token in the rows."""
     with torch.no_grad():
         logits = target.lm_head(rows.last.float())  # [R, W, V]
         best = logits.argmax(-1)
@@ -138,16 +138,16 @@ def figures_of(
 
 
 class HeadTraining:
-    """Resumable run of training.
+    """Resumable training run.
 
     Args:
-        network: trained.
-        target: read.
-        batches: of rows; the last one is held out.
-        settings: of the training.
-        seed: of the order of rows.
-        minutes: wall-clock budget, interruptions not counted.
-        work_dir: keeps the checkpoint and the weights with the lowest held-out loss.
+        network: network to train.
+        target: target model, which is not changed.
+        batches: batches of rows; the last one is held out.
+        settings: settings for the training.
+        seed: seed for the order of rows.
+        minutes: wall-clock budget, excluding interruptions.
+        work_dir: folder for the checkpoint and the weights with the lowest held-out loss.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class HeadTraining:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Measure held-out rows, save the state, and keep the weights if they are the best."""
+        """Evaluate held-out rows, save the state, and keep the weights if they are the best."""
         batches = zip(
             *(rows_part[:NUM_CHECKED_ROWS:2, -READ_LEN:].split(8) for rows_part in self.held_out),
             strict=True,

@@ -1,11 +1,11 @@
-"""Train the small model pair in `examples/pair` on the Python standard library's sources.
+"""Train the small model pair in `examples/pair` on the sources of the Python standard library.
 
     cd examples && python -m training.train_pair    # every stage, about an hour on two cores
     cd examples && python -m training.train_pair --stage measure
 
-Stage measure, the last one, measures the committed pair again and rewrites its README. Stages run
-in this order: data, tokenizer, target, prompts, draft, choose, measure. An interrupted stage goes
-on from its last checkpoint in the work folder; delete the folder to start afresh.
+The last stage, measure, measures the committed pair again and rewrites its README. Stages run in
+this order: data, tokenizer, target, prompts, draft, choose, measure. An interrupted stage resumes
+from its last checkpoint in the work folder; delete the folder to start from scratch.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     """Folders and budgets of a run."""
 
     work_dir: Path  # caches and checkpoints
-    pair_dir: Path  # the pair, its README and its measurements
+    pair_dir: Path  # folder of the pair, its README and its measurements
     prompts_path: Path
     target_minutes: float
     text_minutes: float
@@ -111,7 +111,7 @@ def prompts_stage(run: Run) -> None:
 
 
 def draft_stage(run: Run) -> None:
-    """Let the target write, then distil every candidate."""
+    """Let the target write text, then distil every candidate."""
     target = load_model(run.pair_dir / "target", torch.float32, run.device)
     text_dir = run.work_dir / "self-text"
     if not (text_dir / "complete").is_file():
@@ -142,7 +142,7 @@ def draft_stage(run: Run) -> None:
 
 
 def choose_stage(run: Run) -> None:
-    """Keep the candidate with the best worst case: its bound over its goal, by batch size."""
+    """Keep the candidate with the largest minimum of bound over goal across batch sizes."""
     tokenizer, prompts = load_tokenizer(run.pair_dir / "target"), read_prompts(run.prompts_path)
     target = load_model(run.pair_dir / "target", torch.float32, run.device)
     candidates = {}
@@ -200,7 +200,7 @@ def measure_stage(run: Run) -> None:
 
 
 def readme_stage(run: Run) -> None:
-    """Write the README again from the saved measurements."""
+    """Rewrite the README from the saved measurements."""
     (run.pair_dir / "README.md").write_text(
         render(read_results(run.results_path)), encoding="utf-8"
     )

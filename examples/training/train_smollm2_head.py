@@ -3,10 +3,10 @@
     cd examples && python -m training.train_smollm2_head    # every stage, three hours on two cores
     cd examples && python -m training.train_smollm2_head --stage measure
 
-Stages run in this order: text, train, measure. An interrupted stage goes on from its last state;
-delete the work folder to start afresh. `smollm2/seed_prompts.py` makes the questions for the
-target; only the model is downloaded. With `--worker 0/2` and `--worker 1/2` two processes write the
-text, one core each. `--questions FILE` sets the questions of stage measure.
+Stages run in this order: text, train, measure. An interrupted stage resumes from its last state;
+delete the work folder to start from scratch. `smollm2/seed_prompts.py` makes the questions for the
+target; only the model is downloaded. With `--worker 0/2` and `--worker 1/2`, two processes write
+the text, on one core each. `--questions FILE` sets the questions for the measure stage.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from training.smollm2.training import HeadTraining, frequent_ids, read_batches, 
 from training.smollm2.writing import write_batches
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-AUX_LAYERS = [15, 27]  # two of 30 layers, besides the last state
+AUX_LAYERS = [15, 27]  # two of 30 layers, in addition to the last state
 DRAFT_VOCAB_SIZE = 8192
 
 
@@ -52,14 +52,14 @@ def load_target() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 
 
 def text_stage(args: argparse.Namespace) -> None:
-    """Let the target write."""
+    """Let the target write the training text."""
     worker, num_workers = map(int, args.worker.split("/"))
     numbers = range(worker, args.batches, num_workers)
     write_batches(*load_target(), AUX_LAYERS, args.work_dir / "text", numbers, args.seed)
 
 
 def train_stage(args: argparse.Namespace) -> None:
-    """Fit the head and save it."""
+    """Fit and save the head."""
     target, _ = load_target()
     text = args.work_dir / "text"
     target_ids = frequent_ids(text, DRAFT_VOCAB_SIZE, target.config.vocab_size)

@@ -1,11 +1,11 @@
-"""Train a Uno adapter for the bundled target, and save it as PEFT does.
+"""Train a Uno adapter for the bundled target, and save it in PEFT's format.
 
     cd examples && python -m training.train_uno    # minutes, and ten to write the text
 
-The text is that of the EAGLE-3 head, `training/train_eagle3.py`. In every step the target reads
-blocks at random columns of a few rows: a token of the text, then random ids, with the adapter on
-from the second token. Each of these slots learns the target's distribution over the text. The
-target is not changed.
+The text is the same as for the EAGLE-3 head, `training/train_eagle3.py`. In every step, the target
+reads blocks at random columns of a few rows: a token of the text followed by random ids, to which
+the adapter is applied. At each of these slots, the adapter learns the distribution that the target
+has after the text. The target does not change.
 """
 
 import argparse
@@ -33,22 +33,22 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 class Settings(NamedTuple):
-    """How an adapter is trained."""
+    """Settings for training an adapter."""
 
     rank: int = 32
     alpha: float = 64.0
-    block_size: int = 4  # tokens of a block, the text's one included
+    block_size: int = 4  # tokens per block, including the token of the text
     rows_per_step: int = 2
     blocks_per_row: int = 48
-    greedy_share: float = 0.75  # of the rows
+    greedy_share: float = 0.75  # share of rows written greedily
     lr: float = 4e-3
 
 
 class Adapter:
-    """The adapter's weights by name in the target, and hooks that add them."""
+    """Adapter weights by module name in the target, and hooks that apply them."""
 
     def __init__(self, target: LlamaForCausalLM, settings: Settings):
-        self.is_noise: Tensor | None = None  # [Q, 1], where it is added; None for nowhere
+        self.is_noise: Tensor | None = None  # [Q, 1], adapted tokens; None for none
         self.weights: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._scale = settings.alpha / settings.rank
         for name, module in target.named_modules():
@@ -97,15 +97,15 @@ class Adapter:
 def block_logits(
     target: LlamaForCausalLM, adapter: Adapter, ids: Tensor, starts: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Logits of the noise of N blocks of F tokens per row, and of the text there.
+    """Return logits at the noise tokens of N blocks with F tokens per row, and at the text there.
 
     Both are [R, N, F - 1, V].
 
     Args:
-        target: reads the blocks.
-        adapter: is added to noise.
+        target: model that reads the blocks.
+        adapter: adapter for the noise tokens.
         ids: [R, T] int64, the text.
-        starts: [R, N] int64, columns of the blocks' first tokens.
+        starts: [R, N] int64, columns of the first tokens of the blocks.
         block_size: F.
     """
     (num_rows, num_blocks), width = starts.shape, ids.shape[1]
@@ -136,7 +136,7 @@ def block_logits(
 def step_loss(
     target: LlamaForCausalLM, adapter: Adapter, ids: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy over rows [R, T], and by slot [F - 1] the equal argmaxes."""
+    """Return the mean cross-entropy over rows [R, T], and the argmax agreement by slot [F - 1]."""
     num_starts = ids.shape[1] - settings.block_size - SHORTEST_CONTEXT
     starts = SHORTEST_CONTEXT + torch.rand(len(ids), num_starts).argsort(1)
     starts = starts[:, : settings.blocks_per_row]  # [R, N]

@@ -1,1 +1,1 @@
-"""Blocks of the training of DFlash heads, `training/train_dflash.py`."""
+"""Blocks for the training of DFlash heads, `training/train_dflash.py`."""

@@ -1,4 +1,4 @@
-"""Run a DFlash or DFlash 2 head over many blocks of whole texts at once, as in drafting."""
+"""Run a DFlash or DFlash 2 head over many blocks of complete texts at once, as in drafting."""
 
 from typing import NamedTuple
 
@@ -11,16 +11,16 @@ from hf_speculate.options.heads.network import TargetParts
 
 
 class BlockLogits(NamedTuple):
-    """Logits of N blocks behind their first tokens."""
+    """Logits of N blocks, after the first token of each."""
 
     parallel: Tensor  # [N, b-1, V], without the token before a slot
-    selected: Tensor  # [N, b-1, V], with this token; equal for DFlash
+    selected: Tensor  # [N, b-1, V], with this token; the same for DFlash
 
 
 class Context:
-    """Stand-in for a `CacheView` that keeps texts' states.
+    """Stand-in for a `CacheView` that keeps the states of texts.
 
-    It stores keys and values while the states [R, W, H] of texts are read.
+    It stores keys and values while the states [R, W, H] of the texts are read.
     """
 
     def __init__(self, width: int):
@@ -28,18 +28,18 @@ class Context:
         self.states: list[tuple[Tensor, Tensor]] = []  # by layer, each [R, heads, W, D]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep a layer's keys and values."""
+        """Store the keys and values of a layer."""
         self.states.append((keys, values))
 
 
 class Blocks:
     """Stand-in for a `CacheView` that fills N blocks.
 
-    Each block sees itself and its text before its first token.
+    Each block sees itself and the text before its first token.
 
     Args:
-        context: of R texts.
-        starts: [R, M] int64, columns of the blocks' first tokens; N = R * M.
+        context: context of R texts.
+        starts: [R, M] int64, columns of the first tokens of the blocks; N = R * M.
         block_size: b.
     """
 
@@ -50,7 +50,7 @@ class Blocks:
         hidden = torch.cat(
             [context.columns >= starts, starts.new_zeros(len(starts), block_size).bool()], dim=1
         )
-        # attention needs a mask of its own dtype
+        # attention needs a mask in its own dtype
         mask = context.states[0][0].new_zeros(hidden.shape)
         self._mask = mask.masked_fill(hidden, -torch.inf)[:, None, None]  # [N, 1, 1, W+b]
 
@@ -59,8 +59,8 @@ class Blocks:
 
         Args:
             layer: index of the layer.
-            keys: the block's, [N, heads, b, D].
-            values: the block's, [N, heads, b, D].
+            keys: keys of the block, [N, heads, b, D].
+            values: values of the block, [N, heads, b, D].
         """
         both = zip(self.context.states[layer], (keys, values), strict=True)
         read = [
@@ -77,19 +77,19 @@ class Blocks:
 def block_logits(
     network: DFlashNetwork, parts: TargetParts, ids: Tensor, states: Tensor, starts: Tensor
 ) -> BlockLogits:
-    """Return the logits of the slots behind the blocks' first tokens.
+    """Return the logits at the slots after the first token of each block.
 
-    The text's own tokens stand before each slot.
+    The token before each slot is the one in the text.
 
     Args:
-        network: of layers without windows.
-        parts: of the target.
+        network: network whose layers have no windows.
+        parts: shared parts of the target.
         ids: [R, W] int64.
-        states: [R, W, A * H], the target's.
+        states: [R, W, A * H], states of the target.
         starts: [R, M] int64, at most W - b.
 
     Returns:
-        Logits; column i predicts the token i+1 behind a block's first.
+        Logits; column i predicts the token i+1 places after the first token of a block.
     """
     context = Context(ids.shape[1])
     network.read(network.project(states), context)

@@ -1,1 +1,1 @@
-"""Text and draft steps of the EAGLE-3 head's training, `training/train_eagle3.py`."""
+"""Text and draft steps for the training of the EAGLE-3 head, `training/train_eagle3.py`."""

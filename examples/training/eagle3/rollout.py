@@ -1,4 +1,4 @@
-"""Run an EAGLE-3 head over whole texts: all draft steps ahead of every token at once."""
+"""Run all draft steps of an EAGLE-3 head after every token of a text at once."""
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,19 @@ def rollout(
 ) -> list[Tensor]:
     """Return the logits of each draft step after every token of a text.
 
-    The text's own tokens serve as drafts. The chain of pair i begins with the pairs up to i, with
-    the target's states. Step k adds the pair of token i+k and the head's output at the pair before.
+    The tokens of the text serve as drafts. The chain of pair i begins with the pairs up to i, with
+    states of the target. Step k adds a pair of token i+k and the output of the head at the previous
+    pair.
 
     Args:
-        network: of one layer.
-        table: [V, H], the target's embeddings.
+        network: one-layer network.
+        table: [V, H], embeddings of the target.
         ids: [R, W] int64.
-        states: [R, W-1, A * H], state i is the target's at token i.
+        states: [R, W-1, A * H], where state i is that of the target at token i.
         num_steps: K.
 
     Returns:
-        K tensors; number k (from 1) is [R, W-k, Vd], and its column i predicts token i+k+1.
+        K tensors; tensor k (from 1) is [R, W-k, Vd], and its column i predicts token i+k+1.
     """
     states = network.project(states)  # [R, W-1, H]
     all_logits: list[Tensor] = []
@@ -54,7 +55,7 @@ def _layer(
     keys: list[Tensor],
     values: list[Tensor],
 ) -> Tensor:
-    """Return the output [R, N, H] of every chain's newest pair; append its keys and values."""
+    """Return the output [R, N, H] at the newest pair of every chain; append its keys and values."""
     attention, normed = layer.self_attn, layer.hidden_norm(states)
     pairs = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)
     queries = attention.queries(pairs, rotation)  # [R, g * heads, N, D]
@@ -67,7 +68,7 @@ def _layer(
 
 
 def attend_chains(queries: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attend chain i to the first step's pairs up to i, and to its own pair of every later step.
+    """Attend chain i to pairs of the first step up to i, and to its own pair in every later step.
 
     Args:
         queries: [R, g * heads, N, D].

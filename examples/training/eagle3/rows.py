@@ -12,12 +12,12 @@ from training.pair.selftext import BATCH_SIZE, ROW_LEN, continue_rows, draw_pref
 
 AUX_LAYERS = (2, 8, 13)
 NUM_ROWS_PER_FORWARD = 16
-# Training uses the last tokens of a row's 320; the target wrote 128 or more of them.
+# Training uses the last of the 320 tokens in a row; the target wrote 128 or more of them.
 READ_LEN = 192
 
 
 class Rows(NamedTuple):
-    """Texts with the target's states."""
+    """Texts with states of the target."""
 
     ids: Tensor  # [R, W] int64
     states: Tensor  # [R, W, A * H] float16, inputs of `AUX_LAYERS`
@@ -27,14 +27,14 @@ class Rows(NamedTuple):
 def write_rows(
     target: LlamaForCausalLM, stream: np.ndarray, num_batches: int, seed: int, folder: Path
 ) -> list[Rows]:
-    """Write batches of 96 rows: real text continued by the target, half of the rows sampled.
+    """Write batches of 96 rows of real text that the target continues, half of them sampled.
 
     Args:
-        target: writes.
+        target: model that writes the text.
         stream: [N] uint16, token ids of real text.
         num_batches: number of returned batches; batches in the folder are not written again.
-        seed: of prefixes and sampling.
-        folder: takes one file per batch.
+        seed: seed for prefixes and sampling.
+        folder: folder that gets one file per batch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{batch:03d}.pt" for batch in range(num_batches)]
@@ -55,7 +55,7 @@ def write_rows(
 
 @torch.inference_mode()
 def read_rows(target: LlamaForCausalLM, ids: Tensor) -> Rows:
-    """Return rows [R, W] with the target's states."""
+    """Return rows [R, W] with states of the target."""
     states, last = [], []
     for row_ids in ids.split(NUM_ROWS_PER_FORWARD):
         hidden = target.model(row_ids, output_hidden_states=True, use_cache=False).hidden_states
@@ -65,13 +65,13 @@ def read_rows(target: LlamaForCausalLM, ids: Tensor) -> Rows:
 
 
 def draw_rows(batches: list[Rows], num_rows: int, greedy_share: float, seed: int) -> Rows:
-    """Return the last columns of random rows; the same seed gives the same rows.
+    """Return the last columns of random rows; a seed always gives the same rows.
 
     Args:
-        batches: of rows.
-        num_rows: number of drawn rows.
-        greedy_share: probability of a row that was written greedily.
-        seed: of the choice.
+        batches: batches of rows.
+        num_rows: number of rows to draw.
+        greedy_share: probability of drawing a row that was written greedily.
+        seed: seed for the choice.
     """
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(len(batches) * BATCH_SIZE // 2, (num_rows,), generator=generator)

@@ -1,4 +1,4 @@
-"""Load the target of a head and its rows; options for all trainings of heads."""
+"""Load the target of a head and the rows it wrote, with command-line options for training."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2]
 
 
 def add_row_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the target, the folder of the text, the number of batches and the seed."""
+    """Add options for the target, the text folder, the number of batches and the seed."""
     parser.add_argument("--target", type=Path, default=EXAMPLES / "pair" / "target")
     parser.add_argument(
         "--work-dir", type=Path, default=EXAMPLES.parent / "build" / "eagle3", help="text, training"
@@ -27,7 +27,7 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_target_rows(args: argparse.Namespace) -> tuple[LlamaForCausalLM, list[Rows]]:
-    """Load the target in float32, and its batches; the last one is held out."""
+    """Load the target in float32 and its batches, the last of which is held out."""
     torch.set_flush_denormal(True)
     target, root = load_model(args.target, torch.float32, "cpu"), stdlib_root()
     texts = [read_source(root, name) for name in list_sources(root).training]

@@ -1,1 +1,1 @@
-"""Stages of the bundled pair's training, `training/train_pair.py`: one module each."""
+"""Stages for the training of the bundled pair, `training/train_pair.py`, one per module."""

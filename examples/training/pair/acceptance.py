@@ -1,10 +1,10 @@
 """Measure how often the target accepts the draft's tokens, without any decoding engine.
 
-A round's drafts are verified only behind accepted ones, so they are always conditioned on the
-target's own text, and one pass of the draft over this text gives every verdict. Greedy: a draft
-token is accepted if it is the target's. Sampling: given that the target's text has token y, the
-draft's token is accepted with probability min(1, q(y) / p(y)). Over all tokens this is the overlap
-of p with q.
+A drafted token is verified only after accepted tokens, so it is always conditioned on the target's
+own text, and one pass of the draft over this text gives every verdict. In greedy decoding, a
+drafted token is accepted if the target has the same token. In sampling, given that the target's
+text has token y, the drafted token is accepted with probability min(1, q(y) / p(y)). Over all
+tokens, this is the overlap of p and q.
 
 Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
 """
@@ -18,7 +18,7 @@ NUM_NEW_TOKENS = 128
 
 
 class Verdicts(NamedTuple):
-    """Verdicts on a draft along the target's text."""
+    """Verdicts on a draft along text of the target."""
 
     rows: list[list[bool]]  # one list per text, one verdict per new token
     overlap: float | None  # sampling: mean over positions of sum(min(p, q)); greedy: None
@@ -29,8 +29,8 @@ class Walk(NamedTuple):
 
     num_accepted: int
     num_verified: int
-    num_rounds: int  # whole rounds: rejected, or with room for all K tokens and the bonus
-    num_tokens: int  # tokens of whole rounds
+    num_rounds: int  # complete: with a rejection, or room for all K tokens and the bonus
+    num_tokens: int  # tokens in complete rounds
 
     @property
     def verified_acceptance_rate(self) -> float:
@@ -39,14 +39,14 @@ class Walk(NamedTuple):
 
     @property
     def tokens_per_round(self) -> float:
-        """Mean tokens of a whole round."""
+        """Mean number of tokens in a complete round."""
         return self.num_tokens / self.num_rounds
 
 
 def walk_rounds(rows: list[list[bool]], num_draft_tokens: int) -> Walk:
     """Walk every text in rounds of `num_draft_tokens`.
 
-    The first rejected token is verified, those after it are not.
+    The first rejected token counts as verified; later tokens of the round do not.
     """
     accepted = verified = rounds = tokens = 0
     for row in rows:
@@ -65,27 +65,27 @@ def walk_rounds(rows: list[list[bool]], num_draft_tokens: int) -> Walk:
 
 
 def bound(acceptance: float, num_draft_tokens: int, cost: float, factor: float) -> float:
-    """Return the speed-up that the pair allows at K draft tokens.
+    """Return the largest speed-up that the pair allows at K draft tokens.
 
     Args:
         acceptance: a, in 0..1.
         num_draft_tokens: K.
-        cost: c, a draft's step over a target's step.
-        factor: v(K+1), a target's forward of K+1 rows over one of a single row.
+        cost: c, the time of a draft step over that of a target step.
+        factor: v(K+1), the time of a target forward of K+1 rows over that of one row.
     """
     tokens = sum(acceptance**power for power in range(num_draft_tokens + 1))
     return tokens / (num_draft_tokens * cost + factor)
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Return positions for left-padded rows; mask and result are [B, W] int64."""
+    """Return positions [B, W] int64 for left-padded rows, given their mask [B, W] int64."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def padded_logits(
     model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor, num_last: int
 ) -> torch.Tensor:
-    """Return the logits that verify the last tokens of `ids`.
+    """Return the logits that verify the last tokens in `ids`.
 
     Args:
         model: the target or the draft.
@@ -117,9 +117,9 @@ def verdicts_of(
     """Let the target continue the prompts and verify the draft on every new token.
 
     Args:
-        target: writes NUM_NEW_TOKENS tokens per prompt.
-        draft: verified.
-        tokenizer: shared by both, padding on the left.
+        target: model that writes NUM_NEW_TOKENS tokens per prompt.
+        draft: model to verify.
+        tokenizer: tokenizer of both models, padding on the left.
         prompts: P texts.
         seed: seed for sampling at temperature 1.
             None for greedy decoding.
@@ -137,7 +137,7 @@ def verdicts_of(
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(new_ids)], 1)  # [P, W]
     draft_probs = padded_logits(draft, ids, mask, new_ids.shape[1]).softmax(-1)  # [P, N, V]
     ended = (new_ids == tokenizer.eos_token_id).long()  # [P, N]
-    alive = ended.cumsum(-1) == ended  # [P, N]; the text up to its first end, included
+    alive = ended.cumsum(-1) == ended  # [P, N]; the text up to and including the first EOS
     overlap = None
     if seed is None:
         stands = draft_probs.argmax(-1) == new_ids  # [P, N]

@@ -1,10 +1,10 @@
-"""Keep a training budget over interruptions."""
+"""Track a training budget across interruptions."""
 
 import time
 
 
 class Budget:
-    """Elapsed share of a wall-clock budget."""
+    """Wall-clock budget and its elapsed share."""
 
     def __init__(self, minutes: float, spent_s: float = 0.0) -> None:
         self.total_s = minutes * 60
@@ -12,7 +12,7 @@ class Budget:
         self.last_s = time.monotonic()
 
     def tick(self) -> float:
-        """Add the time since the last call; return the elapsed share in 0..1."""
+        """Add the time since the last call and return the elapsed share in 0..1."""
         now_s = time.monotonic()
         self.spent_s += now_s - self.last_s
         self.last_s = now_s
@@ -20,8 +20,8 @@ class Budget:
 
 
 def warm_then_linear(share: float, warmup: float) -> float:
-    """Return the learning rate's scale at `share` of the budget.
+    """Return the scale of the learning rate at `share` of the budget.
 
-    It rises over `warmup`, then falls linearly to zero.
+    The scale rises over `warmup`, then falls linearly to zero.
     """
     return share / warmup if share < warmup else (1 - share) / (1 - warmup)

@@ -1,4 +1,4 @@
-"""Choose standard-library sources for the pair's training."""
+"""Choose standard-library sources for training the pair."""
 
 import json
 import platform
@@ -48,22 +48,22 @@ MAX_FILE_BYTES = 300_000
 
 
 class Sources(NamedTuple):
-    """Files to read, below the standard library.
+    """Files to read, relative to the standard library.
 
     Paths are POSIX paths.
     """
 
     training: list[str]  # sorted
-    held_out: list[str]  # sorted; those of HELD_OUT_MODULES in this interpreter
+    held_out: list[str]  # sorted; files from HELD_OUT_MODULES that this interpreter has
 
 
 def stdlib_root() -> Path:
-    """Return the running interpreter's standard-library folder."""
+    """Return the standard-library folder of the running interpreter."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def list_sources(root: Path) -> Sources:
-    """List the training and held-out files below `root`.
+    """List the training and held-out files under `root`.
 
     Args:
         root: a standard-library folder.
@@ -85,11 +85,11 @@ def list_sources(root: Path) -> Sources:
 
 
 def read_source(root: Path, name: str) -> str:
-    """Return one file's text with tabs expanded; bytes that are not UTF-8 are replaced."""
+    """Read a file, expand tabs, and replace bytes that are not UTF-8."""
     return (root / name).read_text(encoding="utf-8", errors="replace").expandtabs(8)
 
 
 def write_sources(path: Path, sources: Sources) -> None:
-    """Write the two lists and the interpreter's version as JSON."""
+    """Write the two lists and the version of the interpreter as JSON."""
     record = {"python": platform.python_version(), **sources._asdict()}
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Distil a draft from the target's full next-token distributions."""
+"""Distil a draft from the full next-token distributions of the target."""
 
 from pathlib import Path
 
@@ -20,10 +20,10 @@ WARMUP = 0.03
 
 @torch.no_grad()
 def start_draft(shape: Shape, target: LlamaForCausalLM, seed: int) -> LlamaForCausalLM:
-    """Build a draft from the target's embeddings, last norm and first attention layers.
+    """Initialise a draft from the target's embeddings, last norm and first attention layers.
 
     Args:
-        shape: the draft's sizes; width and heads are the target's.
+        shape: dimensions of the draft; width and heads are the same as in the target.
         target: the trained target.
         seed: as for `build_model`.
     """
@@ -84,8 +84,8 @@ class DraftTraining:
         """Distil until the budget is spent.
 
         Args:
-            rows: the target's self-text, R rows.
-            seed: seed of the order of rows.
+            rows: text written by the target, R rows.
+            seed: seed for the order of rows.
 
         Returns:
             The draft in evaluation mode, float32.

@@ -40,7 +40,7 @@ def acceptance_record(
     prompts: list[str],
     seed: int,
 ) -> dict:
-    """Return the greedy and the sampling record of one dtype."""
+    """Return the records for greedy decoding and sampling in one dtype."""
     return {
         "greedy": walk_record(verdicts_of(target, draft, tokenizer, prompts, None)),
         "sampling": walk_record(verdicts_of(target, draft, tokenizer, prompts, seed)),
@@ -60,7 +60,7 @@ def timing_record(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> dict[str
 
 
 def held_out_stream(tokenizer: PreTrainedTokenizerFast) -> tuple[np.ndarray, float]:
-    """Return the held-out modules' tokens, [N] uint16, and tokens per character."""
+    """Return the tokens of the held-out modules, [N] uint16, and the tokens per character."""
     root = stdlib_root()
     texts = [read_source(root, name) for name in list_sources(root).held_out]
     stream = encode_texts(tokenizer, texts)
@@ -70,14 +70,14 @@ def held_out_stream(tokenizer: PreTrainedTokenizerFast) -> tuple[np.ndarray, flo
 def loss_record(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> dict:
-    """Return both models' held-out losses in nats per token."""
+    """Return the held-out losses of both models in nats per token."""
     stream, tokens_per_char = held_out_stream(tokenizer)
     losses = {"target": stream_loss(target, stream), "draft": stream_loss(draft, stream)}
     return losses | {"tokens_per_char": tokens_per_char, "num_tokens": len(stream)}
 
 
 def write_sample(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a short prompt with the target's greedy continuation, up to its last whole line."""
+    """Return a short prompt with a greedy continuation, up to its last complete line."""
     batch = tokenizer(SAMPLE_PROMPT, return_tensors="pt").to(target.device)
     ids = target.generate(
         input_ids=batch["input_ids"],
@@ -88,7 +88,7 @@ def write_sample(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -
 
 
 def machine_record(device: str) -> dict:
-    """Return the conditions of the times: device, threads and versions."""
+    """Return the conditions of the timings: device, threads and versions."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()} (CPU)"
     return {
         "device": name,
@@ -101,7 +101,7 @@ def machine_record(device: str) -> dict:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture if the system gives no name."""
+    """Return the name of the processor, or its architecture if the name is unknown."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -1,7 +1,8 @@
 """Optimise hidden matrices with Muon in float32.
 
-Muon replaces a matrix's momentum by the nearest semi-orthogonal matrix, found with five
-Newton-Schulz steps. All matrices of one shape are stacked, so a step is a few batched products.
+Muon replaces the momentum of a matrix with the nearest semi-orthogonal matrix, computed by five
+Newton-Schulz steps. All matrices of the same shape are stacked, so a step takes a few batched
+products.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 """
@@ -18,7 +19,7 @@ TABLES = ("embed", "lm_head", "codebook")
 
 
 def orthogonalize(stack: torch.Tensor) -> torch.Tensor:
-    """Push every matrix's singular values towards one.
+    """Push the singular values of every matrix towards one.
 
     Args:
         stack: matrices, [M, R, C] float32.
@@ -66,7 +67,8 @@ class StackedMuon(torch.optim.Optimizer):
 class PairOptimizer:
     """Muon and AdamW under one schedule.
 
-    Muon optimises the layers' matrices, AdamW embeddings, output matrices and norms.
+    Muon optimises the matrices of the layers, and AdamW optimises embeddings, output matrices and
+    norms.
     """
 
     def __init__(self, model: PreTrainedModel, matrix_lr: float, vector_lr: float) -> None:
@@ -89,10 +91,10 @@ class PairOptimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict]:
-        """Return both optimisers' states."""
+        """Return the states of both optimisers."""
         return [optimizer.state_dict() for optimizer, _ in self.parts]
 
     def load_state_dict(self, states: list[dict]) -> None:
-        """Restore the output of `state_dict`."""
+        """Restore states returned by `state_dict`."""
         for (optimizer, _), state in zip(self.parts, states, strict=True):
             optimizer.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Train the target on next-token loss under a wall-clock budget."""
+"""Train the target with the next-token loss within a wall-clock budget."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ PHASES = (
 
 
 class Progress(NamedTuple):
-    """Progress of a run, saved in its checkpoint."""
+    """Progress of a run, saved in the checkpoint."""
 
     phase: int
     num_steps: int
@@ -47,11 +47,11 @@ class Progress(NamedTuple):
 
 
 def sample_windows(stream: np.ndarray, phase: Phase, step: int, seed: int) -> torch.Tensor:
-    """Draw random windows; the same step and seed draw the same ones.
+    """Draw random windows, which depend only on the step and the seed.
 
     Args:
         stream: token ids, [N] uint16.
-        phase: gives the batch size B and window length W.
+        phase: phase with the batch size B and window length W.
         step: number of the training step.
         seed: seed of the run.
 
@@ -79,10 +79,10 @@ def stream_loss(
     """Return the mean loss in nats per token over consecutive windows of a held-out stream.
 
     Args:
-        model: evaluated.
+        model: model to evaluate.
         stream: token ids, [N] uint16.
-        window_len: tokens of a window.
-        max_windows: limit of windows.
+        window_len: number of tokens per window.
+        max_windows: maximum number of windows.
     """
     num_windows = min(max_windows, (len(stream) - 1) // window_len)
     losses = []
@@ -93,9 +93,9 @@ def stream_loss(
 
 
 class TargetTraining:
-    """Resumable run of the target's training.
+    """Resumable training run for the target.
 
-    A finished run continues if it gets more minutes.
+    A finished run continues if its budget is raised.
     """
 
     def __init__(self, checkpoint: Path, minutes: float, seed: int, device: str) -> None:
@@ -133,7 +133,7 @@ class TargetTraining:
         partial.replace(self.checkpoint)
 
     def _phase_at(self, share: float) -> int:
-        """Return the phase at `share`; a continued run never gets shallower."""
+        """Return the phase at `share`; a resumed run never returns to fewer layers."""
         depth = len(self.model.model.layers)
         return next(
             i for i, phase in enumerate(PHASES) if share < phase.until and phase.num_layers >= depth

@@ -1,4 +1,4 @@
-"""Build held-out prompts in Spec-Bench's line format."""
+"""Build held-out prompts in the JSON Lines format of Spec-Bench."""
 
 import ast
 import json
@@ -29,19 +29,19 @@ RENAMES = {
 
 
 class Function(NamedTuple):
-    """Top-level function or method of a held-out module."""
+    """Top-level function or method in a held-out module."""
 
     module: str
     name: str
-    first_line: int  # zero-based, decorators included
+    first_line: int  # zero-based, including decorators
     body_line: int  # zero-based line of the first statement
     end_line: int  # one past the last line
-    argument: str  # the first argument besides self and cls; empty if there is none
+    argument: str  # the first argument other than self and cls; empty if there is none
     has_docstring: bool
 
 
 def list_functions(module: str, text: str) -> list[Function]:
-    """List a module's functions and methods in file order."""
+    """List the functions and methods of a module in file order."""
     functions = []
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef):
@@ -74,7 +74,7 @@ def completion_prompt(function: Function, lines: list[str]) -> str:
 
 
 def docstring_prompt(function: Function, lines: list[str]) -> str:
-    """Return the code before the function, its head, and the opened docstring."""
+    """Return the code before the function, its signature, and the opened docstring."""
     if not function.has_docstring:
         return ""
     start = max(0, function.first_line - 8)
@@ -87,7 +87,7 @@ def docstring_prompt(function: Function, lines: list[str]) -> str:
 
 
 def edit_prompt(function: Function, lines: list[str]) -> str:
-    """Return the function, then its head and first statement again with one argument renamed."""
+    """Return the function, then its signature and first statement with one argument renamed."""
     source = lines[function.first_line : function.end_line]
     head_len = function.body_line - function.first_line
     if not function.argument or function.has_docstring or len(source) < head_len + 3:
@@ -103,7 +103,7 @@ def edit_prompt(function: Function, lines: list[str]) -> str:
 
 
 def table_prompt(module: str, functions: list[Function], offset: int) -> str:
-    """Return the first rows of a table of a module's functions."""
+    """Return the first rows of a table that lists the functions of a module."""
     public = sorted({function.name for function in functions if not function.name.startswith("_")})[
         offset:
     ]
@@ -121,7 +121,7 @@ def table_prompt(module: str, functions: list[Function], offset: int) -> str:
 
 
 def candidates(category: str, module: str, text: str) -> Iterator[str]:
-    """Yield one category's prompts from one module; empty strings for unsuitable functions."""
+    """Yield prompts of a category from a module; unsuitable functions yield empty strings."""
     lines, functions = text.split("\n"), list_functions(module, text)
     builders = {
         "code completion": completion_prompt,
@@ -136,7 +136,7 @@ def candidates(category: str, module: str, text: str) -> Iterator[str]:
 
 
 def build_prompts(root: Path, tokenizer: PreTrainedTokenizerFast) -> list[dict]:
-    """Build every category's prompts from the held-out modules below `root`."""
+    """Build prompts for every category from the held-out modules under `root`."""
     prompts = []
     for category in ("code completion", "docstring", "edit", "repetitive table"):
         chosen: list[str] = []
@@ -155,12 +155,12 @@ def build_prompts(root: Path, tokenizer: PreTrainedTokenizerFast) -> list[dict]:
 
 
 def write_prompts(path: Path, prompts: list[dict]) -> None:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts' first turns."""
+    """Return the first turn of each prompt."""
     return [
         json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8-sig").splitlines()
     ]

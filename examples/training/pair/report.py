@@ -1,4 +1,4 @@
-"""Write the pair's README from its measurements."""
+"""Write the README of the pair from its measurements."""
 
 import textwrap
 
@@ -24,7 +24,7 @@ This file is written by `cd examples && python -m training.train_pair --stage me
 
 
 def best_bound(acceptance: float, cost: float, factors: list[float]) -> tuple[float, int]:
-    """Return the largest bound over K and its K; `factors` is v(1), v(2), ..., v(Kmax+1)."""
+    """Return the largest bound and its K; `factors` is v(1), v(2), ..., v(Kmax+1)."""
     return max(
         (bound(acceptance, draft_len, cost, factors[draft_len]), draft_len)
         for draft_len in range(1, len(factors))
@@ -32,19 +32,19 @@ def best_bound(acceptance: float, cost: float, factors: list[float]) -> tuple[fl
 
 
 def faster_dtype(timings: dict[str, dict]) -> str:
-    """Return the dtype with the faster plain step, from records of one batch size by dtype."""
+    """Return the dtype with the faster plain step, given the records of one batch size by dtype."""
     return min(timings, key=lambda dtype: timings[dtype]["target_ms"][0])
 
 
 def pair_bounds(acceptance: dict, timings: dict) -> dict[str, dict]:
-    """Compute the pair's bound at every batch size.
+    """Compute the bound of the pair at every batch size.
 
     Args:
-        acceptance: by dtype, `greedy` and `sampling` records.
-        timings: by batch size (as text), then by dtype.
+        acceptance: `greedy` and `sampling` records by dtype.
+        timings: records by batch size (as a string), then by dtype.
 
     Returns:
-        By batch size: the dtype, K, the greedy verified acceptance rate, the bound, and the goal.
+        The dtype, K, greedy verified acceptance rate, bound and goal, by batch size.
     """
     bounds = {}
     for batch_size, by_dtype in timings.items():
@@ -63,7 +63,7 @@ def pair_bounds(acceptance: dict, timings: dict) -> dict[str, dict]:
 
 
 def paragraph(text: str) -> str:
-    """Return one wrapped Markdown paragraph with a blank line on both sides."""
+    """Return a wrapped Markdown paragraph with blank lines before and after."""
     return "\n" + textwrap.fill(text, 98) + "\n\n"
 
 
@@ -74,7 +74,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def shape_row(name: str, shape: Shape, num_params: int, training: str) -> list[str]:
-    """Return one model's row of the shape table."""
+    """Return the row of a model in the shape table."""
     heads = f"{shape.num_heads} / {shape.num_kv_heads}"
     sizes = [str(shape.num_layers), str(shape.hidden_size), str(shape.ffn_size), heads]
     return [name, *sizes, f"{num_params / 1e6:.2f} M", training]
@@ -181,7 +181,7 @@ def timings_text(results: dict) -> str:
 
 
 def bounds_text(results: dict) -> str:
-    """Return the section on the pair's bound."""
+    """Return the section on the bound of the pair."""
     rows = []
     for batch_size, record in results["pair"]["bounds"].items():
         reached = "yes" if record["bound"] >= record["goal"] else "no"
@@ -216,7 +216,7 @@ def bounds_text(results: dict) -> str:
 
 
 def sample_text(results: dict) -> str:
-    """Return the section with a text of the target."""
+    """Return the section with a text written by the target."""
     sample = results["pair"]["sample"]
     note = paragraph(
         "A greedy continuation in float32; the prompt is everything up to the second `def` line."
@@ -225,7 +225,7 @@ def sample_text(results: dict) -> str:
 
 
 def render(results: dict) -> str:
-    """Return the README's text; `results` is the record in `measurements.json`."""
+    """Return the text of the README; `results` is the record in `measurements.json`."""
     pair = results["pair"]
     head = HEAD.format(
         megabytes=pair["num_bytes"] / 1e6, python=results["target_training"]["python"]

@@ -1,4 +1,4 @@
-"""Let the target continue training text: the draft learns from texts like those it will draft."""
+"""Let the target continue training text, so the draft learns from the texts it will draft."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +17,9 @@ BATCH_SIZE = 96
 
 
 class SelfText(NamedTuple):
-    """Rows of real prefix and target continuation.
+    """Rows of real text continued by the target.
 
-    The target's states are kept at every position.
+    The states of the target are kept at every position.
     """
 
     ids: torch.Tensor  # [R, W] int64
@@ -36,8 +36,9 @@ def continue_rows(
     Args:
         target: the model that writes.
         prefix_ids: real text, [B, P] int64.
-        row_len: W, above P.
-        greedy: rows that take the likeliest token, [B] bool; the others sample at temperature 1.
+        row_len: W, larger than P.
+        greedy: [B] bool, rows that take the likeliest token; the other rows sample at temperature
+        1.
 
     Returns:
         The rows, on the CPU.
@@ -57,7 +58,7 @@ def continue_rows(
 
 
 def draw_prefixes(stream: np.ndarray, batch: int, seed: int) -> torch.Tensor:
-    """Draw the real prefixes of one batch from a stream, [N] uint16; returns [B, P] int64."""
+    """Draw real prefixes [B, P] int64 for a batch from a stream [N] uint16."""
     prefix_len = PREFIX_LENS[batch % len(PREFIX_LENS)]
     starts = np.random.default_rng((seed, 1, batch)).integers(
         0, len(stream) - prefix_len, BATCH_SIZE
@@ -70,14 +71,14 @@ def draw_prefixes(stream: np.ndarray, batch: int, seed: int) -> torch.Tensor:
 def write_self_text(
     target: LlamaForCausalLM, stream: np.ndarray, folder: Path, minutes: float, seed: int
 ) -> None:
-    """Write batches of self-text into `folder` until the budget is spent; older batches are kept.
+    """Write batches of self-text to `folder` until the budget is spent; older batches are kept.
 
     Args:
         target: the trained target in evaluation mode.
         stream: training token ids, [N] uint16.
-        folder: takes one file per batch.
-        minutes: wall-clock budget of this call.
-        seed: seed of prefixes and sampling.
+        folder: folder that gets one file per batch.
+        minutes: wall-clock budget for this call.
+        seed: seed for prefixes and sampling.
     """
     folder.mkdir(parents=True, exist_ok=True)
     greedy = torch.arange(BATCH_SIZE, device=target.device) % 2 == 0
@@ -95,7 +96,7 @@ def write_self_text(
 
 
 def load_self_text(folder: Path) -> SelfText:
-    """Load every batch of `folder`."""
+    """Load every batch in `folder`."""
     batches = [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))]
     return SelfText(
         torch.cat([ids for ids, _ in batches]), torch.cat([hidden for _, hidden in batches])

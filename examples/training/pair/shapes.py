@@ -1,4 +1,4 @@
-"""Build untrained models of the pair's shapes."""
+"""Build untrained models with the shapes of the pair."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ ROPE_THETA = 100_000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one Llama model with tied embeddings."""
+    """Dimensions of a Llama model with tied embeddings."""
 
     hidden_size: int
     num_layers: int
@@ -42,7 +42,7 @@ def build_model(shape: Shape, seed: int) -> LlamaForCausalLM:
     """Build a float32 model with seeded weights.
 
     Args:
-        shape: the model's sizes.
+        shape: dimensions of the model.
         seed: seed of the global generator for the initial weights.
 
     Returns:
@@ -73,12 +73,13 @@ def build_model(shape: Shape, seed: int) -> LlamaForCausalLM:
 def grow(model: LlamaForCausalLM, shape: Shape, seed: int) -> LlamaForCausalLM:
     """Return a deeper model that computes the same function.
 
-    Copies follow every old layer. Their output projections are zero, so a copy adds nothing until
-    it is trained.
+    Each old layer is followed by copies of itself. The output projections of a copy are zero, so it
+    adds nothing until it is trained.
 
     Args:
         model: the trained shallow model.
-        shape: sizes of the deep one; `num_layers` is a multiple of the shallow model's.
+        shape: dimensions of the deeper model; `num_layers` is a multiple of that in the shallow
+        model.
         seed: as for `build_model`.
     """
     deep = build_model(shape, seed)

@@ -1,4 +1,4 @@
-"""Save the pair in the form that `from_pretrained` reads."""
+"""Save the pair in the format that `from_pretrained` reads."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
         bos_token_id=EOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID, pad_token_id=PAD_TOKEN_ID
     )
     copy.save_pretrained(folder)
-    # CPUs decode faster with it, and near-ties are rare.
+    # CPUs decode faster in float32, and near-ties are rare.
     _update(folder / "config.json", dtype="float32")
     save_tokenizer(tokenizer, folder)
 
@@ -36,7 +36,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _update(path: Path, **values: str) -> None:
-    """Set entries of a JSON file, and remove `LOADING_KEYS`."""
+    """Set entries in a JSON file, and remove `LOADING_KEYS`."""
     entries = json.loads(path.read_text(encoding="utf-8")) | values
     entries = {key: value for key, value in entries.items() if key not in LOADING_KEYS}
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
@@ -51,7 +51,7 @@ def load_model(
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer saved beside a model."""
+    """Load the tokenizer saved with a model."""
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
@@ -61,7 +61,7 @@ def read_results(path: Path) -> dict:
 
 
 def write_section(path: Path, section: str, value: dict) -> dict:
-    """Replace one section of the results and return the whole record."""
+    """Replace one section of the results and return the complete record."""
     results = read_results(path) | {section: value}
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

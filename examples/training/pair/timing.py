@@ -22,7 +22,7 @@ class Timings(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The ratio c: the draft's step over the target's step."""
+        """The ratio c of a draft step to a target step."""
         return self.draft_ms / self.target_ms[0]
 
     @property
@@ -57,7 +57,7 @@ def forward_ms(
 
 @torch.inference_mode()
 def time_pair(target: LlamaForCausalLM, draft: LlamaForCausalLM, batch_size: int) -> Timings:
-    """Time both models; the sizes take turns, so noise affects all of them alike."""
+    """Time both models; the sizes take turns, so noise affects all of them equally."""
     target_cache, draft_cache = warm_cache(target, batch_size), warm_cache(draft, batch_size)
     target_ms: list[list[float]] = [[] for _ in range(MAX_ROWS)]
     draft_ms: list[float] = []

@@ -1,4 +1,4 @@
-"""Train the byte-level BPE tokenizer of both models."""
+"""Train the byte-level BPE tokenizer for both models."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ PAD = "<|pad|>"
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on whole files.
+    """Train the tokenizer on complete files.
 
     Args:
         texts: one string per training file.
 
     Returns:
-        A lossless tokenizer: `decode(encode(text))` is `text`. It adds no special tokens.
+        A lossless tokenizer, for which `decode(encode(text))` is `text`. It adds no special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -44,7 +44,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
-    """Encode files into one stream, each ended by the end-of-text token.
+    """Encode files into one stream, with an end-of-text token after each file.
 
     Returns:
         The stream, [N] uint16.
@@ -56,5 +56,5 @@ def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.nda
 
 
 def load_stream(path: Path) -> np.ndarray:
-    """Return a stream saved with `numpy.save`, [N] uint16, mapped read-only."""
+    """Load a stream [N] uint16 saved with `numpy.save`, memory-mapped read-only."""
     return np.load(path, mmap_mode="r")

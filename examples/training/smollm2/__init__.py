@@ -1,1 +1,1 @@
-"""Stages of the training of SmolLM2's head, `training/train_smollm2_head.py`: one module each."""
+"""Stages for training the head for SmolLM2, `training/train_smollm2_head.py`, one per module."""

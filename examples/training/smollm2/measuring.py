@@ -1,4 +1,4 @@
-"""Measure a head on held-out questions against plain decoding and transformers' drafts."""
+"""Compare a head with plain decoding and assisted generation on held-out questions."""
 
 import functools
 import time
@@ -23,7 +23,7 @@ class Method(NamedTuple):
     """One line of the table."""
 
     name: str
-    options: dict[str, Any]  # options of `generate()`
+    options: dict[str, Any]  # arguments of `generate()`
     is_ours: bool
 
 
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 
 def methods(head: DraftHead, num_draft_tokens: int) -> list[Method]:
-    """Return the measured methods; transformers drafts for one row only."""
+    """Return the methods to measure; transformers drafts for only one row."""
     alone, both = (
         {
             "drafter": functools.partial(HeadDrafter, head, **settings),
@@ -67,7 +67,7 @@ def run(
     output = generate(**inputs, **GREEDY, max_new_tokens=max_new_tokens, **method.options, **ours)
     seconds = time.perf_counter() - begin
     token_ids = output[:, inputs["input_ids"].shape[1] :]
-    # A row's padding after its end is the end token again: only the first one counts.
+    # After its end, a row is padded with the end token, of which only the first one counts.
     has_ended = (token_ids == target.generation_config.eos_token_id).int().cumsum(1)
     num_tokens = int((has_ended == 0).sum() + (has_ended.amax(1) > 0).sum())
     return Run(num_tokens, seconds, stats, token_ids)
@@ -83,7 +83,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure one record per method and batch size; methods take turns on every batch.
 
-    A batch's ratio is to plain decoding of the same batch; both include the prompt's forward.
+    The ratio of a batch is relative to plain decoding of the same batch; both include the prefill.
     """
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     tokenizer_options = {
@@ -122,7 +122,7 @@ def measure(
 
 
 def record(name: str, batch_size: int, runs: list[Run], plain: list[Run]) -> dict[str, Any]:
-    """Summarise a method's runs."""
+    """Summarise the runs of a method."""
     speeds = [call.num_tokens / call.seconds for call in runs]
     ratios = sorted(
         speed / (other.num_tokens / other.seconds)

@@ -1,4 +1,4 @@
-"""Build user turns; the target's answers are the training text."""
+"""Build user turns; the answers of the target become the training text."""
 
 import random
 from collections.abc import Callable
@@ -189,5 +189,5 @@ def question(draw: random.Random) -> str:
 
 
 def next_turn(draw: random.Random) -> str:
-    """Return a later user turn; half of them follow up on the answer."""
+    """Return a later user turn, which follows up on the answer half of the time."""
     return draw.choice(_FOLLOW_UPS) if draw.random() < 0.5 else question(draw)

@@ -1,8 +1,8 @@
-"""Fit a head to the target's text, with the target's distributions as its goal.
+"""Fit a head to text and distributions of the target.
 
-The head is trained as it drafts. In step 1 all states are the target's. In step s the state of
-every pair is the head's own output of step s - 1 at the pair before, and attention sees the
-target's states only up to s - 1 pairs back.
+Training imitates drafting. In step 1, all states come from the target. In step s, the state of
+every pair is the head's output of step s - 1 at the previous pair, and attention sees states of the
+target only up to s - 1 pairs back.
 
 Source: Li et al., "EAGLE-3" (arXiv:2503.01840), section 3.2.
 """
@@ -22,33 +22,33 @@ from training.smollm2.writing import Conversations
 
 BATCH_SIZE = 4
 LEARNING_RATE = 2e-4
-WARMUP = 0.08  # long, because the first steps of AdamW move all inputs of fc in the same direction
-RIDGE = 1e-3  # share of each input's own square
+WARMUP = 0.08  # long, because the first AdamW steps move all inputs of fc in the same direction
+RIDGE = 1e-3  # ridge penalty as a share of the sum of squares of each input
 STATE_WEIGHT = 0.1
 CHECKPOINT_EVERY_S = 120
 STEP_WEIGHTS = (1.0, 0.7)
-ONE_STEP_SHARE = 0.6  # share of the budget for the first step alone
+ONE_STEP_SHARE = 0.6  # share of the budget spent on the first step alone
 
 
 class Loss(NamedTuple):
     """Loss of one batch."""
 
     total: Tensor
-    accuracy: list[float]  # by step: share of likeliest tokens equal to the target's
+    accuracy: list[float]  # by step: share of likeliest tokens equal to those of the target
 
 
 def frequent_ids(folder: Path, num_ids: int, vocab_size: int) -> Tensor:
-    """Return the ids that the target wrote most often, ascending; [Vd] int64."""
+    """Return the ids that the target wrote most often, in ascending order, [Vd] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for rows in read_batches(folder):
         counts += rows.ids[rows.is_written].long().bincount(minlength=vocab_size)
-    # Ties go to the lower id: it was merged earlier, from more frequent text.
+    # Ties go to the lower id, which was merged earlier, from more frequent text.
     order = counts.argsort(descending=True, stable=True)
     return order[:num_ids].sort().values
 
 
 def read_batches(folder: Path) -> Iterator[Conversations]:
-    """Yield every file of the target's text; rows stay on disk until they are read."""
+    """Yield every file of text from the target; rows stay on disk until they are read."""
     for path in sorted(folder.glob("*.pt")):
         yield Conversations(*torch.load(path, mmap=True, weights_only=True))
 
@@ -56,9 +56,10 @@ def read_batches(folder: Path) -> Iterator[Conversations]:
 def start_head(
     target: LlamaForCausalLM, aux_layers: list[int], target_ids: Tensor, folder: Path, seed: int
 ) -> DraftHead:
-    """Make a head that predicts the next last state linearly, by its `fc`.
+    """Make a head whose `fc` predicts the next last state linearly.
 
-    The layer adds nothing yet. Its inner projections begin as those of the target's last layer.
+    The layer adds nothing yet. Its inner projections are initialised from the last layer of the
+    target.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(**{key: getattr(target.config, key) for key in LAYER_FIELDS})
@@ -79,10 +80,10 @@ def start_head(
 
 
 def linear_prediction(head: DraftHead, folder: Path) -> Tensor:
-    """Solve ridge regression of the next last state on a pair's embedding and state.
+    """Solve a ridge regression of the next last state on the embedding and state of a pair.
 
     Returns:
-        [2 * D + 1, D], the constant in the last row.
+        Coefficients [2 * D + 1, D], with the constant in the last row.
     """
     width = head.config.hidden_size
     gram, moments = torch.zeros(2 * width + 1, 2 * width + 1), torch.zeros(2 * width + 1, width)
@@ -100,22 +101,22 @@ def linear_prediction(head: DraftHead, folder: Path) -> Tensor:
 
 
 def wanted_pairs(rows: Conversations) -> Tensor:
-    """Return [R, N] bool, pairs that predict a token chosen by the target.
+    """Return a mask [R, N] bool of the pairs that predict a token chosen by the target.
 
-    The user's tokens are not predicted.
+    Tokens of the user are not predicted.
     """
     return torch.cat([rows.is_written[:, 2:], torch.zeros_like(rows.is_written[:, :1])], dim=1)
 
 
 def attend(heads: list[Heads], num_groups: int) -> Tensor:
-    """Return mixed values [B, H, N, D] of the last step's queries.
+    """Return the attention output [B, H, N, D] for the queries of the last step.
 
-    A query at pair i sees the first step's keys of pairs 0 to i - s + 1, then those of the later
-    steps, one pair each: step r's at i - s + r.
+    A query at pair i sees the keys of pairs 0 to i - s + 1 from the first step, and one pair from
+    each later step, which is pair i - s + r from step r.
 
     Args:
-        heads: of every step so far, s of them.
-        num_groups: query heads of a key-value head.
+        heads: queries, keys and values of the s steps so far.
+        num_groups: number of query heads per key-value head.
     """
     query, num_steps, num_pairs = heads[-1].query, len(heads), heads[-1].query.shape[2]
     scale = query.shape[-1] ** -0.5
@@ -141,20 +142,20 @@ def attend(heads: list[Heads], num_groups: int) -> Tensor:
 
 
 def _shifted(x: Tensor, num_pairs: int) -> Tensor:
-    """Move [B, H, N, D] to later pairs; the first are zero, and their outputs are not trained."""
+    """Shift [B, H, N, D] to later pairs; the first pairs become zero and are not trained."""
     return x if not num_pairs else nn.functional.pad(x, (0, 0, num_pairs, 0))[:, :, : x.shape[2]]
 
 
 def head_loss(head: DraftHead, rows: Conversations, num_steps: int) -> Loss:
-    """Return the KL divergence to the target's distribution, plus the distance from its next state.
+    """Return the KL divergence from the target's distribution plus the distance to its next state.
 
     The divergence is over the draft vocabulary. The distance keeps the output a valid state for the
     next step.
 
     Args:
-        head: in training.
-        rows: of the target's text.
-        num_steps: drafted tokens after each pair, at least 1.
+        head: head in training.
+        rows: rows of text from the target.
+        num_steps: number of drafted tokens after each pair, at least 1.
     """
     # [B, N]; [B, N, D]
     ids, next_states = rows.ids.long()[:, 1:], rows.hidden[:, 1:].float() / head.scale
@@ -183,16 +184,16 @@ def head_loss(head: DraftHead, rows: Conversations, num_steps: int) -> Loss:
 
 
 class HeadTraining:
-    """Resumable run of a head's training.
+    """Resumable training run for a head.
 
-    Under `torchrun` ranks share the rows of each step.
+    Under `torchrun`, the ranks share the rows of each step.
 
     Args:
-        head: fresh.
-        folder: the target's text, one file a batch.
-        checkpoint: file of the run's state.
+        head: untrained head.
+        folder: text from the target, one file per batch.
+        checkpoint: file with the state of the run.
         minutes: budget over all sessions.
-        seed: of the order of rows.
+        seed: seed for the order of rows.
     """
 
     def __init__(self, head: DraftHead, folder: Path, checkpoint: Path, minutes: float, seed: int):
@@ -207,7 +208,7 @@ class HeadTraining:
         )
         if checkpoint.is_file():
             saved = torch.load(checkpoint, weights_only=True)
-            # The draft vocabulary may have changed with more text; no trained weight depends on it.
+            # More text may have changed the draft vocabulary, but no trained weight depends on it.
             head.load_state_dict(saved["head"] | {"target_ids": head.target_ids})
             self.optimizer.load_state_dict(saved["optimizer"])
             self.num_steps, spent_s = saved["num_steps"], saved["spent_s"]
@@ -233,7 +234,7 @@ class HeadTraining:
         return self.head.eval()
 
     def _share(self) -> float:
-        """Return the elapsed share of the budget by the first rank's clock."""
+        """Return the elapsed share of the budget according to the clock of rank 0."""
         share = torch.tensor(self.budget.tick())
         if self.num_ranks > 1:
             dist.broadcast(share, src=0)
@@ -257,7 +258,7 @@ class HeadTraining:
         return loss
 
     def _rows(self) -> Conversations:
-        """Return the next rows in the epoch's order."""
+        """Return the next rows in the order of the epoch."""
         row_indices = [
             (file, row) for file, batch in enumerate(self.files) for row in range(len(batch.ids))
         ]

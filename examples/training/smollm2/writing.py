@@ -1,7 +1,7 @@
 """Let the target write conversations, and keep the states for a head.
 
-Every row is one conversation of fixed length: user turns are fed token by token, and the target
-answers in between. So a batch needs no padding, and no row waits for another one.
+Every row is a conversation of fixed length: user turns are fed token by token, and the target
+answers in between. A batch therefore needs no padding, and no row waits for another.
 """
 
 import random
@@ -18,25 +18,25 @@ from training.smollm2.seed_prompts import next_turn, question
 
 BATCH_SIZE = 64
 ROW_LEN = 512
-# A longer answer would repeat itself, so it is cut off and the next user turn follows.
+# Longer answers would repeat themselves, so they are cut off, and the next user turn follows.
 MAX_ANSWER_LEN = 160
-TEMPERATURE = 0.7  # temperature of the sampled half of the rows
+TEMPERATURE = 0.7  # temperature for the sampled half of the rows
 
 
 class Conversations(NamedTuple):
-    """Rows written by the target, with its states."""
+    """Rows written by the target, with their states."""
 
     ids: Tensor  # [R, W] int32
-    is_written: Tensor  # [R, W] bool, tokens chosen by the target
-    aux: Tensor  # [R, W, A * D] bfloat16, inputs of the head's auxiliary layers
+    is_written: Tensor  # [R, W] bool, whether the target chose the token
+    aux: Tensor  # [R, W, A * D] bfloat16, inputs of the auxiliary layers
     hidden: Tensor  # [R, W, D] float16, last states, inputs of the target's output matrix
     logsumexp: Tensor  # [R, W] float32, of the logits over the whole vocabulary
 
 
 class Turns:
-    """Tokens of one row's user turns.
+    """User turns of one row, as tokens.
 
-    It also decides when they come.
+    This class also decides when a turn starts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int):
@@ -51,7 +51,7 @@ class Turns:
         )
 
     def next_id(self, chosen: int) -> tuple[int, bool]:
-        """Return the row's next token, and whether the target chose it."""
+        """Return the next token of the row, and whether the target chose it."""
         if self.forced:
             return self.forced.popleft(), False
         self.num_answered += 1
@@ -67,10 +67,10 @@ class Turns:
 
 
 class Stepper:
-    """Llama forward of one token per row.
+    """Llama forward over one token per row.
 
-    Its buffers hold all keys and values. transformers' loop copies the whole cache at every step,
-    half of the time at this batch size.
+    Its buffers hold all keys and values. The decoding loop in transformers copies the entire cache
+    at every step, which takes half of the time at this batch size.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stepper:
         self.cos, self.sin = model.model.rotary_emb(self.states, positions)  # [1, W, D]
 
     def step(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Feed tokens [B] int64; return inputs of aux layers [B, A * D] and last states [B, D]."""
+        """Feed tokens [B] int64, and return aux layer inputs [B, A * D] and last states [B, D]."""
         x, aux = self.model.model.embed_tokens(ids), []
         for index, layer in enumerate(self.model.model.layers):
             if index in self.aux_layers:
@@ -112,7 +112,7 @@ class Stepper:
         )
         query, key = (states * cos + rotate_half(states) * sin for states in (query, key))
         keys[:, :, column], values[:, :, column] = key, value
-        # The query heads of a key-value head are rows of one product.
+        # The query heads of each key-value head become rows of one product.
         query = query.unflatten(1, (self.num_kv_heads, -1))  # [B, Hkv, G, D]
         # [B, Hkv, G, D]
         mixed = nn.functional.scaled_dot_product_attention(
@@ -125,7 +125,7 @@ class Stepper:
 def write_conversations(
     target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, aux_layers: list[int], seed: int
 ) -> Conversations:
-    """Write one batch; the first half of the rows is greedy, the other half samples."""
+    """Write one batch, with the first half of the rows greedy and the other half sampled."""
     turns = [Turns(tokenizer, seed * BATCH_SIZE + row) for row in range(BATCH_SIZE)]
     generator = torch.Generator().manual_seed(seed)
     stepper = Stepper(target, BATCH_SIZE, ROW_LEN, aux_layers)
@@ -160,7 +160,7 @@ def write_batches(
     numbers: range,
     seed: int,
 ) -> None:
-    """Write the batches `numbers` into `folder`, one file each; existing files are kept."""
+    """Write the batches `numbers` to `folder`, one file each; existing files are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in numbers:
         path = folder / f"{number:04d}.pt"

@@ -27,11 +27,12 @@ FIELDS = {
 class TopKVerifier:
     """Verifier that accepts the likeliest tokens.
 
-    It accepts drafted tokens among the target's `num_likeliest` most likely ones, ties included.
+    It accepts a drafted token among the `num_likeliest` most likely tokens of the target, including
+    ties.
     """
 
     num_likeliest: int
-    samples: bool  # whether the token after the accepted ones is sampled
+    samples: bool  # whether to sample the token after the accepted ones
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         vocab_size = target_logits.shape[-1]
@@ -48,7 +49,7 @@ class TopKVerifier:
 def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
     """Sample one token at each position of [B, K+1, V] and return [B, K+1] int64.
 
-    Drafts use another stream.
+    Drafts use a different random stream.
     """
     positions = range(target_logits.shape[1])
     draws = [
