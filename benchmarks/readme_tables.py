@@ -154,7 +154,7 @@ def parts() -> dict[str, str]:
     }
 
 
-PAGES = {"README.md": ("tasks", "comparison", "sources"), "docs/index.md": ("tasks",)}
+PAGES = {"README.md": ("comparison", "sources"), "docs/index.md": ("tasks",)}
 
 
 def write_pages(root: Path, names: Iterable[str] = PAGES) -> None:

@@ -17,8 +17,9 @@ from _harness import RESULTS, ROOT, read_results
 
 PICTURES = ROOT / "docs" / "pictures"
 FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
-LEFT, PANEL, GAP, BAR, LINE, TOP, MARGIN = 216, 288, 44, 18, 30, 64, 56
-NUM_TOKENS = 128
+LEFT, PANEL, GAP, BAR, LINE, TOP, MARGIN = 216, 264, 36, 18, 30, 64, 56
+PANELS = tuple((kind, length) for length in (64, 128) for kind in readme_tables.TASK_KINDS)
+NUM_COLUMNS = 2
 MAX_SHOWN = 2.0  # speed-up at the right end of a panel; longer ranges end in an arrow
 
 
@@ -48,7 +49,6 @@ THEMES = {
     "light": Theme(text="#1f2328", faint="#59636e", line="#d1d9e0"),
     "dark": Theme(text="#f0f6fc", faint="#9198a1", line="#3d444d"),
 }
-KINDS = tuple(readme_tables.TASK_KINDS)
 
 
 class Layout(NamedTuple):
@@ -57,20 +57,22 @@ class Layout(NamedTuple):
     is_narrow: bool
 
     @property
+    def num_columns(self) -> int:
+        return 1 if self.is_narrow else NUM_COLUMNS
+
+    @property
     def width(self) -> float:
-        beside = 0 if self.is_narrow else (len(KINDS) - 1) * (PANEL + GAP)
-        return LEFT + PANEL + MARGIN + beside
+        return LEFT + self.num_columns * (PANEL + MARGIN) + (self.num_columns - 1) * GAP
 
     @property
     def bottom(self) -> float:
-        """Vertical position of the first line below the bars."""
-        return self.origin(len(KINDS) - 1)[1] + TOP + LINE * len(METHODS) + 20
+        """Upper end of the lines below the bars."""
+        return self.origin(len(PANELS) - 1)[1] + TOP + LINE * len(METHODS) + 20
 
     def origin(self, number: int) -> tuple[float, float]:
-        """Return the left edge and the vertical offset of the bars in a panel."""
-        if self.is_narrow:
-            return LEFT, number * (LINE * len(METHODS) + GAP)
-        return LEFT + number * (PANEL + GAP), 0
+        """Return the left end and the upper shift of a panel's bars."""
+        row, column = divmod(number, self.num_columns)
+        return LEFT + column * (PANEL + MARGIN + GAP), row * (LINE * len(METHODS) + GAP)
 
 
 LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
@@ -88,16 +90,17 @@ def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
         f"<title>{title}</title>",
         text(16, 24, title, theme.text, 'font-size="16" font-weight="600"'),
     ]
-    for number, kind in enumerate(KINDS):
+    for number, (kind, length) in enumerate(PANELS):
         left, shift = layout.origin(number)
         if left == LEFT:  # methods are named once per line of panels
             for place, method in enumerate(METHODS):
                 middle = TOP + shift + LINE * place + BAR / 2
                 style = 'font-size="14" text-anchor="end"'
                 parts.append(text(LEFT - 12, middle + 5, method.label, theme.text, style))
-        spreads = ten_tasks.spreads_of(results["rows"], NUM_TOKENS, kind)
+        spreads = ten_tasks.spreads_of(results["rows"], length, kind)
         parts.append(f'<g transform="translate(0 {shift})">')
-        parts += [*panel(left, readme_tables.TASK_KINDS[kind], spreads, theme), "</g>"]
+        name = f"{readme_tables.TASK_KINDS[kind]}, {length} new tokens"
+        parts += [*panel(left, name, spreads, theme), "</g>"]
     for number, words in enumerate(lines):
         parts.append(text(16, layout.bottom + 16 * number, words, theme.faint, 'font-size="12"'))
     return "\n".join([*parts, "</svg>", ""])
@@ -107,7 +110,7 @@ def sources_of(environment: dict[str, Any]) -> list[str]:
     """Return the measured setting and the legend, on separate lines for narrow screens."""
     cores = f"{environment['threads']} core{'s' * (environment['threads'] > 1)}"
     return [
-        f"greedy, one row, {NUM_TOKENS} new tokens, equal texts",
+        "greedy, one prompt at a time, equal texts",
         f"{cores} of an {device(environment['device'])}, {environment['date']}",
         "bars: medians over tasks, lines: slowest to fastest task",
     ]
