@@ -39,6 +39,8 @@ class KVCache(Protocol):
     """Name of the kind in `speculation_cache`."""
     cache: Cache
     """Cache of transformers for the model's forward."""
+    can_mark: bool = True
+    """Whether `mark` restores all states."""
 
     @property
     def num_columns(self) -> int:
@@ -114,7 +116,7 @@ class KVCache(Protocol):
     def mark(self) -> Callable[[], None]:
         """Return a function to drop the columns of later forwards, even of a failed one.
 
-        Recurrent states are not restored.
+        Recurrent states are not restored; see `can_mark`.
         """
 
     @property

@@ -114,7 +114,8 @@ class DraftRequest(NamedTuple):
     in tests."""
     run_target: Callable[[Tensor], Tensor] | None = None
     """Runs the target on tokens [B, Q] int64 after those states and returns logits [B, Q, V]. Its
-    cache drops the tokens again."""
+    cache drops the tokens again. None if the target has recurrent layers, whose states would keep
+    them."""
 
     def check(self) -> None:
         """Raise an error if the request is malformed.

@@ -338,7 +338,7 @@ class DraftSession(PerRow):
             keys: Keys of the round's noise.
             room: [B] maximum tokens of each row.
             target_cache: KV cache of the target.
-            run_target: See `DraftRequest.run_target`. None if no drafter calls it.
+            run_target: See `DraftRequest.run_target`.
         """
         num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
         num_read = self._admit_waiting(batch) // batch.num_rows if choice.num_model_tokens else 0

@@ -207,7 +207,7 @@ class TargetSession(PerRow):
     def run_aside(self, token_ids: Tensor) -> Tensor:
         """Run tokens [B, Q] int64 behind the cached ones, eagerly: return logits [B, Q, V].
 
-        The cache drops their states, also after an error.
+        The cache drops their states, also after an error. Its `can_mark` must be true.
         """
         restore = self.kv_cache.mark()
         try:
