@@ -40,6 +40,8 @@ class KVCache(Protocol):
     """Name of the cache kind in `speculation_cache`."""
     cache: Cache
     """The transformers cache for the model's forward."""
+    can_mark: bool = True
+    """Whether `mark` restores all states."""
 
     @property
     def num_columns(self) -> int:
@@ -115,7 +117,7 @@ class KVCache(Protocol):
     def mark(self) -> Callable[[], None]:
         """Return a function that drops the columns of later forwards, even of a failed forward.
 
-        Recurrent states are not restored.
+        Recurrent states are not restored; see `can_mark`.
         """
 
     @property

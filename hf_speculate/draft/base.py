@@ -115,7 +115,8 @@ class DraftRequest(NamedTuple):
     None in tests."""
     run_target: Callable[[Tensor], Tensor] | None = None
     """Runs the target on tokens [B, Q] int64 after the states in `target_cache` and returns the
-    logits [B, Q, V]. The target's cache then drops these tokens."""
+    logits [B, Q, V]. The target's cache then drops these tokens. None if the target has recurrent
+    layers, because their states would keep them."""
 
     def check(self) -> None:
         """Raise an error if the request is malformed.

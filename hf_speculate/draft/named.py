@@ -1,6 +1,7 @@
 """Drafts named by a folder or Hub id: draft heads and ordinary models."""
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from hf_speculate.errors import ConfigError, shown
 from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import device_of
 
+# A folder in the Hub's cache: models--owner--name/snapshots/commit.
+_SNAPSHOT = re.compile(r"models--(?:[^/\\]+--)?([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+_HUB_ID = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?")
 _REASON_LEN = 200  # in characters, because some messages from transformers list all its models
 
 
@@ -86,8 +90,22 @@ def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
 
 def is_same_checkpoint(name: str, other: str) -> bool:
     """Return whether two folders or Hub ids may name one checkpoint, by their last components."""
-    last, other_last = (part.rstrip("/").rpartition("/")[2].lower() for part in (name, other))
-    return last == other_last
+    return _last_part(name) == _last_part(other)
+
+
+def is_of_hub(name: str) -> bool:
+    """Return whether a name is a Hub id or a path in the Hub's cache.
+
+    Other folders may have any name.
+    """
+    return bool(_SNAPSHOT.search(name) or (_HUB_ID.fullmatch(name) and not Path(name).is_dir()))
+
+
+def _last_part(name: str) -> str:
+    """Return the last part of a Hub id or of a folder's path, in lower case."""
+    snapshot = _SNAPSHOT.search(name)
+    last = snapshot[1] if snapshot else name.rstrip("/").rpartition("/")[2]
+    return last.lower()
 
 
 def _adapter_base(source: str) -> str | None:

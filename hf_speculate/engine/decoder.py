@@ -108,8 +108,9 @@ class SpeculativeDecoder:
         if choice is None:
             return False
         keys = batch.begin_round()
+        run_target = self.target.run_aside if self.target.kv_cache.can_mark else None
         draft = self.drafts.propose(  # [B, K]
-            batch, choice, keys, room, self.target.kv_cache, self.target.run_aside
+            batch, choice, keys, room, self.target.kv_cache, run_target
         )
         enter(Stage.SCORE)
         checks_logits, scored_draft = self.target.reads_other_tokens(draft), draft

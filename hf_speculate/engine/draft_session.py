@@ -342,7 +342,7 @@ class DraftSession(PerRow):
             keys: Noise keys of the round.
             room: [B] maximum number of tokens in each row.
             target_cache: The target's KV cache.
-            run_target: See `DraftRequest.run_target`. None if no drafter calls it.
+            run_target: See `DraftRequest.run_target`.
         """
         num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
         num_read = self._admit_waiting(batch) // batch.num_rows if choice.num_model_tokens else 0

@@ -208,7 +208,7 @@ class TargetSession(PerRow):
     def run_aside(self, token_ids: Tensor) -> Tensor:
         """Run tokens [B, Q] int64 after the cached tokens eagerly; return logits [B, Q, V].
 
-        The cache then drops their states, even after an error.
+        The cache then drops their states, even after an error. Its `can_mark` must be true.
         """
         restore = self.kv_cache.mark()
         try:

@@ -62,13 +62,14 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
     """Return the foreign code in a model.
 
     Entries from two calls are equal if their module and function are the same.
+    Tables of hooks are copied, because other threads may add and remove hooks.
     """
     tables = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
     hook_kinds = "forward pre-hook", "forward hook"
     entries: list[ForeignCode] = [
         _entry(_ALL_MODULES, kind, hook)
         for kind, table in zip(hook_kinds, tables, strict=True)
-        for hook in table.values()
+        for hook in list(table.values())
         if _is_foreign(hook)
     ]
     packages = {_package(cls.__module__) for cls in type(model).__mro__} - {"builtins"}
@@ -89,7 +90,7 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
             (hook_kinds[0], module._forward_pre_hooks),
             (hook_kinds[1], module._forward_hooks),
         ):
-            for hook in table.values():
+            for hook in list(table.values()):
                 if id(hook) not in is_foreign:
                     is_foreign[id(hook)] = _is_foreign(hook)
                 if is_foreign[id(hook)]:
@@ -121,7 +122,7 @@ def has_activated_adapters(model: nn.Module) -> bool:
         hook
         for module in modules
         if not getattr(module, "disable_adapters", False)
-        for hook in module._forward_pre_hooks.values()
+        for hook in list(module._forward_pre_hooks.values())
     ]
     offsets = [getattr(hook, "keywords", {}).get("alora_offsets") or () for hook in hooks]
     return any(offset is not None for row_offsets in offsets for offset in row_offsets)

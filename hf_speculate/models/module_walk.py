@@ -4,9 +4,13 @@ torch's `modules()` and `parameters()` also build names, with one generator per 
 four to eight times as long, which is noticeable in each call with a deep model.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+
+_OWN = __name__.partition(".")[0]
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
@@ -54,29 +58,35 @@ def is_compiled(model: nn.Module) -> bool:
 
 def adapters_by_row(model: nn.Module) -> bool:
     """Return whether PEFT hooks give each row of the batch its own adapter."""
-    hooks = [hook for module in modules_of(model) for hook in module._forward_pre_hooks.values()]
+    hooks = (
+        hook for module in modules_of(model) for hook in list(module._forward_pre_hooks.values())
+    )
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def forward_hook_ids(model: nn.Module) -> tuple[int, ...]:
-    """Return the ids of all forward hooks in the model; ids are unique within a process."""
-    modules = modules_of(model)
-    return tuple(
-        hook_id
-        for module in modules
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for hook_id in hooks
-    )
+    """Return the ids of the forward hooks in the model; ids are unique within a process.
+
+    Our hooks are left out: they are there during a forward, and act in its thread alone.
+    """
+    return tuple(hook_id for hook_id, package in _forward_hooks(model) if package != _OWN)
 
 
 def has_hooks_of_others(model: nn.Module) -> bool:
-    """Return whether the model has forward hooks other than transformers' output recorders."""
-    hook_dicts = (
-        hooks
-        for module in modules_of(model)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-    )
-    modules = {
-        getattr(hook, "__module__", None) or "" for hooks in hook_dicts for hook in hooks.values()
-    }
-    return any(name.partition(".")[0] != "transformers" for name in modules)
+    """Return whether the model has forward hooks besides ours and transformers' recorders."""
+    return any(package not in (_OWN, "transformers") for _, package in _forward_hooks(model))
+
+
+def _forward_hooks(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield the id of each forward hook, with the name of its package.
+
+    The tables are copied, because other threads may add and remove hooks.
+    """
+    for module in modules_of(model):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hook_id, hook in list(hooks.items()):
+                function: Any = hook
+                while isinstance(function, partial):
+                    function = function.func
+                name = getattr(function, "__module__", None) or ""
+                yield hook_id, name.partition(".")[0]

@@ -281,6 +281,34 @@ def test_drafter_factory_runs_once_per_call():
     assert setup == DrafterSetup(*fields, keeps_logits=False)
 
 
+class Aside:
+    """Drafter that drafts with the target, if the target can drop the tokens again."""
+
+    reads_prompt = False
+
+    def __init__(self, setup):
+        pass
+
+    def draft(self, request):
+        token_ids = torch.full_like(request.query_token_ids[:, :1], 7)
+        if request.run_target is not None:
+            query = torch.cat([request.query_token_ids[:, -1:], token_ids], dim=1)
+            token_ids = request.run_target(query).argmax(-1)[:, :1]
+        return DraftOut(token_ids, torch.ones(len(token_ids), dtype=torch.int32), None, None)
+
+    def rows(self, indices):
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_recurrent_targets_read_no_tokens_aside(family):
+    """Their states would keep the tokens."""
+    stats = assert_decodes_as_plain(
+        pair(family)[0], None, ragged_prompts(2, seed=1), drafter=Aside, max_new_tokens=NUM_NEW
+    )
+    assert (stats.num_accepted == stats.num_verified > 20) == (family == "llama")
+
+
 CHANGES = {
     "fewer": lambda draft, num: DraftOut(
         draft.token_ids[:, : num % 3], draft.lens.clamp(max=num % 3), None, None

@@ -11,6 +11,12 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.models.foreign_code import foreign_code
+from hf_speculate.models.module_walk import (
+    adapters_by_row,
+    forward_hook_ids,
+    has_hooks_of_others,
+)
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import Streamed, assert_equal_ids, new_pair
@@ -292,6 +298,33 @@ def test_hooks_of_known_packages_are_served_without_a_comparison():
     options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
     assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
     assert len(forwards) == 1 + stats.num_batch_rounds
+
+
+class Racing:
+    """A hook that lets another thread add and remove hooks whenever it is looked at."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, *args):
+        pass
+
+    def __getattribute__(self, name):
+        module = object.__getattribute__(self, "module")
+        module.register_forward_hook(print).remove()
+        module.register_forward_pre_hook(print).remove()
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize(
+    "walk", [foreign_code, adapters_by_row, forward_hook_ids, has_hooks_of_others]
+)
+def test_hooks_of_other_threads_may_change_during_a_walk(walk):
+    module = new_pair("llama", 0.1)[0].model.layers[0]
+    for _ in range(2):
+        module.register_forward_hook(Racing(module))
+        module.register_forward_pre_hook(Racing(module))
+    walk(module)
 
 
 def test_activated_adapters_are_refused_by_name():

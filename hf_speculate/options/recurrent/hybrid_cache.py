@@ -30,6 +30,7 @@ class HybridKVCache(DynamicKVCache):
     """
 
     kind = "hybrid"
+    can_mark = False
     layer_types = (*ATTENTION_LAYERS, *RECURRENT_LAYERS)
 
     def __init__(

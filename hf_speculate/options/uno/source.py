@@ -60,7 +60,8 @@ class UnoSource(FactorySource):
         return drafter
 
     def history_key(self) -> HistoryKey:
-        return HistoryKey(None, (self.description, False))
+        adapter = "Uno adapter", self.adapter.source, self.adapter.revision
+        return HistoryKey(None, (adapter, False))
 
     def step_bytes(self, target: PreTrainedModel) -> int | None:
         return StepWeights.of(target).num_bytes + self.drafter.layers.num_bytes

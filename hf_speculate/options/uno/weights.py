@@ -102,6 +102,28 @@ class AdapterWeights(NamedTuple):
     config: AdapterConfig
     layers: dict[str, LowRank]  # by the layer's name in the decoder, such as "layers.0.mlp.up_proj"
 
+    @property
+    def stamps(self) -> tuple[Any, ...]:
+        """Config, and address and version of each tensor; inference tensors have no version."""
+        sides = (side for pair in self.layers.values() for side in pair)
+        versions = (
+            (side.data_ptr(), 0 if side.is_inference() else side._version) for side in sides
+        )
+        return self.config, *versions
+
+
+def file_stamps(source: str) -> tuple[tuple[Path, int, int], ...]:
+    """Return path, time in ns and size in bytes of each file of a folder; empty for no folder."""
+    root = Path(source)
+    paths = [
+        path
+        for folder in (root, root / _SUBFOLDER)
+        for name in _FILES
+        for path in folder.glob(name)
+    ]
+    stats = ((path, path.stat()) for path in sorted(paths) if path.exists())
+    return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
+
 
 def read_files(source: str, revision: str | None = None) -> AdapterWeights:
     """Read an adapter from a folder or a Hub repository into CPU memory.

@@ -9,9 +9,9 @@ from transformers import DynamicCache
 import hf_speculate
 from hf_speculate import UnoAdapter
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.kernels import NoiseKeys, row_seeds
+from hf_speculate.kernels import NoiseKeys, row_seeds, uniforms
 from hf_speculate.options.uno.drafter import UnoDrafter, noise_ids
-from hf_speculate.types import DraftOut
+from hf_speculate.types import DraftOut, Stream
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.options.uno.adapters import Reference, make_tensors, write_adapter
 from tests.support.tiny import SLIDING_WINDOW, make_model, ragged_prompts
@@ -143,6 +143,19 @@ def test_noise_is_uniform_below_the_mask_token():
     assert statistic < 29.9  # critical value for a p-value of 1e-4 with 7 degrees of freedom
     assert not torch.equal(ids, noise_ids(keys._replace(rounds=keys.rounds + 1), 5, end=9))
     assert noise_ids(keys, 3, end=2).eq(1).all()
+
+
+def test_noise_has_random_numbers_of_its_own():
+    keys, offsets = (
+        NoiseKeys(row_seeds(7, 2), torch.ones(2).long(), torch.tensor([9, 4])),
+        torch.arange(8)[None],
+    )
+    noise = noise_ids(keys, 8, end=62)
+    drawn = {
+        stream: uniforms(keys, stream, offsets, torch.zeros_like(offsets)) for stream in Stream
+    }
+    equal = [stream for stream in Stream if torch.equal((drawn[stream] * 61).long() + 1, noise)]
+    assert equal == [Stream.NOISE]
 
 
 @pytest.mark.parametrize("cache", ["preallocated", "dynamic"])

@@ -4,6 +4,8 @@ import copy
 import re
 import shutil
 import threading
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from peft import LoraConfig, get_peft_model
 import hf_speculate
 from hf_speculate import UnoAdapter
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.models.module_walk import forward_hook_ids, has_hooks_of_others
+from hf_speculate.options.heads.layer_capture import LayerCapture
 from hf_speculate.options.refill.row_prompts import RowPrompt
+from hf_speculate.options.uno.source import UnoSource
 from tests.cases import CACHES, assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.options.compiled.conftest import backend as backend
@@ -216,6 +221,28 @@ def test_forwards_of_other_threads_are_without_the_adapter(tmp_path):
     assert (adapted[:, 1:] - plain[:, 1:]).abs().amin() > 0
 
 
+def test_drafts_of_other_threads_leave_graphs_alone(tmp_path):
+    """Their hooks act in their own threads, so graphs are captured and stay valid."""
+    target, adapter = make_pair(tmp_path)
+    for module in target.modules():
+        module._forward_pre_hooks.clear()  # those of the tests
+    ids, capture = forward_hook_ids(target), LayerCapture(target, [0, 1])
+    with adapter.layers_for(target).added_after_first(target), capture:
+        assert not has_hooks_of_others(target)
+        assert forward_hook_ids(target) == ids
+        target(torch.tensor([[1, 5, 9]]))
+
+
+def test_adapters_of_one_name_have_their_own_histories():
+    adapters = [
+        UnoAdapter("p/adapter"),
+        UnoAdapter("q/adapter"),
+        UnoAdapter("p/adapter", revision="b"),
+    ]
+    assert len({UnoSource(adapter).history_key() for adapter in adapters}) == 3
+    assert UnoSource(UnoAdapter("p/adapter")).history_key() == UnoSource(adapters[0]).history_key()
+
+
 def with_adapters(folder):
     """Return a PEFT target with an active LoRA, and an inactive Uno adapter from a folder."""
     target = make_model("llama")
@@ -252,14 +279,38 @@ def test_weights_are_cast_and_read_once(tmp_path):
     tensors = {name: tensor.float() for name, tensor in make_tensors(target).items()}
     files = [f"adapter_model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     write_adapter(tmp_path / "adapter", tensors, prefix="base_model.model.", files=files)
-    adapter = UnoAdapter(tmp_path)
     for _ in range(2):
-        layers = adapter.layers_for(target)
+        layers = UnoAdapter(tmp_path).layers_for(target)
         shutil.rmtree(tmp_path, ignore_errors=True)
     pair = layers._pairs["layers.1.mlp.down_proj"]
     expected = tensors["model.layers.1.mlp.down_proj.lora_B.weight"] * (ALPHA / RANK)
     assert torch.equal(pair.up, expected.bfloat16())
     assert layers.num_bytes == sum(2 * tensor.numel() for tensor in tensors.values())
+
+
+def test_changed_weights_are_read_again(tmp_path):
+    """Of files and of a PEFT target; unchanged ones are shared by adapters of one source."""
+    target = with_adapters(tmp_path).get_base_model()
+    weight = target.model.layers[0].mlp.up_proj.lora_A["uno"].weight
+    changes = {
+        "uno": lambda: weight.detach().mul_(2),
+        tmp_path: lambda: write_adapter(tmp_path, make_tensors(make_model("llama"), size=0.1)),
+    }
+    for source, change in changes.items():
+        layers = UnoAdapter(source).layers_for(target)
+        assert UnoAdapter(source).layers_for(target) is layers
+        down = layers._pairs["layers.0.mlp.up_proj"].down.clone()
+        change()
+        changed = UnoAdapter(source).layers_for(target)._pairs["layers.0.mlp.up_proj"].down
+        torch.testing.assert_close(changed, 2 * down)
+
+
+def test_unused_adapters_are_freed(tmp_path):
+    target, tensors = make_model("llama"), make_tensors(make_model("llama"))
+    folders = [write_adapter(tmp_path / name, tensors) for name in "abcde"]
+    first, *others = (weakref.ref(UnoAdapter(folder).layers_for(target)) for folder in folders)
+    assert first() is None
+    assert all(layers() is not None for layers in others)
 
 
 def test_settings_and_defaults_of_the_number_of_tokens(tmp_path):
@@ -367,16 +418,24 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 
 def test_an_adapter_of_another_base_is_warned_of(tmp_path):
     target = make_model("llama")
-    target.name_or_path = "local/Llama-2"
     tensors = make_tensors(target)
-    for base in ("meta/llama-2", "", "meta/Llama-3"):
+    cached = f"{tmp_path}/models--meta--Llama-2/snapshots/0123abcd"
+    names = [
+        *(("meta/llama-2", "local/Llama-2"), ("", "local/Llama-2"), ("meta/Llama-3", "")),
+        *(("meta/llama-2", cached), (cached, "local/Llama-2/"), ("/home/me/base", "meta/Llama-2")),
+        ("meta/Llama-3", str(tmp_path)),  # any name
+    ]
+    for base, target.name_or_path in names:
         adapter = UnoAdapter(write_adapter(tmp_path, tensors, base_model_name_or_path=base))
-        if base.endswith("3"):
-            with pytest.warns(
-                UserWarning, match="adapter of meta/Llama-3, and the target is local/L"
-            ):
-                adapter.layers_for(target)
-        else:
+        with warnings.catch_warnings(action="error"):
+            adapter.layers_for(target)
+    for target.name_or_path in ("local/Llama-2", cached):
+        adapter = UnoAdapter(
+            write_adapter(tmp_path, tensors, base_model_name_or_path="meta/Llama-3")
+        )
+        with pytest.warns(
+            UserWarning, match=f"of meta/Llama-3, and the target is {target.name_or_path}"
+        ):
             adapter.layers_for(target)
 
 
@@ -406,3 +465,5 @@ def test_few_accepted_second_tokens_are_warned_of_once(tmp_path):
     call = {**ragged_prompts(8), "assistant_model": adapter, **CONSTANT}
     with pytest.warns(UserWarning, match="fewer than 10% of the second tokens that .* drafted"):
         target.generate(**call, max_new_tokens=80)
+    with warnings.catch_warnings(action="error"):
+        target.generate(**call, max_new_tokens=8)
