@@ -113,9 +113,7 @@ class Asked(NamedTuple):
         return offset == 0 and (self.is_chat or bool(self.texts[index].echoed))
 
 
-def asked_of(
-    request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None
-) -> Asked:
+def asked_of(request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any) -> Asked:
     """Translate a request, or raise `RequestError` if it is not supported.
 
     See `text_requests` for `grammar`.

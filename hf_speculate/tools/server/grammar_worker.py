@@ -19,6 +19,11 @@ from typing import IO, Any
 
 # xgrammar's rule for an unsatisfiable schema, which matches no character
 _EMPTY_RULE = re.compile(r'::= \(+""\)')
+# Parts of a printed rule that need no other rule: strings, classes and optional repetitions.
+_FREE_PART = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|(?<![\w.-])[\w.-]+\{0,[^}]*\}')
+_RULE_NAME = re.compile(r"[\w.-]+")
+# xgrammar prints \xe9 for a letter of Latin-1, and reads hex digits behind it as a part of it.
+_ESCAPE = re.compile(r"(\\\\)|\\x([0-9a-fA-F]{2})")
 
 
 def main(lines: IO[str], answers: IO[str]) -> None:
@@ -75,7 +80,7 @@ def compile_grammar(
                 "type": "tag",
                 "begin": f"{calls['begin']}{calls['space']}"
                 f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
-                "content": {"type": "grammar", "grammar": str(rules)},
+                "content": {"type": "grammar", "grammar": _printed(rules)},
                 "end": f"}}{calls['end']}",
             }
         )
@@ -87,6 +92,11 @@ def compile_grammar(
     return compiler.compile_structural_tag({"type": "structural_tag", "format": form})
 
 
+def _printed(grammar: Any) -> str:
+    """Print a grammar so that xgrammar reads the same one."""
+    return _ESCAPE.sub(lambda found: found[1] or f"\\u00{found[2]}", str(grammar))
+
+
 def _error_of(xgrammar: Any, info: Any, source: str, calls: dict[str, Any] | None) -> str:
     """Compile a grammar; return the reason if no answer can satisfy it."""
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -95,6 +105,8 @@ def _error_of(xgrammar: Any, info: Any, source: str, calls: dict[str, Any] | Non
         tokens = [bytes([byte]) for byte in range(256)]
         byte_info = xgrammar.TokenizerInfo([*tokens, b"end"], stop_token_ids=[len(tokens)])
         for name, schema in json.loads(source):
+            if schema.get("type", "object") not in ("object", ["object"]):
+                return f'one of a type other than "object", for the function {name}'
             if reason := _error_of(xgrammar, byte_info, json.dumps(schema), None):
                 return f"{reason}, for the function {name}"
         compile_grammar(xgrammar, compiler, source, calls)  # within the limits
@@ -108,9 +120,27 @@ def _error_of(xgrammar: Any, info: Any, source: str, calls: dict[str, Any] | Non
         words[token_id // 32] &= ~(1 << token_id % 32)
     if not any(words):
         return "one that no value fits"
-    if any(map(_EMPTY_RULE.search, str(grammar.grammar).splitlines())):
+    rules = str(grammar.grammar).splitlines()
+    if any(map(_EMPTY_RULE.search, rules)) or _has_endless_rule(rules):
         return "one with a part that no value fits"
     return ""
+
+
+def _has_endless_rule(rules: list[str]) -> bool:
+    """Return whether no finite text follows one of the rules, such as a reference to itself."""
+    open_rules: dict[str, list[set[str]]] = {}  # names in each alternative
+    for rule in rules:
+        name, _, body = rule.partition(" ::= ")
+        body = _FREE_PART.sub("", body).partition("(=")[0]  # no lookahead
+        open_rules[name] = [set(_RULE_NAME.findall(each)) for each in body.split("|")]
+    num_before = 0
+    while len(open_rules) != num_before:
+        num_before = len(open_rules)
+        # A rule may be printed before or behind those that it needs.
+        for name in (*reversed(open_rules), *open_rules):
+            if name in open_rules and any(map(open_rules.keys().isdisjoint, open_rules[name])):
+                del open_rules[name]
+    return bool(open_rules)
 
 
 def _in_fork(error_of: Callable[[], str], seconds: float, memory_bytes: int) -> str:

@@ -18,16 +18,21 @@ from hf_speculate.tools.server.response_format import GrammarProcessor, GrammarS
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
 from hf_speculate.tools.server.text_request import TextRequest
 from hf_speculate.tools.server.token_bytes import StopTexts
-from hf_speculate.tools.server.tool_grammar import ToolCallProcessor, source_of_tools
+from hf_speculate.tools.server.tool_grammar import (
+    ToolCallProcessor,
+    begins_reasoning,
+    source_of_tools,
+)
 
 _DEFAULT_NUM_TOKENS = 256  # maximum tokens in an answer if its request sets no limit
 _MAX_STOPS = 16  # OpenAI allows four, but tasks of lm-evaluation-harness have more
 # Smallest temperature and penalty. Both divide logits, which must stay finite in float32.
 _MIN_DIVISOR = 1e-10
+_NOT_COMPILED: Any = object()
 
 
 def text_requests(
-    request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None
+    request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = _NOT_COMPILED
 ) -> list[TextRequest]:
     """Return the texts of a request, `n` for each prompt.
 
@@ -36,7 +41,8 @@ def text_requests(
     Args:
         request: the request.
         engine: the engine that will decode it.
-        grammar: the compiled grammar for the request's `grammar_source`. None to compile it here.
+        grammar: the compiled grammar for the request's `grammar_source`; None if it has none. By
+            default, the grammar is compiled here.
 
     Raises:
         RequestError: a part of the request is not supported.
@@ -52,8 +58,9 @@ def text_requests(
             "n" if len(contents) == 1 else "prompt",
         )
     prompts = [_token_ids(content, request, engine) for content in contents]
-    if grammar is None and (source := grammar_source(request, engine)) is not None:
-        grammar = engine.grammars.compile(source)
+    if grammar is _NOT_COMPILED:
+        source = grammar_source(request, engine)
+        grammar = None if source is None else engine.grammars.compile(source)
     shared, num_top, texts = _shared_options(request, engine), request.num_top, []
     is_chat = isinstance(request, ChatRequest)
     # A grammar for JSON allows no tags, but strings in the JSON may contain their text.
@@ -226,8 +233,11 @@ def _processors(
         # other ids that end the text, such as `</tool_call>`, may be part of a call
         call_ends = [each for each in end_ids if each in engine.eos_token_ids] or end_ids
         reasoning = engine.call_format.reasoning
+        has_begun = begins_reasoning(prompt_ids, reasoning, engine.token_bytes)
         processors.append(
-            ToolCallProcessor(grammar, prompt_ids, call_ends, reasoning, request.requires_calls)
+            ToolCallProcessor(
+                grammar, num_prompt, call_ends, reasoning, has_begun, request.requires_calls
+            )
         )
     elif grammar is not None:
         processors.append(GrammarProcessor(grammar, num_prompt, end_ids))

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import compress, count
+from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,6 @@ _CACHE_BYTES = 2**28  # size limit of compiled grammars, in bytes
 _MAX_CACHED = 1024  # maximum number of grammars and errors
 _START_S = 120.0  # seconds for the worker's imports, even on a busy machine
 _GRACE_S = 5.0  # seconds for a worker to terminate slow compilations by itself
-_TAKES_MORE = "one that takes more time or memory"
 # Time and C++ file before xgrammar's own message.
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|cpp|h):\d+: ")
 
@@ -131,7 +132,7 @@ class GrammarCompiler:
                 _, oldest = self._compiled.popitem(last=False)
                 self._num_bytes -= _size_of(oldest)
         if isinstance(compiled, str):
-            raise source.error(f"that xgrammar compiles, got {compiled}")
+            raise source.error(compiled)
         return compiled
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class GrammarCompiler:
         self.thread.shutdown(cancel_futures=True)
 
     def _compile(self, xgrammar: Any, source: GrammarSource) -> Any:
-        """Return the grammar or the error of its source; raise `RequestError` past a limit."""
+        """Return the grammar or the text of its error; raise `RequestError` past a limit."""
         if self._compiler is None:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer, vocab_size=self._vocab_size
@@ -153,21 +154,26 @@ class GrammarCompiler:
             self._worker = _Worker(self._info_json, self.limits)
         try:
             error = self._worker.error_of(source)
-        except RequestError as refused:
-            if not source.is_optional or source.is_strict or refused.status == 500:
-                raise
-            error = _TAKES_MORE  # cached, so that later requests need not wait for it again
         finally:
             if not (self._worker.is_running or self._is_closed):
                 # It runs its imports until the next schema comes.
                 self._worker = _Worker(self._info_json, self.limits)
+        if error is None:
+            needed = (
+                f"that xgrammar compiles in {self.limits.seconds:g} s and "
+                f"{self.limits.memory_bytes} bytes of memory, got one that takes more; send a "
+                "smaller schema"
+            )
+            if not source.is_optional:
+                raise source.error(needed)
+            return needed  # kept, so that later requests need not wait for it again
         if error:
             reason = error.strip().splitlines()[-1]
-            return _PLACE_IN_SOURCE.sub("", reason)[:200]
+            return f"that xgrammar compiles, got {_PLACE_IN_SOURCE.sub('', reason)[:200]}"
         try:
             return compile_grammar(xgrammar, self._compiler, *source[:2])
         except (RuntimeError, ValueError, TypeError) as failure:
-            return str(failure).strip()[-200:]
+            return f"that xgrammar compiles, got {str(failure).strip()[-200:]}"
 
 
 def _size_of(compiled: Any) -> int:
@@ -199,8 +205,8 @@ class _Worker:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def error_of(self, source: GrammarSource) -> str:
-        """Return why a source cannot be compiled; empty if it can."""
+    def error_of(self, source: GrammarSource) -> str | None:
+        """Return why a source cannot be compiled; empty if it can, None if it exceeds a limit."""
         if not self._is_ready:
             settings = {"tokenizer": self._info_json, **asdict(self._limits)}
             if self._ask(settings, _START_S) is None:
@@ -208,14 +214,8 @@ class _Worker:
                     "the process that compiles schemas must start, got an end of it", status=500
                 )
             self._is_ready = True
-        answer = self._ask(source[:2], self._limits.seconds + _GRACE_S)
-        if answer is None:
-            raise source.error(
-                f"that xgrammar compiles in {self._limits.seconds:g} s and "
-                f"{self._limits.memory_bytes} bytes of "
-                "memory, got one that takes more; send a smaller schema"
-            )
-        return str(answer)
+        answer: str | None = self._ask(source[:2], self._limits.seconds + _GRACE_S)
+        return answer
 
     def end(self) -> None:
         """Terminate the process and the child that compiles."""
@@ -354,11 +354,9 @@ class GrammarProcessor(LogitsProcessor):
 
     def _follow(self, ids: list[int]) -> bool:
         """Advance the matcher to the end of `ids`; return False if it forbids one of them."""
-        pairs = zip(ids, self._followed, strict=False)
-        num_common = next(
-            (at for at, (new, old) in enumerate(pairs) if new != old),
-            min(len(ids), len(self._followed)),
-        )
+        num_common = min(len(ids), len(self._followed))
+        if ids[:num_common] != self._followed[:num_common]:
+            num_common = next(compress(count(), map(ne, ids, self._followed)))
         if num_common < len(self._followed):
             self._matcher.rollback(len(self._followed) - num_common)
             del self._followed[num_common:]

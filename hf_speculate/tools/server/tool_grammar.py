@@ -16,7 +16,8 @@ from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.response_format import GrammarProcessor, GrammarSource
 from hf_speculate.tools.server.response_template import ResponseTemplate
 from hf_speculate.tools.server.schemas import ChatRequest
-from hf_speculate.tools.server.text_stream import MarkedText
+from hf_speculate.tools.server.text_stream import TextStream
+from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.tool_calls import BEGIN, END, ToolCallReader
 
 _NAME, _ARGUMENTS = "probe", {"x": 1}
@@ -30,7 +31,6 @@ _TOOL = {
 }
 _CALL = f'{{"name": "{_NAME}", "arguments": {json.dumps(_ARGUMENTS)}}}'
 _TAGGED = re.compile(rf"{BEGIN}(\s*)(\{{[^<]*\}})(\s*){END}")
-_NUM_LAST = 3  # number of last tokens in a prompt that begins reasoning: `<think>` and line breaks
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
@@ -56,10 +56,14 @@ class CallFormat(NamedTuple):
         space, end_space = ("\n", "\n") if found is None else (found[1], found[3])
         call = f"{BEGIN}{space}{_CALL}{end_space}{END}"
         reader = ToolCallReader() if template is None else template.reader("", [_TOOL])
+        # Tokens may not spell the call, or are left out of texts.
+        call_ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+        stream = TextStream(tokenizer, (), is_parsed=template is not None)
+        text = stream.read_marked(call_ids, is_end=True)
         if isinstance(reader, ToolCallReader):
-            reader.read(call, is_end=True)
+            reader.read(text.shown, is_end=True)
         else:
-            reader.read(MarkedText.of(call), is_end=True)
+            reader.read(text, is_end=True)
         functions = [each["function"] for each in reader.calls]
         is_read = functions == [{"name": _NAME, "arguments": json.dumps(_ARGUMENTS)}]
         return cls(is_read, is_read and found is not None, space, end_space + END, reasoning)
@@ -115,7 +119,7 @@ def source_of_tools(
     elif not format_.is_read:
         raise RequestError(
             f'tool_choice must be "none" or "auto" for this tokenizer, got {got}; '
-            f"its response_template reads no JSON calls in {BEGIN} tags",
+            f"it or its response_template keeps no JSON calls in {BEGIN} tags",
             "tool_choice",
         )
     elif not has_ends:
@@ -151,32 +155,42 @@ def _is_described(function: dict[str, Any]) -> bool:
     return isinstance(function.get("name"), str) and isinstance(parameters, dict | None)
 
 
+def begins_reasoning(
+    prompt_ids: Sequence[int], reasoning: tuple[int, int] | None, token_bytes: TokenBytes
+) -> bool:
+    """Return whether a prompt ends with `<think>`, up to spaces and line breaks."""
+    if reasoning is None:
+        return False
+    ends = (each for each in reversed(prompt_ids) if token_bytes(each).strip())
+    return next(ends, None) == reasoning[0]
+
+
 @register_row_wise
 class ToolCallProcessor(GrammarProcessor):
     """Logits processor for a grammar of tool calls that may follow reasoning.
 
-    The answer begins with reasoning if the prompt has begun it, or, unless calls are required, if
-    its first token is `<think>`. In these cases, the grammar begins after `</think>`.
+    The answer begins with reasoning if the prompt has begun it, or if its first token is `<think>`,
+    which a grammar of required calls does not allow. In these cases, the grammar begins after
+    `</think>`.
     """
 
     def __init__(
         self,
         grammar: Any,
-        prompt_ids: Sequence[int],
+        prompt_len: int,
         end_ids: Sequence[int],
         reasoning: tuple[int, int] | None,
+        has_begun: bool,
         is_required: bool,
     ):
-        super().__init__(grammar, len(prompt_ids), end_ids)
-        self._reasoning, self._is_required = reasoning, is_required
-        last = [token_id for token_id in prompt_ids[-_NUM_LAST:] if token_id in (reasoning or ())]
-        self._has_begun = reasoning is not None and last[-1:] == [reasoning[0]]
+        super().__init__(grammar, prompt_len, end_ids)
+        self._reasoning, self._has_begun, self._is_required = reasoning, has_begun, is_required
 
     def _constrained(self, ids: list[int]) -> list[int] | None:
         if self._reasoning is None:
             return ids
         begin, end = self._reasoning
-        if self._has_begun or (not self._is_required and ids[:1] == [begin]):
+        if self._has_begun or ids[:1] == [begin]:
             return ids[ids.index(end) + 1 :] if end in ids else None
         return ids
 
@@ -189,6 +203,12 @@ class ToolCallProcessor(GrammarProcessor):
                 if self._constrained(ids) is None:
                     scores[row, ends] = float("-inf")
         return scores
+
+    def error_of(
+        self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+    ) -> ConfigError | None:
+        """Return the error of an answer without its required call; None without one."""
+        return super().error_of(token_ids, tokenizer) if self._is_required else None
 
     def _is_whole(self, text: str) -> bool:
         return True

@@ -176,27 +176,20 @@ NO_VALUE = {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.00000
 )
 def test_unsatisfiable_schema_is_refused(engine, schema):
     for wrong in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
-        if wrong.get("properties") and "$ref" in schema:
-            continue  # the text of the root would be infinite
         with pytest.raises(RequestError, match="that no value fits") as caught:
             text_requests(schema_request(wrong), engine)
         assert caught.value.status == 400
 
 
 def test_grammar_without_a_next_token_fails_its_row_only(engine):
-    endless = {"$ref": "#/$defs/x"}
-    schema = {
-        "type": "object",
-        "properties": {"a": endless},
-        "required": ["a"],
-        "$defs": {"x": endless},
-    }
+    nothing = {"type": "string", "pattern": r"^[^\s\S]$"}
+    schema = {"type": "object", "properties": {"a": nothing}, "required": ["a"]}
     (text,) = text_requests(schema_request(schema), engine)
     (beside,) = text_requests(schema_request(SCHEMA), engine)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(collect_all, engine, [beside])
         with pytest.raises(
-            RequestError, match=re.escape("""one that ends after '{"a": '""")
+            RequestError, match=re.escape("""one that ends after '{"a": "'""")
         ) as caught:
             collect_all(engine, [text])
         assert answer.result()[0].row.error is None

@@ -20,7 +20,7 @@ from hf_speculate.tools.server.schemas import ChatRequest, parse
 from hf_speculate.tools.server.tool_calls import ToolCallReader
 from hf_speculate.tools.server.tool_grammar import CallFormat
 from tests.support.tiny import make_small_model
-from tests.support.tiny_tokenizers import byte_level_tokenizer
+from tests.support.tiny_tokenizers import byte_level_tokenizer, letters_tokenizer
 from tests.tools.server.serving import PATH
 from tests.tools.server.test_rows import collect_all
 
@@ -130,6 +130,12 @@ def is_valid(name, arguments):
 
 
 ALL = ["look_up", "list", "now"]
+ENDLESS = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/x"}},
+    "required": ["a"],
+    "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/y"}]}, "y": {"$ref": "#/$defs/x"}},
+}
 
 
 def test_required_calls_are_valid_and_drafted_beside_free_rows(engine):
@@ -187,9 +193,40 @@ def test_auto_is_untouched_until_a_tag_and_constrained_behind_it(engine):
     assert rows[4].token_ids[-1] == close and len(calls_in(engine, rows[4].token_ids)[0]) == 1
 
 
+def test_latin_letters_of_keys_and_values_are_kept(engine):
+    value = {"ann\u00e9e": "Stra\u00dfe\\\\x41"}  # hex digits behind a letter, and a backslash
+    properties = {name: {"const": each} for name, each in value.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    texts = texts_of(engine, tools=[tool("list", parameters)], tool_choice=NAMED)
+    (result,) = collect_all(engine, texts)
+    assert calls_in(engine, result.row.token_ids) == ([("list", value)], "")
+
+
+def test_position_of_a_long_answer_takes_no_python_loop(engine):
+    (text,) = texts_of(engine)
+    (processor,) = text.prompt.arguments["logits_processor"]
+    word, other = engine.tokenizer.convert_tokens_to_ids(["a", "b"])
+    ids = torch.tensor([[*text.prompt.token_ids, *600 * [word]]])
+    scores, num_lines = torch.zeros(1, len(engine.tokenizer)), 0
+    processor(ids, scores)
+
+    def count(frame, event, argument):
+        nonlocal num_lines
+        num_lines += 1
+        return count
+
+    before = sys.gettrace()
+    for last in (word, other):  # the text so far, and another last token
+        ids[0, -1] = last
+        sys.settrace(count)
+        processor(ids, scores)
+        sys.settrace(before)
+    assert 0 < num_lines < 600
+
+
 def test_calls_begin_behind_reasoning(engine):
     begin, end, eos = engine.tokenizer.convert_tokens_to_ids([*THINK, "</s>"])
-    (endless,) = texts_of(engine, "x<think>", tool_choice="required", logit_bias={eos: 100})
+    (endless,) = texts_of(engine, "x<think>\n", tool_choice="required", logit_bias={eos: 100})
     (closed,) = texts_of(engine, "x<think>", tool_choice=NAMED, logit_bias={end: 50})
     (own,) = texts_of(engine, logit_bias={begin: 100})
     rows = [result.row.token_ids for result in collect_all(engine, [endless, closed, own])]
@@ -200,6 +237,14 @@ def test_calls_begin_behind_reasoning(engine):
     tag = engine.tokenizer.convert_tokens_to_ids("<tool_call>")
     for new, forced in (([begin, tag], ""), ([begin, tag, end, tag], '\n{"name": "')):
         assert processor.forced_text(0, torch.tensor([*own.prompt.token_ids, *new])) == forced
+    ended = [
+        *texts_of(engine, "<think>x</think>", tool_choice=NAMED),
+        *texts_of(engine, "<think>x", tool_choice=NAMED),
+        *texts_of(engine, "x", tool_choice=NAMED, logit_bias={begin: 100}),
+    ]
+    for result in collect_all(engine, ended):  # only spaces may follow a prompt's last tag
+        calls, content = calls_in(engine, result.row.token_ids)
+        assert ([name for name, _ in calls], content) == (["list"], "")
 
 
 RESPONSE_TEMPLATE = {
@@ -225,16 +270,21 @@ def test_response_template_reads_calls_with_special_tags():
     bias = {alone.tokenizer.convert_tokens_to_ids("</think>"): 50}
     options |= {"tools": TOOLS, "tool_choice": "required", "logit_bias": bias, "temperature": 0}
 
+    compile_source, sources = alone.grammars.compile, []
+    alone.grammars.compile = lambda source: sources.append(source) or compile_source(source)
+    wrong = {**options, "tools": [tool("wrong", {"type": "no such"})], "tool_choice": "auto"}
+
     async def post():
         transport = httpx.ASGITransport(app.make_app(alone))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [
                 await client.post(PATH, json={**options, **more, "parallel_tool_calls": False})
-                for more in ({}, {"stream": True})
+                for more in ({}, {"stream": True}, wrong)
             ]
 
-    whole, streamed = asyncio.run(post())
+    whole, streamed, free = asyncio.run(post())
     alone.close()
+    assert (free.status_code, len(sources)) == (200, 3)  # a wrong schema is compiled once, too
     for body, name in ((whole.text, "message"), (streamed.text.split("data: ")[-2], "delta")):
         choice = json.loads(body)["choices"][0]
         (call,) = choice[name]["tool_calls"]
@@ -275,20 +325,35 @@ def test_format_is_found_by_writing_and_reading_a_call(
     if found.is_read:
         assert texts_of(engine, tool_choice="required")[0].prompt.arguments["logits_processor"]
     else:
-        with pytest.raises(RequestError, match='for this tokenizer, got "required"; its response'):
+        with pytest.raises(
+            RequestError, match='for this tokenizer, got "required"; it or its response'
+        ):
             texts_of(engine, tool_choice="required")
+
+
+def test_tokens_that_cannot_spell_a_call_are_no_format():
+    letters = '<>/_{}\n":, ' + "abcdefghijklmnopqrstuvwxyz1"
+    for tokens, is_read in ((letters, True), (letters.replace("{", ""), False)):
+        tokenizer = letters_tokenizer(tokens)
+        tokenizer.chat_template = TEMPLATE
+        assert CallFormat.of(tokenizer, None)[:2] == (is_read, is_read)
 
 
 def test_calls_without_a_grammar_are_refused_or_free(engine, monkeypatch):
     monkeypatch.setattr(engine, "max_chars", 2**22)
     nothing = {"type": "object", "properties": {"a": {"anyOf": []}}, "required": ["a"]}
     endless = {"enum": [f"{number * 7919:x}" * 4 for number in range(12_000)]}
-    huge, no_type = {"enum": [1_000_001 * "a"]}, {"type": "no such"}
+    huge, no_type = {"enum": [1_000_001 * "a"]}, {"properties": {"a": {"type": "no such"}}}
+    compile_source, sources = engine.grammars._compile, []
+    counted = lambda *args: sources.append(args) or compile_source(*args)  # noqa: E731
+    monkeypatch.setattr(engine.grammars, "_compile", counted)
     for schema, message in (
         (
             nothing,
             "that xgrammar compiles, got one with a part that no value fits, for the function f",
         ),
+        (ENDLESS, "got one with a part that no value fits, for the function f"),
+        ({"type": "string"}, 'got one of a type other than "object", for the function f'),
         (no_type, 'that xgrammar compiles, got Unsupported type "no such"'),
         (endless, "that xgrammar compiles in 5 s and 30000000 bytes of memory, got one that takes"),
         (huge, "of at most 1000000 bytes, got "),
@@ -300,6 +365,7 @@ def test_calls_without_a_grammar_are_refused_or_free(engine, monkeypatch):
             assert (caught.value.status, caught.value.param) == (400, "tools")
         (free,) = texts_of(engine, tools=tools)
         assert "logits_processor" not in free.prompt.arguments
+    assert len(sources) == 5 * 2  # the errors of strict functions are kept
     warnings = []
 
     def fail(*args):
@@ -333,17 +399,16 @@ def test_calls_without_a_grammar_are_refused_or_free(engine, monkeypatch):
 
 
 def test_call_without_a_next_token_fails_its_row_only(engine):
-    endless = {"$ref": "#/$defs/x"}
-    schema = {
-        "type": "object",
-        "properties": {"a": endless},
-        "required": ["a"],
-        "$defs": {"x": endless},
-    }
+    nothing = {"type": "string", "pattern": r"^[^\s\S]$"}
+    schema = {"type": "object", "properties": {"a": nothing}, "required": ["a"]}
     (text,) = texts_of(engine, tools=[tool("f", schema)], tool_choice="required")
     with pytest.raises(RequestError, match=r'a call that ends after .*"a": ') as caught:
         collect_all(engine, [text])
     assert caught.value.status == 400
+    bias = {engine.tokenizer.convert_tokens_to_ids("<tool_call>"): 100}
+    (free,) = collect_all(engine, texts_of(engine, tools=[tool("f", schema)], logit_bias=bias))
+    assert calls_in(engine, free.row.token_ids) == ([], shown(engine, free.row.token_ids))
+    assert free.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
