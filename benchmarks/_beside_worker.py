@@ -205,7 +205,7 @@ def left_padded(rows: list[list[int]]) -> Inputs:
 
 
 def speed(library: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Time plain decoding and each draft length in turn; rows go one by one if they must."""
+    """Time plain decoding and each draft length alternately; rows run one by one if they must."""
     method, settings = adapter(library, job["target"], job["draft"]), job["settings"]
     plain = Plain(load(job["target"]), None)
 
@@ -304,7 +304,7 @@ class Clock:
 
 
 def outside(library: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the milliseconds of a round outside the layers, embeddings, norms and heads."""
+    """Measure how many ms a round spends outside the layers, embeddings, norms and heads."""
     target, settings = load(job["target"]), job["settings"]
     method, measured = adapter(library, job["target"], job["draft"]), []
     for rows in [job["batches"][0], *job["batches"]]:

@@ -82,7 +82,7 @@ class Loaded(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Batch that every method decodes in turn."""
+    """Batch that the methods decode one after another."""
 
     kind: str
     batch_size: int
@@ -193,7 +193,7 @@ def measure(
 
 
 def time_probe(pair: Pair, batch: Batch) -> float:
-    """Return the seconds of a short plain run."""
+    """Return how long a short run of plain decoding takes, in seconds."""
     return decode(PLAIN_GREEDY, pair, batch, PROBE_TOKENS, seed=0).seconds
 
 

@@ -199,7 +199,7 @@ def new_pair(
 def plain_and_ours(
     target: PreTrainedModel, draft: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
 ) -> tuple[Any, Any]:
-    """Run a call plainly, then with the draft, `num_assistant_tokens` and the fields for drafting.
+    """Run a call without a draft, then with the draft and all fields for drafting.
 
     `num_assistant_tokens` is 5 by default, because the adaptive schedule never calls drafts of the
     target's size.

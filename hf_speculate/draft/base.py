@@ -185,7 +185,7 @@ class Drafter(Protocol):
     drafts_fewer: bool = False
     """Whether it may draft fewer tokens than requested even if rows need more."""
     context_len: int | None = None
-    """Context length of a row in tokens; longer rows decode plainly. None for no limit."""
+    """Context length of a row in tokens; longer rows use plain decoding. None for no limit."""
     counts_padding: bool = False
     """Whether padding counts towards `context_len`."""
     shares_columns: bool = False

@@ -168,7 +168,7 @@ class DraftSession(PerRow):
     reuse: DraftReuse | None = None
     rows_may_leave: bool = True  # whether rows may leave the drafter before they leave the batch
     padding_id: int | None = None  # id drafted for finished rows in lock step; None otherwise
-    # Drafts are cut after this id, because the target would read them at wrong positions.
+    # Drafts end at this id, because the target would read any later tokens at wrong positions.
     token_without_position: int | None = None
     # whether the prompt is read in a separate forward, because other states depend on it
     reads_prompt_alone: bool = False
@@ -574,8 +574,8 @@ class DraftSession(PerRow):
     def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
         """End drafting for rows whose drafter logits are NaN or infinite.
 
-        The host reads the result of the check one round later. The verification of a round waits
-        after the copy, so no additional wait is needed.
+        The host reads the result of the check one round later. The verification in between already
+        synchronizes with the device after the copy, so reading needs no extra synchronization.
         """
         if self._look is not None:
             rows, are_numbers = self._look

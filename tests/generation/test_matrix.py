@@ -1,4 +1,4 @@
-"""Test all pairs of choices in a call.
+"""Test every pair of option values in a call.
 
 The rows are in `tests/pairs.json`; `tests/cases.py` defines their axes.
 """

@@ -37,7 +37,7 @@ MIN_ROUNDS, NUM_RECENT = 4, 32  # number of rounds whose median is the pace of a
 
 
 class CodeTimes:
-    """Seconds that a model has spent decoding in this process, and compiling its forward."""
+    """How long a model has spent in this process on decoding and on compiling, in seconds."""
 
     def __init__(self) -> None:
         self.decoded_s = 0.0
@@ -49,7 +49,7 @@ class CodeTimes:
         return model_state(model).get(cls, cls)
 
     def estimate_s(self, num_layers: int) -> float:
-        """Estimate the seconds for compiling the forward for another class of shapes."""
+        """Estimate how long compiling the forward for another class of shapes takes, in seconds."""
         return max(self.compile_s.values(), default=START_S + LAYER_S * num_layers)
 
 
@@ -68,7 +68,7 @@ def is_worth_compiling(compile_s: float, decoded_s: float, rest_s: float) -> boo
 
 
 class Pace:
-    """The pace of a call: the seconds of its rounds, and the columns that they add to a cache."""
+    """Pace of a call: the durations of its rounds, and the columns that they add to a cache."""
 
     def __init__(self, kv_cache: PreallocatedKVCache, times: CodeTimes):
         self._layout, self._times = kv_cache.layout, times

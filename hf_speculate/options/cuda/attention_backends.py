@@ -83,9 +83,9 @@ def attend_all(
 def attend_masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Compute attention [B, H, Q, D'] under an `additive_mask` [B or 1, H or 1, Q or 1, T].
+    """Compute attention [B, H, Q, D'] under an additive mask [B or 1, H or 1, Q or 1, T].
 
-    Its memory layout is [B, Q, H, D'].
+    The output's memory layout is [B, Q, H, D'].
     """
     shape = (*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention

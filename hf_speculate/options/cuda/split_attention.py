@@ -2,7 +2,7 @@
 
 The trial runs once per device, dtype, group size and head width. It runs in the forward of a
 prompt, since no graph is captured there. It compares the kernel with memory-efficient attention,
-and times both in turn.
+and times them alternately.
 """
 
 import logging
@@ -174,7 +174,7 @@ def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) ->
 def _seconds(
     build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Return the median seconds per call of each implementation, timed in turn."""
+    """Return the median seconds per call of each implementation, timed alternately."""
     query, key, value, mask = _inputs(build, TIMED_QUERY_LEN)
     contenders = [(contender, contender.convert(mask)) for contender in (ours, efficient)]
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -46,7 +46,7 @@ class _Token(NamedTuple):
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
-    """Return the states of a cache layer, by reference."""
+    """Return the state tensors of a cache layer, without copies."""
     states: dict[Slot, Tensor | None] = {
         Slot("conv", index): state for index, state in layer.conv_states.items()
     }
@@ -55,7 +55,7 @@ def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
 
 
 def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tensor | None]) -> None:
-    """Set states of a cache layer, by reference."""
+    """Store state tensors in a cache layer, without copies."""
     for slot, state in states.items():
         by_number: dict[int, Tensor | None] = (
             layer.conv_states if slot.type == "conv" else layer.recurrent_states

@@ -83,14 +83,14 @@ class RowEnds:
 class _Watched(StoppingCriteria):
     """Wrapper that records when a user criterion first ends each row.
 
-    `first_lens` maps each ended row to its length at the first verdict.
+    `first_lens` maps each finished row to its length at the first verdict.
     """
 
     def __init__(self, criterion: Any):
         self._criterion = criterion
         self.first_lens: dict[int, int] = {}
         if hasattr(criterion, "eos_token_id"):
-            self.eos_token_id = criterion.eos_token_id  # lets plain generate() pad ended rows
+            self.eos_token_id = criterion.eos_token_id  # lets plain generate() pad finished rows
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         answer = self._criterion(input_ids, scores, **kwargs)

@@ -134,7 +134,7 @@ class Engine:
         try:
             source = find_source_of(self.target, generate, arguments, {}).source
             source = source and check_source(self.target, source, arguments)
-        except SpeculateError:  # requests will fail, or decode plainly
+        except SpeculateError:  # requests will fail, or use plain decoding
             source = None
         return "none" if source is None else source.description
 

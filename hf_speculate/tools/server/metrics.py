@@ -135,8 +135,8 @@ class RequestTimer(AbstractContextManager["RequestTimer"]):
     through `follow`.
 
     Args:
-        on_end: called with the outcome, the seconds, and the seconds to the first text, which are
-            None if there was no text. None to report nothing.
+        on_end: called with the outcome, the duration, and the time to the first text, both in
+            seconds. The latter is None if there was no text. None to report nothing.
         clock: returns the time in seconds.
     """
 
