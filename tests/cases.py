@@ -169,7 +169,7 @@ SERVED_NOW = {MAMBA_CACHE} if CACHE_NAME == "cache" else set()
 def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test with every value of every axis, but not with every combination.
 
-    The values take turns. The rows of `AXES` combine choices that affect each other; a test of a
+    The values take turns. The rows of `AXES` combine options that affect each other; a test of a
     single mechanism needs no product.
     """
     values = [list(axis) for axis in axes.values()]

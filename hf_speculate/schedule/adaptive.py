@@ -1,7 +1,7 @@
 """Adaptive schedule: draft if drafting is expected to end the call sooner.
 
 Free proposals (prompt lookup, a suffix store) are known before the round. Their width is chosen to
-save the most seconds beyond its cost in the verification. A model or head drafts with the K that is
+save the most time, net of its cost in the verification. A model or head drafts with the K that is
 expected to end the call soonest, including the time to read its prompt. If no K gains anything, the
 source is tried again after 4, 8, ... 256 plain steps, counted across calls.
 

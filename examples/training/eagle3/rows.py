@@ -12,7 +12,7 @@ from training.pair.selftext import BATCH_SIZE, ROW_LEN, continue_rows, draw_pref
 
 AUX_LAYERS = (2, 8, 13)
 NUM_ROWS_PER_FORWARD = 16
-# Training uses the last of the 320 tokens in a row; the target wrote 128 or more of them.
+# Training uses the last of the 320 tokens in a row; the target generated 128 or more of them.
 READ_LEN = 192
 
 
@@ -30,7 +30,7 @@ def write_rows(
     """Write batches of 96 rows of real text that the target continues, half of them sampled.
 
     Args:
-        target: model that writes the text.
+        target: model that generates the text.
         stream: [N] uint16, token ids of real text.
         num_batches: number of returned batches; batches in the folder are not written again.
         seed: seed for prefixes and sampling.
@@ -70,7 +70,7 @@ def draw_rows(batches: list[Rows], num_rows: int, greedy_share: float, seed: int
     Args:
         batches: batches of rows.
         num_rows: number of rows to draw.
-        greedy_share: probability of drawing a row that was written greedily.
+        greedy_share: probability of drawing a row that was generated greedily.
         seed: seed for the choice.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Run graphs of a model as loaded, or of its compiled code where compiling pays and is faster.
+"""Run graphs of a model as loaded, or of its compiled code if that pays off.
 
 The forward in captured functions is compiled once per model, and the launches of the compiled code
 are captured like any others. Compiling takes about a minute, so it waits until the model has
@@ -32,7 +32,7 @@ CODE_FAILURE_KEY = "device graphs of compiled code"
 # layer takes 1.1 s on a 2-core CPU.
 START_S, LAYER_S = 10.0, 1.2
 MAX_QUERY = 64  # for longer queries, attention folds no heads and would compile again
-MOST_CHECK_S = 5.0  # maximum seconds of two forwards if neither is compiled
+MOST_CHECK_S = 5.0  # maximum duration of two forwards in seconds if neither is compiled
 MIN_ROUNDS, NUM_RECENT = 4, 32  # number of rounds whose median is the pace of a call
 
 
@@ -283,7 +283,7 @@ def has_code(model: PreTrainedModel) -> bool:
 
 
 def _with_sizes(code: Callable[..., Scored]) -> Callable[..., Scored]:
-    """Let compiled code of `forward_rows` work for all rows and columns, and short queries."""
+    """Compile `forward_rows` for any number of rows and columns, and for short queries."""
 
     def run(model: PreTrainedModel, query: Tensor, ends: Tensor, *args: Any) -> Scored:
         if query.shape[1] > MAX_QUERY:

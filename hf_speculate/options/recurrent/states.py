@@ -28,7 +28,7 @@ States = Mapping[Slot, Tensor]
 class ModuleStates(NamedTuple):
     """One module's states after each token."""
 
-    states: Sequence[States]  # [Q]; if not stored, empty except for the last token
+    states: Sequence[States]  # [Q]; if states are not stored, all entries but the last are empty
     # computes the states after token t from the states before it; None if they are stored
     replay: Callable[[int, States], States] | None
 
@@ -255,7 +255,7 @@ class RecurrentStates:
         return restore
 
     def finish(self) -> None:
-        """Leave the layers as they would be after plain decoding."""
+        """Leave the layers in the state that plain decoding would leave."""
         self.is_stepping = False
         for history in self.histories.values():
             history.layer.record_past = False
