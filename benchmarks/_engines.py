@@ -160,8 +160,8 @@ def compile_config(device: torch.device) -> CompileConfig:
 class Timings:
     """Seconds and counts of all methods, by name.
 
-    A batch counts if all exact greedy methods wrote the same text. After a near-tie, a method may
-    continue with a different text and different drafts, so the speeds are not comparable.
+    A batch counts if all exact greedy methods generated the same text. After a near-tie, a method
+    may continue with a different text and different drafts, so the speeds are not comparable.
     `decode_s` excludes the first forward of the target, and `rounds_s` excludes everything before
     the first round.
     """

@@ -102,8 +102,8 @@ class _Memory:
             chunk = text[begin : begin + _CHUNK_TOKENS]
             if self._is_full(len(chunk), 0 if key in self.newer.by_key else _bytes_of(key)):
                 self.newer, self.older, is_begin = _Generation(), self.newer, True
-            # Remove the key during the update: an interrupt would leave an inconsistent index, which
-            # must not be searched.
+            # Remove the outputs during the update: after an interrupt, their index is inconsistent
+            # and must not be searched.
             outputs = self.newer.forget(key)
             if is_begin:
                 outputs.begins.append((self.num_added, len(outputs.index.token_ids)))

@@ -37,7 +37,7 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 class RowEnds:
     """The end of each row, determined after decoding.
 
-    The output does not contain it, since rows without an EOS token go on until the last row has
+    The output does not mark the ends, since rows without an EOS token go on until the last row has
     stopped. Row-wise criteria run again on the output. Calls of other criteria are recorded during
     decoding.
     """
@@ -272,7 +272,7 @@ class RowDecoder:
 
         Args:
             row: the row.
-            ids: the row's new tokens, perhaps padded.
+            ids: the row's new tokens, possibly padded.
             num_new: number of new tokens up to the end.
                 None if no criterion ended the row.
         """

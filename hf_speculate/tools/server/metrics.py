@@ -131,8 +131,8 @@ class Metrics:
 class RequestTimer(AbstractContextManager["RequestTimer"]):
     """Timer of a request.
 
-    It reports the outcome once, at an error inside the context or at the end of the pieces passed
-    through `follow`.
+    It reports the outcome once: after an error inside the context, or at the end of the pieces
+    passed through `follow`.
 
     Args:
         on_end: called with the outcome, the duration, and the time to the first text, both in
