@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 K = 5
 SHORT = 2  # draft length for many sampled rows, which are slow in the Triton interpreter
-NEVER = 500  # EOS id outside of every vocabulary
+NEVER = 500  # EOS id outside every vocabulary
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 1}
 TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}

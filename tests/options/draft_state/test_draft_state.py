@@ -1,4 +1,4 @@
-"""Test that `DraftState` saves reading a token twice across calls, and changes nothing else."""
+"""Test that a `DraftState` avoids reading tokens twice across calls, and changes nothing else."""
 
 import copy
 
