@@ -45,10 +45,10 @@ LIBRARIES = ("transformers", "hf_speculate", "economize", "flashspec")
 TRANSFORMERS = ("5.24.0", "5.23.0", "5.22.2", "5.21.1", "5.20.2")  # tried with each peer, in order
 PROBES = {"economize": "qwen3_next", "flashspec": "llama"}  # a type that the peer names
 LENGTHS, DRAFT_LEN = ["default", "3", "5", "8"], "5"
-TASKS = {1: "edit code", 4: "fill a form", 5: "question"}  # of examples/tasks.jsonl
+TASKS = {1: "edit code", 4: "fill a form", 5: "question"}  # tasks in examples/tasks.jsonl
 LONG = 6000
 PROCESS_LIMIT_S = 600
-PARTS = ("pair", "lookup", "long", "texts")  # each in processes of its own
+PARTS = ("pair", "lookup", "long", "texts")  # each in separate processes
 _MIXED = ["linear_attention", "full_attention"]
 _ATTENTION = """llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi
 phi3 gpt2 gpt_neox gptj opt bloom falcon mpt olmo2 olmo3 olmoe cohere2 granite starcoder2 stablelm

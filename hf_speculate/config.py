@@ -178,7 +178,7 @@ class SpeculationConfig:
             without a comparison. "plain" uses plain decoding without a comparison.
 
     Raises:
-        ConfigError: a value is out of range or is not one of the choices.
+        ConfigError: a value is out of range or is not one of the allowed values.
     """
 
     verifier: str | None = None

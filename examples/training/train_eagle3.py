@@ -29,7 +29,7 @@ from training.pair.muon import PairOptimizer
 
 HEAD = EXAMPLES / "heads" / "eagle3"
 CHECKED_EVERY_S = 300
-NUM_CHECKED_ROWS = 64  # every other row is read, which was generated greedily
+NUM_CHECKED_ROWS = 64  # only every other row is read; these are greedy
 WARMUP = 0.03
 
 

@@ -2,7 +2,7 @@
 
 The drafter serves some or all rows of the batch. The remaining rows have no room for drafts: either
 they have joined and the drafter has not read their prompts yet, or they have left the drafter.
-After a drafter error, no row is left, and decoding is plain.
+After a drafter error, no row is left, and the call uses plain decoding.
 """
 
 import importlib
@@ -468,7 +468,7 @@ class DraftSession(PerRow):
             self._close()
 
     def _close(self) -> None:
-        """Release the drafter and its cache; all later rounds are plain."""
+        """Release the drafter and its cache; all later rounds are plain steps."""
         for session in (self, *self._waiting):
             if session.kv_cache is not None:
                 session.kv_cache.release()

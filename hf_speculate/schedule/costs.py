@@ -86,7 +86,8 @@ class Costs:
     def is_plain_due(self) -> bool:
         """Whether plain steps need a measurement.
 
-        They do if they were never measured, only measured during compilation, or long ago.
+        They do if they were never measured, were measured only during compilation, or were last
+        measured long ago.
         """
         num_known = sum(
             len(samples) for (_, draft_len), samples in self._samples.items() if draft_len == 0
