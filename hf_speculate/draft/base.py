@@ -34,8 +34,8 @@ class DrafterSetup:
     Args:
         target: the target model, whose embeddings and head may be shared but not changed.
         batch_size: B.
-        num_pads: [B] number of padding columns before each prompt. Rows that leave before the first
-            call take their entries along.
+        num_pads: [B] number of padding columns before each prompt. If a row leaves before the
+            first call, its entry is removed.
         max_length: maximum number of columns in the output, including the prompt and its padding.
         max_draft_tokens: maximum number of tokens requested in a round.
         vocab_size: the target's V.

@@ -1,8 +1,8 @@
 """Run graphs of a model as loaded, or of its compiled code if that pays off.
 
 The forward in captured functions is compiled once per model, and the launches of the compiled code
-are captured like any others. Compiling takes about a minute, so it waits until the model has
-decoded for longer than that, and until the rest of the call will take longer than that.
+are captured like any others. Compiling takes about a minute, so it begins only if the model
+has decoded for longer than that and the rest of the call will take longer than that.
 """
 
 import time

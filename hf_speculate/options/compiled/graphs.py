@@ -168,7 +168,7 @@ class Graphing(Runner):
     rival: Run | None = None
     """Steps timed against replays in a trial; None for the eager ones."""
     is_eager: bool = False
-    """Whether functions run eagerly, although graphs are there."""
+    """Whether functions run eagerly, although graphs exist."""
 
     def __init__(
         self,

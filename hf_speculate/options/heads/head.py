@@ -219,7 +219,7 @@ class DraftHead:
         return self
 
     def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
-        """Return a head with the same network over other target states, equal in number."""
+        """Return a head with the same network over the same number of other target states."""
         spec = replace(self.spec, hidden_layers=hidden_layers)
         return DraftHead(spec, self.network, self.config, self._factory)
 
