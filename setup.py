@@ -1,7 +1,8 @@
 """Complete the metadata of setup.cfg for a package index.
 
-An index shows README.md away from its repository. With `REPOSITORY_URL` set, its links lead to the
-files of the released tag there, and the index lists the repository. Without it nothing changes.
+An index displays README.md outside its repository. If `REPOSITORY_URL` is set, the links in
+README.md point to the files of the released tag in the repository, and the index lists the
+repository. Otherwise, nothing changes.
 """
 
 import os

@@ -2,8 +2,9 @@
 
     python benchmarks/_beside_worker.py LIBRARY < jobs
 
-It imports torch, transformers and the library alone, so it runs in the environment of each. A line
-of input is a job, a line of output its result, or `{"error": first line}`.
+The script imports only torch, transformers and the library, so it runs in each library's
+environment. Each line of input is a job, and each line of output is the result of a job, or
+`{"error": first line}`.
 """
 
 import json
@@ -48,7 +49,7 @@ SIZES: dict[int | float | None, str] = {
     2: "num_hidden_layers n_layer encoder_layers decoder_layers num_key_value_heads n_groups "
     "linear_num_key_heads mamba_n_groups num_experts_per_tok",
     1: "n_group topk_group n_shared_experts",
-    0.3: "initializer_range init_std",  # peaked attention: the text depends on all before
+    0.3: "initializer_range init_std",  # peaked attention: the text depends on all tokens
     512: "max_position_embeddings n_positions max_seq_len",
     0: "pad_token_id",
     None: "bos_token_id eos_token_id forced_eos_token_id",
@@ -68,7 +69,7 @@ class Plain:
 
 
 class Transformers:
-    """Assisted generation: one row; a constant length goes to the draft's generation config."""
+    """Assisted generation of one row; a constant length is set in the draft's generation config."""
 
     takes_rows = False
 
@@ -114,7 +115,7 @@ class HfSpeculate:
 
 
 class Economize:
-    """A wrapper of the model with a drafter; a cycle is the drafts and one exact token."""
+    """Wrapper of the model with a drafter; a cycle has the drafts and one exact token."""
 
     takes_rows = True
 
@@ -134,7 +135,7 @@ class Economize:
 
 
 class FlashSpec:
-    """An engine of its own that takes token ids without a mask."""
+    """A separate engine that takes token ids without a mask."""
 
     takes_rows = False
 
@@ -183,7 +184,7 @@ LIBRARIES: dict[str, Any] = {
 @cache
 def load(folder: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # every call makes all its tokens
+    model.generation_config.eos_token_id = None  # every call generates all its tokens
     return model.requires_grad_(False)
 
 
@@ -205,7 +206,7 @@ def left_padded(rows: list[list[int]]) -> Inputs:
 
 
 def speed(library: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Time plain decoding and each draft length in turn; rows go one by one if they must."""
+    """Time plain decoding and each draft length alternately; rows run one by one if they must."""
     method, settings = adapter(library, job["target"], job["draft"]), job["settings"]
     plain = Plain(load(job["target"]), None)
 
@@ -232,9 +233,9 @@ def speed(library: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def texts(library: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Count the rows whose text is that of plain greedy decoding, in the batches of the job.
+    """Count the rows in the job's batches whose text equals plain greedy decoding.
 
-    `changes` are settings of the library's call alone: a nucleus of one token is greedy too.
+    `changes` are settings for the library's call only. A nucleus of one token is also greedy.
     """
     if "model_type" in job:
         target = tiny_model(job["model_type"], job["fields"])
@@ -253,7 +254,7 @@ def texts(library: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(library: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the first long call of a process: seconds, and peak over the memory before."""
+    """Measure a process's first long call: its duration, and the peak above earlier memory."""
     target, inputs = load(job["target"]), left_padded(job["batches"][0])
     method, settings = adapter(library, job["target"], job["draft"]), job["settings"]
     method(left_padded([job["batches"][0][0][:64]]), None, **settings)
@@ -273,10 +274,10 @@ def kilobytes(name: str) -> int:
 
 
 class Clock:
-    """Time the outermost layers, embeddings, norms and heads of all models, by global hooks.
+    """Clock for the outermost layers, embeddings, norms and heads of all models.
 
-    Rounds lie between the second and the last call of the target's first layer: neither the prompt
-    nor the start and end of a call count.
+    Global hooks measure the times. Only the time between the second and the last call of the
+    target's first layer counts, without the prompt and the start and end of a call.
     """
 
     def __init__(self, first_layer: torch.nn.Module) -> None:
@@ -304,7 +305,7 @@ class Clock:
 
 
 def outside(library: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the milliseconds of a round outside the layers, embeddings, norms and heads."""
+    """Measure how many ms a round spends outside the layers, embeddings, norms and heads."""
     target, settings = load(job["target"]), job["settings"]
     method, measured = adapter(library, job["target"], job["draft"]), []
     for rows in [job["batches"][0], *job["batches"]]:

@@ -160,8 +160,8 @@ def compile_config(device: torch.device) -> CompileConfig:
 class Timings:
     """Seconds and counts of all methods, by name.
 
-    A batch counts if all exact greedy methods wrote the same text. After a near-tie, a method may
-    continue with a different text and different drafts, so the speeds are not comparable.
+    A batch counts if all exact greedy methods generated the same text. After a near-tie, a method
+    may continue with a different text and different drafts, so the speeds are not comparable.
     `decode_s` excludes the first forward of the target, and `rounds_s` excludes everything before
     the first round.
     """
@@ -180,8 +180,8 @@ class Timings:
     fell_back: set[str] = field(default_factory=set)
 
     def add(self, runner: Runner, methods: list[Method], batch: Batch, repeats: int) -> None:
-        """Run every method `repeats` times, in turn."""
-        # Each entry holds the seconds of the prefill and of all forwards.
+        """Run the methods alternately, each `repeats` times."""
+        # Each entry ends with the duration of the prefill and of all forwards, in seconds.
         steps: list[tuple[Method, Run, float, float]] = []
 
         def on_step(method: Method, run: Run) -> None:
@@ -254,7 +254,7 @@ def warm_up(runner: Runner, methods: list[Method], batch: Batch, num_tokens: int
 
 
 def compile_all(runner: Runner, methods: list[Method], batches: list[Batch]) -> dict[str, float]:
-    """Compile all shapes of the compiled methods and return the seconds of each, including caches.
+    """Compile all shapes of the compiled methods; return how long each took, including caches.
 
     Each method decodes all batches until a pass takes more than half as long as the previous pass,
     because adaptive lengths vary. The fastest pass counts as decoding, not as compilation.

@@ -1,4 +1,8 @@
-"""Check that a method follows its verifier: distribution, number of accepted tokens, ids."""
+"""Check that a method implements its verification rule.
+
+The checks cover the output distribution, the number of accepted tokens and, for greedy decoding,
+the exact ids.
+"""
 
 import functools
 
@@ -21,7 +25,7 @@ BORDER = 1e-4
 
 
 class DistributionError(Exception):
-    """Error for a method that does not follow its verifier."""
+    """Error for a method that does not implement its verification rule."""
 
 
 def p_value(counts: Tensor, probs: Tensor) -> float:
@@ -158,7 +162,7 @@ def varied_round(warp: Warp, how: str, num_rows: int, device: torch.device) -> R
 
 
 def check(verifier: Verifier, method: str, run: Run, warp: Warp, device: torch.device) -> None:
-    """Raise DistributionError unless `run`, the method called `method`, follows the verifier.
+    """Raise DistributionError unless `run`, the method called `method`, implements the rule.
 
     If transformers lacks the verifier, its output is checked for rejection sampling.
     """

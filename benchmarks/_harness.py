@@ -56,7 +56,7 @@ def copy_rate(device: torch.device, repeats: int = 11) -> float:
 
 
 def queued_s() -> float:
-    """Return the seconds for which threads of this process were ready to run without a processor.
+    """Return how long threads of this process were ready to run but had no processor, in seconds.
 
     Returns 0 on systems other than Linux.
     """
@@ -94,7 +94,7 @@ def alternate_patiently(
 ) -> tuple[dict[str, list[float]], int]:
     """Time calls like `alternate`, but repeat a run if other processes delayed it.
 
-    Returns: The seconds of each call, and the number of returned runs that were delayed.
+    Returns: The seconds per call, and the number of returned runs that were delayed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     num_held_up = 0
@@ -112,7 +112,7 @@ def alternate_patiently(
 def alternate(
     calls: dict[str, Call], repeats: int, description: str = "", prepare: Call | None = None
 ) -> dict[str, list[float]]:
-    """Time `repeats` runs of each call, in turn, so that all run under the same machine load.
+    """Time `repeats` runs of each call, alternately, so that all run under the same machine load.
 
     `prepare` runs before every run and is not counted.
     """

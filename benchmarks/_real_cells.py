@@ -1,4 +1,4 @@
-"""Cells for `real_models.py`, which cover every pair of choices."""
+"""Cells for `real_models.py`, which cover every pair of settings."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ NUM_EXTRA_CALLS = 4  # number of first calls, probes and checks per cell
 
 
 class Cell(NamedTuple):
-    """One combination of choices, measured together."""
+    """One combination of settings, measured together."""
 
     target: str
     source: str
@@ -46,8 +46,8 @@ class Cell(NamedTuple):
         return ", ".join(map(str, self))
 
 
-# A choice sets rows, mode, prompts and dtype. Two opposite choices cover every value, and the eight
-# choices together cover every pair of values.
+# An entry sets rows, mode, prompts and dtype. Two opposite entries cover every value, and the eight
+# entries together cover every pair of values.
 _ALONE = ((1, "greedy", "chat", "float32"), (8, "top-p", "copying", "bfloat16"))
 _MIXED = ((8, "greedy", "chat", "bfloat16"), (1, "top-p", "copying", "float32"))
 _TURNED = ((8, "greedy", "copying", "float32"), (1, "top-p", "chat", "bfloat16"))
@@ -75,7 +75,7 @@ def cell_of(row: dict[str, Any]) -> Cell:
 
 
 def estimate_s(cell: Cell, max_new_tokens: int, pairs: int) -> float:
-    """Estimate the seconds of a cell on two quiet cores.
+    """Estimate how long a cell takes on two quiet cores, in seconds.
 
     All methods are assumed to be as fast as plain decoding.
     """

@@ -153,7 +153,7 @@ def textbook_block(round_: Round) -> Tensor:
 
 
 def textbook_coupled(round_: Round) -> Tensor:
-    """Run a race on fresh noise, to time coupling without the drafter's side of it."""
+    """Run a race on fresh noise, to time coupling without the drafter's part."""
     target = warped(round_.target_logits, round_.warp).softmax(-1)
     winners = (target / torch.empty_like(target).exponential_()).argmax(-1)
     num_accepted = _prefix(winners[:, :-1] == round_.draft_token_ids)

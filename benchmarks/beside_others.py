@@ -3,9 +3,9 @@
     python benchmarks/beside_others.py            # installs and measures; needs a package index
     python benchmarks/beside_others.py --page     # writes docs/beside-others.md from the JSON
 
-Each peer has an environment below `build/beside` with the newest transformers that it runs with;
-this library and transformers run in the present one. Every cell runs in a new process on one
-thread, beside plain decoding, and the libraries take turns. Times are processor times.
+Each peer has an environment under `build/beside` with the newest transformers that it supports;
+this library and transformers run in the current environment. Every cell runs in a new process on
+one thread, next to plain decoding, and the libraries take turns. All times are CPU times.
 """
 
 import argparse
@@ -45,10 +45,10 @@ LIBRARIES = ("transformers", "hf_speculate", "economize", "flashspec")
 TRANSFORMERS = ("5.24.0", "5.23.0", "5.22.2", "5.21.1", "5.20.2")  # tried with each peer, in order
 PROBES = {"economize": "qwen3_next", "flashspec": "llama"}  # a type that the peer names
 LENGTHS, DRAFT_LEN = ["default", "3", "5", "8"], "5"
-TASKS = {1: "edit code", 4: "fill a form", 5: "question"}  # of examples/tasks.jsonl
+TASKS = {1: "edit code", 4: "fill a form", 5: "question"}  # tasks in examples/tasks.jsonl
 LONG = 6000
 PROCESS_LIMIT_S = 600
-PARTS = ("pair", "lookup", "long", "texts")  # each in processes of its own
+PARTS = ("pair", "lookup", "long", "texts")  # each in separate processes
 _MIXED = ["linear_attention", "full_attention"]
 _ATTENTION = """llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi
 phi3 gpt2 gpt_neox gptj opt bloom falcon mpt olmo2 olmo3 olmoe cohere2 granite starcoder2 stablelm
@@ -91,7 +91,7 @@ def call_worker(python: str, library: str, jobs: list[Job]) -> list[dict[str, An
 
 
 def install(peer: str, jobs: list[Job]) -> dict[str, Any]:
-    """Make the environment of a peer, once, with the newest transformers that does all `jobs`.
+    """Make the environment of a peer, once, with the newest transformers that can run all `jobs`.
 
     Returns:
         The versions, and the error of each newer transformers.
@@ -194,7 +194,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the results of all processes of a cell: spreads of figures, sums of equal texts."""
+    """Merge the results of a cell's processes: spreads of figures and sums of equal texts."""
     errors = [result for result in results if "error" in result]
     if errors:
         return errors[0]
@@ -210,7 +210,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-Figure = tuple[float, str]  # larger is better; what is shown
+Figure = tuple[float, str]  # value, of which more is better; text for the table
 
 
 def short(error: str) -> Figure:
@@ -218,7 +218,7 @@ def short(error: str) -> Figure:
 
 
 def ratio(row: dict[str, Any], is_default: bool) -> Figure:
-    """Show the speed of the default settings, or of the best constant length."""
+    """Return the speed with the default settings, or with the best constant draft length."""
     constant = {name: ratios for name, ratios in row["times_plain"].items() if name != "default"}
     best = max(constant, key=lambda name: constant[name]["median"], default="")
     ratios = row["times_plain"]["default"] if is_default else constant[best]
@@ -237,7 +237,7 @@ def share(row: dict[str, Any]) -> Figure:
 
 
 def types(rows: dict[str, dict[str, Any]], ending: str) -> Figure:
-    """Count the model types all of whose rows have the text of plain decoding."""
+    """Count the model types for which every row has the same text as in plain decoding."""
     equal = [rows[f"type {name}, {ending}"].get("equal", [0, 1]) for name in TYPES]
     return (num := sum(a == b for a, b in equal)), f"{num} of {len(equal)}"
 

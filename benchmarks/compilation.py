@@ -39,8 +39,8 @@ def decode(name: str, dtype: str) -> Row:
     """Run the calls of one process.
 
     Returns:
-        For each call, the seconds, the seconds of the same call once compiled, and the number of
-        graphs so far.
+        For each call, its duration in seconds, the duration of the same call once compiled, and the
+        number of graphs so far.
     """
     runner = Runner(load_pair(dtype, "cpu"), "greedy", CALLS[0][1])
     batches = {

@@ -7,7 +7,7 @@
 The script measures mean acceptance lengths and the speed for one row. K is constant. Decoding is
 greedy, or it samples at temperature 1 with the verifier "rejection", with drafted tokens that are
 sampled ("sample") or point masses ("argmax"). The speed is that of greedy decoding over plain
-decoding of the same row, in turn.
+decoding of the same row, measured alternately.
 """
 
 import argparse

@@ -213,7 +213,7 @@ class Setting:
         )
 
     def prompt_s(self, batch_size: int, is_plain: bool) -> float:
-        """Return the seconds of the prefill."""
+        """Return the duration of the prefill in seconds."""
         inputs, models = (
             self.inputs(batch_size),
             [self.target] if is_plain else [self.target, self.draft],
@@ -229,7 +229,7 @@ class Setting:
         return min(seconds)
 
     def weights_s(self, stats: Any, is_plain: bool) -> float:
-        """Return the seconds to read the weights for all forwards of a call after the prefill."""
+        """Return how long all forwards after the prefill take to read the weights, in seconds."""
         num_forwards, num_steps = self.sizes.num_new - 1, 0
         if not is_plain:
             num_forwards = sum(stats.rounds_by_draft_len.values())
@@ -452,7 +452,7 @@ def attend(
 
 
 def graphed_s(run: Callable[[], Tensor], sizes: Sizes, times: int = 20) -> float:
-    """Return the seconds of one run, averaged over several launches in a graph."""
+    """Return the duration of one run in seconds, averaged over several launches in a graph."""
     if sizes.is_dry:
         return seconds_of(run, sizes)
     stream = torch.cuda.Stream()

@@ -138,7 +138,7 @@ class Products:
         self.of_layer += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
     def run(self, batch_size: int, num_new: int, num_draft_tokens: int) -> float:
-        """Return the seconds of one round.
+        """Return the duration of one round in seconds.
 
         Args:
             batch_size: B.

@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """One combination of choices, measured together."""
+    """One combination of settings, measured together."""
 
     max_new_tokens: int
     draft: str
@@ -163,10 +163,13 @@ def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]
 
 
 def fastest_elsewhere(constants: list[list[float]]) -> list[float]:
-    """Return the seconds in each batch of the constant K that is fastest in the other batches.
+    """Return the time for each batch at the constant K that is fastest on the other batches.
 
     Args:
         constants: seconds by K and batch.
+
+    Returns:
+        Seconds by batch.
     """
     batch_indices = range(len(constants[0]))
 

@@ -8,7 +8,7 @@ The models are SmolLM2-135M-Instruct and Gemma 3 270M. Both are downloaded from 
 first use. Gemma is provided under and subject to the Gemma Terms of Use
 (https://ai.google.dev/gemma/terms).
 
-The cells in `_real_cells.py` cover every pair of choices. A cell reloads its models, so its first
+The cells in `_real_cells.py` cover every pair of settings. A cell reloads its models, so its first
 call has no history; that call is reported separately. Then plain decoding, hf_speculate and, for
 one row, prompt lookup in transformers take turns. A short probe chooses the fastest number of
 tokens for this prompt lookup. Assisted generation in transformers does not support this head, and
@@ -115,7 +115,7 @@ def check_texts(
 
 
 def seconds_of(run: Run) -> Row:
-    """Return the seconds of an hf_speculate call, and of its preparation."""
+    """Return how long an hf_speculate call and its preparation took, in seconds."""
     stats = run.stats
     assert stats is not None
     return {
@@ -141,7 +141,7 @@ def counts_of(runs: Sequence[Run]) -> Row:
 
 
 def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
-    """Measure one cell with a first call, then `args.pairs` calls of each method in turn."""
+    """Measure a cell: a first call, then `args.pairs` calls of each method, alternately."""
     begin, queued, load_before = time.perf_counter(), queued_s(), os.getloadavg()[0]
     torch.manual_seed(0)
     target = load(cell.target, cell.dtype)

@@ -71,7 +71,7 @@ class Process:
         )
 
     def decode(self, inputs: dict[str, list[list[int]]]) -> Row:
-        """Decode, and return the seconds of the call and the token ids [B, T + N]."""
+        """Decode; return the duration of the call in seconds and the token ids [B, T + N]."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(inputs) + "\n")
         self._process.stdin.flush()

@@ -4,7 +4,8 @@
 
 Forwards of the models are excluded. The decoding loops of hf_speculate and transformers run on a
 tiny bfloat16 pair with K = 5. Nothing is timed. A round begins with the forward of the target. The
-first round reads the prompt and is excluded. Operators in a nested `generate()` of the draft count.
+first round reads the prompt and is excluded. Operators in the draft's nested `generate()` are
+counted.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/scaling.py                     # a CPU: four target layers in the sweep
     python benchmarks/scaling.py --layers 24
 
-On a CPU, the target in the sweep has fewer layers; at `--whole-contexts` it has all layers.
+On a CPU, the target in the sweep has fewer layers; for `--whole-contexts`, it has all layers.
 
 An oracle fixes the acceptance rate while all work is done; see `_subjects.Oracle`. The verify
 factor is measured separately, with all layers, over caches with random states. hf_speculate runs

@@ -5,7 +5,7 @@
 Times are listed by text length. A round is one call of the drafter, which reads the tokens emitted
 since the last call and drafts K tokens for every row. Updating and searching the index is also
 timed separately. The text is Python's standard library, encoded by the bundled tokenizer, and
-differs between rows. Rounds are timed in two ways: back to back, in blocks of one length in turn,
+differs between rows. Rounds are timed in two ways: back to back, in blocks of one length each,
 and after other work. The other work writes more memory than the processor caches hold, like a
 forward of a large model. transformers takes one row of the same texts, back to back.
 """

@@ -8,8 +8,8 @@ Prompts are pieces of Python's standard library, encoded by the bundled tokenize
 greedy and end at a length drawn for each prompt from a log-normal distribution. A stopping
 criterion ends the rows of static batches, and the limit of the row ends refilled rows. Refilled
 rows and static batches decode with and without the bundled draft model; continuous batching in
-transformers (`generate_batch`) decodes without a draft. All methods run in turn in one process, and
-the results are written after each run.
+transformers (`generate_batch`) decodes without a draft. All methods run alternately in one process,
+and the results are written after each run.
 
 The last column describes what limits a method. A static batch runs as many rounds as its slowest
 row needs, with fewer and fewer live rows; a round can emit at most `--rows` times the mean
@@ -210,7 +210,7 @@ class Methods:
         return calls if self.args.no_peer else {**calls, PEER: self.peer}
 
     def run(self, name: str) -> float | None:
-        """Run a method and return the seconds, or None if it cannot run here."""
+        """Run a method; return its duration in seconds, or None if it cannot run here."""
         try:
             return timed_run(self.calls()[name], None, patience=0)[0]
         except Exception as error:

@@ -15,9 +15,10 @@ A pass decodes a single prompt, or several prompts of one kind together, with ev
 alternating order. The script stops when the passes or the time are used up; a slow machine decodes
 fewer prompts together. The table holds medians over passes. The speed-up is relative to plain
 `generate()` in the same mode (greedy or sampling) on the same prompts in the same pass. A greedy
-pass counts only if all methods wrote the same text, because after a near-tie a method may continue
-with a different text and different drafts. In float32, nearly all passes count. transformers
-decodes a batch row by row. Ctrl-C prints the measurements so far; the exit status is then 130.
+pass counts only if all methods generated the same text, because after a near-tie a method may
+continue with a different text and different drafts. In float32, nearly all passes count.
+transformers decodes a batch row by row. Ctrl-C prints the measurements so far; the exit status is
+then 130.
 
 Greedy texts are compared with plain decoding, at least one for each dtype, however short the time
 is. The exit status is 1 if a text differs by more than rounding explains.
@@ -82,7 +83,7 @@ class Loaded(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Batch that every method decodes in turn."""
+    """Batch that the methods decode one after another."""
 
     kind: str
     batch_size: int
@@ -193,7 +194,7 @@ def measure(
 
 
 def time_probe(pair: Pair, batch: Batch) -> float:
-    """Return the seconds of a short plain run."""
+    """Return how long a short run of plain decoding takes, in seconds."""
     return decode(PLAIN_GREEDY, pair, batch, PROBE_TOKENS, seed=0).seconds
 
 

@@ -44,7 +44,7 @@ class Comparison:
                         self.add(line, run, expected[run.key])
 
     def add_until(self, end: float, batches: Sequence[Batch], max_new_tokens: int) -> None:
-        """Decode prompts plainly and with drafts until the time is over.
+        """Decode prompts with and without drafts until the time is over.
 
         Continue past the limit until at least one drafted token has been verified.
         """
@@ -59,7 +59,7 @@ class Comparison:
             longest_s = max(longest_s, time.perf_counter() - begin)
 
     def add(self, line: Line, ours: Run, expected: Run) -> None:
-        """Compare the texts of a call with plain decoding of the same batch."""
+        """Compare the texts from a call with those from plain decoding of the same batch."""
         self.num_verified += 0 if ours.stats is None else ours.stats.num_verified
         for row in self.check.rows(self.pair.method(line), ours, expected.texts):
             self.num_texts += 1

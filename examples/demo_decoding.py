@@ -60,7 +60,7 @@ class Timing(NamedTuple):
     token_s: float
 
     def of_line(self, line: Line, num_tokens: int) -> float:
-        """Estimate the seconds of one run of a line if no drafted token is accepted."""
+        """Estimate how long one run of a line takes if no draft is accepted, in seconds."""
         num_runs, num_rows = (
             (line.batch_size, 1) if line.engine == TRANSFORMERS else (1, line.batch_size)
         )

@@ -91,7 +91,7 @@ def compared_runs(tallies: Tallies, setting: Setting) -> Runs:
 
 
 def counted_runs(tallies: Tallies, setting: Setting) -> Runs:
-    """Return the compared calls from passes in which all methods wrote equal texts.
+    """Return the compared calls from passes in which all methods generated equal texts.
 
     All sampled calls count.
     """

@@ -1,4 +1,4 @@
-"""Answer an lm-evaluation-harness task with an enabled model and a draft, and plainly.
+"""Run an lm-evaluation-harness task on an enabled model, with a draft and by plain decoding.
 
     pip install lm-eval
     python examples/lm_eval_harness.py

@@ -1,4 +1,4 @@
-"""Decode with layers on disk, plainly, with prompt lookup in transformers, and with hf_speculate.
+"""Compare plain decoding, prompt lookup and hf_speculate for a model with its layers on disk.
 
     python examples/offloaded.py
     python examples/offloaded.py --tiny    # the bundled 7 M pair, without a download
@@ -46,7 +46,10 @@ class Run(NamedTuple):
 
 
 def load_offloaded(folder: Any, offload_folder: str) -> PreTrainedModel:
-    """Load a model with its layers on disk between forwards and its embeddings in memory."""
+    """Load a model whose layers are offloaded to disk between forwards.
+
+    The embeddings, final norm and LM head stay in memory.
+    """
     in_memory = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     return AutoModelForCausalLM.from_pretrained(
         folder,

@@ -1,4 +1,4 @@
-"""Export Prometheus metrics of `generate()` calls: tokens, and the seconds of each stage.
+"""Export Prometheus metrics of `generate()` calls: token counts and the duration of each stage.
 
     python examples/prometheus.py
 

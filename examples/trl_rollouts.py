@@ -89,7 +89,11 @@ def run(
     tokenizer: PreTrainedTokenizerBase,
     store: hf_speculate.SuffixStore | None = None,
 ) -> tuple[PreTrainedModel, list[float]]:
-    """Generate rollouts, and return the resulting target and the tokens per forward by epoch."""
+    """Run `rollouts` on a new target.
+
+    Returns:
+        The target, trained if `rollouts` trains it, and the mean tokens per forward for each epoch.
+    """
     model = AutoModelForCausalLM.from_pretrained(PAIR / "target")
     calls: list[hf_speculate.SpeculationStats] = []
     hf_speculate.enable(

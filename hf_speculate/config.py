@@ -136,7 +136,7 @@ class SpeculationConfig:
             "adaptive". `None` means 10 with "adaptive" (32 for a draft model and one row of an
             offloaded target) and 5 otherwise. With 0, nothing is drafted, not even by prompt
             lookup. A list of one number per output row, 0..128, limits the drafts of each row in
-            every round, including prompt lookup; a row with 0 decodes plainly.
+            every round, including prompt lookup; a row with 0 uses plain decoding.
         num_assistant_tokens_schedule: how the draft length changes between rounds. `None` means
             "constant" if `num_assistant_tokens` is set, and "adaptive" otherwise.
         assistant_confidence_threshold: in [0, 1]; a row stops drafting after a token with a lower
@@ -174,11 +174,11 @@ class SpeculationConfig:
             more than an eighth of the device's memory.
         speculation_hooks: "check", "trusted" or "plain", for a target that has forward hooks, or
             forwards or modules from unknown packages. "check" compares verifications with plain
-            decoding once, and decodes plainly if they differ. "trusted" drafts without a
-            comparison. "plain" decodes plainly.
+            decoding once, and falls back to plain decoding if they differ. "trusted" drafts
+            without a comparison. "plain" uses plain decoding without a comparison.
 
     Raises:
-        ConfigError: a value is out of range or is not one of the choices.
+        ConfigError: a value is out of range or is not one of the allowed values.
     """
 
     verifier: str | None = None
@@ -278,7 +278,7 @@ class SpeculationConfig:
     def for_run(self, index: int) -> "SpeculationConfig":
         """Return the settings for one run of a call that decodes in several runs.
 
-        Run 0 uses the call's seeds; every other run uses different seeds.
+        Run 0 uses the call's seeds; each later run derives its own seeds from them.
         """
         if self.seed is None or index == 0:
             return self

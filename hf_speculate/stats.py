@@ -45,15 +45,15 @@ class SpeculationStats:
     it.
     """
 
-    #: whether the call had a draft source; False if it decoded plainly
+    #: whether the call had a draft source; False if it used plain decoding
     has_draft_source: bool = True
     verifier: str = ""  #: name of the verifier
     plan: str = ""  #: one-line plan of the call (drafter, KV caches, schedule, compiled parts)
     cache: str = ""  #: kind of the target's KV cache, "dynamic", "preallocated" or "hybrid"
-    #: models that were compiled in all rounds, or ran from graphs of compiled code at the end,
-    #: "target" or "draft"
+    #: names ("target", "draft") of the models that were compiled in every round, or ran as graphs
+    #: of compiled code at the end
     compiled: list[str] = field(default_factory=list)
-    #: models that ran from device graphs in all rounds, "target" or "draft"
+    #: names ("target", "draft") of the models that ran as device graphs in every round
     graphed: list[str] = field(default_factory=list)
     num_rounds: int = 0  #: number of rounds, each counted once per live row
     num_batch_rounds: int = 0  #: number of rounds of the batch
@@ -197,7 +197,7 @@ class SpeculationStats:
             setattr(self, f"{stage}_s", getattr(self, f"{stage}_s") + spent)
 
     def add_plain_step(self, seconds: float, num_rows: int = 1) -> None:
-        """Record the seconds of a round without drafts."""
+        """Record the duration of a round without drafts."""
         steps_s = self.plain_step_s_by_rows.setdefault(num_rows, [])
         if len(steps_s) < MAX_PLAIN_STEPS:
             steps_s.append(seconds)
@@ -284,7 +284,7 @@ class SpeculationStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second after the prefill, over all rows; 0 before the first round."""
+        """Emitted tokens of all rows per second after the prefill; 0 before the first round."""
         decoding_s = (
             self.total_s - self.inputs_s - self.preparation_s - self.vocabulary_s - self.prefill_s
         )
@@ -363,7 +363,7 @@ class SpeculationStats:
         return text
 
     def measured_steps(self) -> dict[int, list[float]]:
-        """Return the seconds of plain steps by number of rows, with earlier calls if too few."""
+        """Return seconds per plain step by number of rows, including earlier calls if too few."""
         current, earlier = self.plain_step_s_by_rows, self.earlier_plain_step_s_by_rows
         steps = {}
         for num_rows in current.keys() | earlier.keys():

@@ -169,7 +169,7 @@ SERVED_NOW = {MAMBA_CACHE} if CACHE_NAME == "cache" else set()
 def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test with every value of every axis, but not with every combination.
 
-    The values take turns. The rows of `AXES` combine choices that affect each other; a test of a
+    The values take turns. The rows of `AXES` combine options that affect each other; a test of a
     single mechanism needs no product.
     """
     values = [list(axis) for axis in axes.values()]
@@ -199,7 +199,7 @@ def new_pair(
 def plain_and_ours(
     target: PreTrainedModel, draft: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
 ) -> tuple[Any, Any]:
-    """Run a call plainly, then with the draft, `num_assistant_tokens` and the fields for drafting.
+    """Run a call without a draft, then with the draft and all fields for drafting.
 
     `num_assistant_tokens` is 5 by default, because the adaptive schedule never calls drafts of the
     target's size.

@@ -26,10 +26,10 @@ STAND_INS = {
     "meta-llama/Llama-3.1-8B-Instruct": "target",
     "meta-llama/Llama-3.2-1B-Instruct": "draft",
 }
-# the model cards leave the names of models open
+# model cards leave the names of models open
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))
-# Blocks that need the reader's head or assistant, a server, or a library. The last kind runs in
-# make test-integrations.
+# Blocks that need the reader's head or assistant, a server, or a library. Blocks that need a
+# library run in `make test-integrations`.
 NOT_RUN = (
     "adapter = hf_speculate.UnoAdapter(",
     "head = hf_speculate.load_drafter(",

@@ -1,6 +1,6 @@
 """Choose rows that contain every pair of values of two axes; `python -m tests.pairs` writes them.
 
-Write them again after adding a value or an axis. Existing rows stay, and rows are added for missing
+Run it again after adding a value or an axis. Existing rows stay, and rows are added for missing
 pairs; from an empty list, all rows are chosen anew. The seed of a row is the first one whose
 prompts lead to an accepted and a rejected token, so the call rolls back the drafter and the cache.
 """

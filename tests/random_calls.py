@@ -82,7 +82,7 @@ WARPERS = {"temperature": 0.6, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "typical_
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """One call, with the plainest values as defaults.
+    """One call, with the simplest values as defaults.
 
     Shrinking resets fields to their defaults.
     """

@@ -68,7 +68,7 @@ def test_refused_value_raises_the_message_of_the_page(row, where):
 
 @cache
 def plain_ids(number):
-    """Decode plainly, once for all places of a row."""
+    """Return the ids from plain decoding, computed once for all places of a row."""
     return decode_plainly(ROWS[number].call)
 
 

@@ -19,7 +19,7 @@ from tests.support.forced_texts import PureForcedGrammar, TextMachine, pieces
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.verify.test_verifiers import KeepNothing
 
-SOURCES = ("keyword", "passed", "model", "draft")  # strongest first
+SOURCES = ("keyword", "passed", "model", "draft")  # highest precedence first
 # Each setting has one value per source and, last, its default. Neighbouring values differ.
 VALUES = {
     "posterior_threshold": (0.11, 0.12, 0.13, 0.14, 0.09),

@@ -60,7 +60,7 @@ def imports_of(source: str, files: Mapping[str, str]) -> Iterator[str]:
 
 
 def option_imports(files: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Find imports of an option outside of it, as (importing file, imported file)."""
+    """Find imports of an option outside its folder, as (importing file, imported file)."""
     imports = set()
     for path, source in files.items():
         if path.startswith(NOT_CORE):

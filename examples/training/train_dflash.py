@@ -2,7 +2,7 @@
 
     cd examples && python -m training.train_dflash dflash2    # ten minutes on one core
 
-Writing the text takes ten more minutes. The text is the same as for the EAGLE-3 head,
+Generating the text takes ten more minutes. The text is the same as for the EAGLE-3 head,
 `training/train_eagle3.py`. In every step, the head fills blocks at random columns of a few rows and
 learns the target's distribution at each slot. A DFlash 2 head learns this distribution twice:
 without the token before a slot, to choose the candidates, and with this token. The target does not
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     intermediate_size: int = 512
     rows_per_step: int = 4
     blocks_per_row: int = 16
-    greedy_share: float = 0.75  # share of rows written greedily
+    greedy_share: float = 0.75  # share of rows generated greedily
     matrix_lr: float = 0.015
     vector_lr: float = 0.002
     decay: float = 0.85  # loss weight of a slot relative to the previous slot
@@ -179,7 +179,7 @@ class DFlashTraining:
 
     @torch.no_grad()
     def _checked(self) -> str:
-        # Every other row was written greedily.
+        # Every other row was generated greedily.
         rows = Rows(*(values[: 2 * NUM_CHECKED_ROWS : 2, -READ_LEN:] for values in self.held_out))
         nats, accuracy = self._measured(rows, torch.Generator().manual_seed(self.seed))
         loss, shares = (

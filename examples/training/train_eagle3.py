@@ -29,7 +29,7 @@ from training.pair.muon import PairOptimizer
 
 HEAD = EXAMPLES / "heads" / "eagle3"
 CHECKED_EVERY_S = 300
-NUM_CHECKED_ROWS = 64  # every other row is read, which was written greedily
+NUM_CHECKED_ROWS = 64  # only every other row is read; these are greedy
 WARMUP = 0.03
 
 
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
     draft_vocab_size: int = 2048
     intermediate_size: int = 768
     rows_per_step: int = 4
-    greedy_share: float = 0.75  # share of rows written greedily
+    greedy_share: float = 0.75  # share of rows generated greedily
     matrix_lr: float = 0.015
     vector_lr: float = 0.002
     num_draft_steps: int = 4

@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     block_size: int = 4  # tokens per block, including the token of the text
     rows_per_step: int = 2
     blocks_per_row: int = 48
-    greedy_share: float = 0.75  # share of rows written greedily
+    greedy_share: float = 0.75  # share of rows generated greedily
     lr: float = 4e-3
 
 

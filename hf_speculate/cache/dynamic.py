@@ -212,7 +212,9 @@ class DynamicKVCache(KVCache):
         if not self._is_recording:
             self.begin_recording()
         shift = self._padding.drop(drops, self.num_columns, like)
-        if shift is not None:  # before the crop, which cuts off states that moved layers need
+        # Shift first: cropping a sliding-window layer also removes older states, and shifted rows
+        # still need them.
+        if shift is not None:
             if self._mask is not None:
                 self._mask = self._moved(self._mask, shift.sources(self.num_columns))
             shift_rows(self._text_layers, shift)

@@ -48,7 +48,7 @@ def fixed_layers(config: PreTrainedConfig) -> frozenset[int]:
     New tokens add no states to these layers.
     """
     layers = getattr(config, "cross_attention_layers", None) or ()
-    # a model with fewer layers than its checkpoint keeps the whole list
+    # a model loaded with fewer layers than its checkpoint still has the checkpoint's full list
     return frozenset(layer for layer in layers if layer < config.num_hidden_layers)
 
 

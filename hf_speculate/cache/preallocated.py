@@ -33,7 +33,7 @@ class MaskSpec(NamedTuple):
     is_mask_per_row: bool = False  # whether each row needs a mask, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """Make the model's attention mask with the function `make` of a window.
+        """Make the model's attention mask with `make`, a function of the window.
 
         `make` returns additive masks in which each query attends to a span of columns. A model with
         several masks gets a dict by name.

@@ -17,7 +17,7 @@ _COPIES = "hf_speculate.options.static_cache.copies"  # imported for calls with 
 
 
 def is_static(cache: object) -> bool:
-    """Return whether a cache is a static cache that can be copied, or a pair of such caches."""
+    """Return whether a cache is a static cache that can be copied, or a pair of them."""
     return isinstance(cache, Cache) and all(
         type(part) is StaticCache
         and not part.offloading

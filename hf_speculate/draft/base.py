@@ -34,8 +34,8 @@ class DrafterSetup:
     Args:
         target: the target model, whose embeddings and head may be shared but not changed.
         batch_size: B.
-        num_pads: [B] number of padding columns before each prompt. Rows that leave before the first
-            call take their entries along.
+        num_pads: [B] number of padding columns before each prompt. If a row leaves before the
+            first call, its entry is removed.
         max_length: maximum number of columns in the output, including the prompt and its padding.
         max_draft_tokens: maximum number of tokens requested in a round.
         vocab_size: the target's V.
@@ -186,7 +186,7 @@ class Drafter(Protocol):
     drafts_fewer: bool = False
     """Whether it may draft fewer tokens than requested even if rows need more."""
     context_len: int | None = None
-    """Context length of a row in tokens; longer rows decode plainly. None for no limit."""
+    """Context length of a row in tokens; longer rows use plain decoding. None for no limit."""
     counts_padding: bool = False
     """Whether padding counts towards `context_len`."""
     shares_columns: bool = False

@@ -218,7 +218,7 @@ class CustomSource(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """Make the draft source for `drafter`; a factory may name another source, as a head does."""
+    """Make the draft source for `drafter`; a factory may name another source, as draft heads do."""
     factory = values["drafter"]
     variant = getattr(factory, "draft_source", None)
     source: DraftSource = (

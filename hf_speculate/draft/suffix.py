@@ -44,7 +44,7 @@ class RowText:
     """Tokens and acceptance rates of a row.
 
     There is one rate per range of match lengths. The rates are updated with every proposal, even if
-    fewer or none of its tokens were drafted.
+    only some or none of its tokens were drafted.
 
     Args:
         shared: rates shared by all rows.
@@ -61,7 +61,7 @@ class RowText:
         return self.index.token_ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append emitted tokens, and update the rates by their match with the last proposal."""
+        """Append emitted tokens, and update the rates by comparison with the last proposal."""
         match_len, proposed = self.proposal
         agrees = [drafted == emitted for drafted, emitted in zip(proposed, token_ids, strict=False)]
         if agrees:
@@ -80,8 +80,8 @@ class RowText:
 class SuffixDrafter(PerRow, Drafter):
     """Drafter for prompt lookup and suffix matches.
 
-    It finds the longest earlier match, the latest one among equals, and proposes its continuation
-    as point masses.
+    It finds the latest of the longest earlier matches, and proposes its continuation as point
+    masses.
 
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).

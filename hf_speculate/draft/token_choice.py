@@ -139,7 +139,7 @@ class TokenChooser(PerRow):
 class RoundDraft:
     """Draft of one round, implementing `TokenChoice`.
 
-    It chooses its tokens with new forks of the processors that have state.
+    It chooses its tokens with new forks of the stateful processors.
     """
 
     def __init__(self, chooser: TokenChooser, keys: NoiseKeys | None, num_tokens: int):

@@ -2,7 +2,7 @@
 
 The drafter serves some or all rows of the batch. The remaining rows have no room for drafts: either
 they have joined and the drafter has not read their prompts yet, or they have left the drafter.
-After a drafter error, no row is left, and decoding is plain.
+After a drafter error, no row is left, and the call uses plain decoding.
 """
 
 import importlib
@@ -168,7 +168,7 @@ class DraftSession(PerRow):
     reuse: DraftReuse | None = None
     rows_may_leave: bool = True  # whether rows may leave the drafter before they leave the batch
     padding_id: int | None = None  # id drafted for finished rows in lock step; None otherwise
-    # Drafts are cut after this id, because the target would read them at wrong positions.
+    # Drafts end at this id, because the target would read any later tokens at wrong positions.
     token_without_position: int | None = None
     # whether the prompt is read in a separate forward, because other states depend on it
     reads_prompt_alone: bool = False
@@ -468,7 +468,7 @@ class DraftSession(PerRow):
             self._close()
 
     def _close(self) -> None:
-        """Release the drafter and its cache; all later rounds are plain."""
+        """Release the drafter and its cache; all later rounds are plain steps."""
         for session in (self, *self._waiting):
             if session.kv_cache is not None:
                 session.kv_cache.release()
@@ -574,8 +574,8 @@ class DraftSession(PerRow):
     def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
         """End drafting for rows whose drafter logits are NaN or infinite.
 
-        The host reads the result of the check one round later. The verification of a round waits
-        after the copy, so no additional wait is needed.
+        The host reads the result of the check one round later. The verification in between already
+        synchronizes with the device after the copy, so reading needs no extra synchronization.
         """
         if self._look is not None:
             rows, are_numbers = self._look

@@ -20,7 +20,7 @@ from hf_speculate.models.wrapper_probe import HandedOn
 class ModelPlan(NamedTuple):
     """One model of a call.
 
-    It holds the choice of the KV cache and the reasons against compiled or captured forwards.
+    It contains the chosen KV cache and the reasons against compiled or captured forwards.
     """
 
     part: str  # "target" or "draft"

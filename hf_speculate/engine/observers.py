@@ -51,7 +51,7 @@ class ReplacedSteps:
     after this step. A joining row starts at the step count of the slowest row at that time.
 
     Args:
-        keeps_rows: Whether a step includes all rows of the batch, because ended rows stay or all
+        keeps_rows: Whether a step includes all rows of the batch, because finished rows stay or all
             rows advance in lock step.
     """
 
@@ -95,9 +95,9 @@ class ReplacedSteps:
 
 
 class PlainSteps:
-    """Seconds of the newest plain steps of one target.
+    """Durations in seconds of the newest plain steps of one target.
 
-    The seconds are stored by call type and number of rows.
+    They are stored by call type and number of rows.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class PlainSteps:
         return model_state(model).get(cls, cls)
 
     def get(self, call_type: Hashable) -> dict[int, list[float]]:
-        """Return a copy of the seconds for a call type by number of rows, newest last."""
+        """Return a copy of the durations for a call type by number of rows, newest last."""
         with self._lock:
             return {
                 num_rows: list(seconds)
@@ -162,7 +162,7 @@ class StatsObserver(Observer):
     stats: SpeculationStats
     num_user_host_syncs: int = 0  # possible host syncs in user code per round
     counts_rows: bool = True  # whether to count each output row as well
-    keeps_rows: bool = False  # whether plain steps include all rows of the batch, even ended rows
+    keeps_rows: bool = False  # whether plain steps include the whole batch, even finished rows
     counts_plain_steps: bool = True  # whether a round without drafts is a plain step
     # called with the plain steps at the end; None to drop them
     remember: Callable[[Mapping[int, Sequence[float]]], None] | None = None

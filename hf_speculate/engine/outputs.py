@@ -145,7 +145,7 @@ class OutputRecorder(Observer):
 def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
     """Stack the scores into one tensor [B, V] float32 per new token.
 
-    Ended rows hold 0 at the pad id and -inf elsewhere.
+    The scores of finished rows are 0 at the pad id and -inf elsewhere.
     """
     rows = list(by_row.values())
     ended = torch.full_like(rows[0][0], -torch.inf)

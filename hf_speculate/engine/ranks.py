@@ -1,4 +1,7 @@
-"""Ranks: the processes that decode one call together. For a single process, they do nothing."""
+"""Ranks: the processes that decode one call together.
+
+For a single process, no method communicates.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -42,7 +45,7 @@ class Ranks:
         return num
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process, be it a synced rank or in the group."""
+        """Return whether the flag is set in any process, a synced rank or one of the group."""
         return flag
 
     def broadcast(self, numbers: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class StageClock:
         self._began = self._since
 
     def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
-        """Begin a stage, and add the seconds since the last call to the previous stage.
+        """Begin a stage, and add the time since the last call to the previous stage.
 
         Args:
             stage: The stage. None for code outside the library.

@@ -92,7 +92,7 @@ class EndPadding:
         return [num_query - count for count in num_kept]
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
-        """Feed the missing tokens after the last round; roll back rows that have none missing."""
+        """Feed the missing tokens after the last round, and roll back the other rows."""
         max_query = self.max_query
         if self.max_columns is not None:  # the longest row must still fit
             max_query = max(min(max_query, self.max_columns - kv_cache.num_columns), 1)

@@ -85,7 +85,7 @@ class SpeculativeDecoding:
         return self._timed(self._decode(decoder))
 
     def _timed(self, output: GenerateOutput | Tensor) -> GenerateOutput | Tensor:
-        """Add the seconds since the last round to the statistics and return the output."""
+        """Add the time since the last round to the statistics and return the output."""
         self.clock.enter(Stage.INPUTS)  # a model's own generate() may start another run
         self.request.stats.add_seconds(self.clock.lap())
         return output

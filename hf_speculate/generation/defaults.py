@@ -90,7 +90,7 @@ def remove_defaults(model: PreTrainedModel) -> None:
 
 @contextmanager
 def plain(model: PreTrainedModel) -> Iterator[None]:
-    """Decode plainly within this context.
+    """Use plain decoding within this context.
 
     Calls to `model.generate()` ignore all draft sources and fields. Other threads and tasks still
     draft, and so do calls to `generate()` of other models. A generator suspended inside the context
@@ -113,7 +113,7 @@ def decodes_plainly(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def nested_calls(model: PreTrainedModel) -> Iterator[None]:
-    """Decode plainly and without statistics, for calls to `generate()` inside another call."""
+    """Use plain decoding without statistics for calls to `generate()` inside another call."""
     token = _is_nested.set(True)
     try:
         with plain(model):

@@ -60,7 +60,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
     Put the mixin before the model among a class's bases. `generate()` takes the arguments of
     transformers' method, and the fields of `SpeculationConfig` as keywords or from a
     `GenerationConfig`. With a draft source, unsupported arguments raise an error. Without a draft
-    source, the model decodes plainly. With `do_sample=True` and `verifier="coupled"`, it then
+    source, the model uses plain decoding. With `do_sample=True` and `verifier="coupled"`, it then
     samples token by token, and the text is the same as with any assistant and the same seed.
     """
 
@@ -212,7 +212,7 @@ def _decode_without_source(
     refusal: str = "",
     has_prompt: bool = False,
 ) -> GenerateOutput | Tensor:
-    """Decode a call plainly, as transformers does without a draft source.
+    """Run a call with plain decoding, as transformers does without a draft source.
 
     Args:
         model: the target.

@@ -1,4 +1,4 @@
-"""Decode plainly if the target contains user code that may not work with speculation."""
+"""Fall back to plain decoding if user code in the target may not work with speculation."""
 
 import importlib
 from typing import Any

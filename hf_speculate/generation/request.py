@@ -154,7 +154,7 @@ def find_source_of(
     call: dict[str, Any],
     saved: Mapping[str, Any],
 ) -> Found:
-    """Pop the draft source and settings from a call, and return them completed by the defaults."""
+    """Pop the draft source and settings from a call, and complete them with the defaults."""
     sources = getattr(model, "draft_sources", SOURCES)
     defaults = Defaults.of(model).for_call(call, sources)
     fields = {name: defaults.pop(name) for name in FIELD_NAMES if name in defaults}

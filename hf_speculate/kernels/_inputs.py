@@ -65,7 +65,7 @@ class Attention(NamedTuple):
     value: Tensor  # [B, H, T, D]
     # [B or 1, Q, 2] int32, the first column seen by each query, and one past the last
     spans: Tensor
-    scaling: float | None = None  # factor on the scores; None for 1 / sqrt(D)
+    scaling: float | None = None  # factor for the scores; None for 1 / sqrt(D)
     softcap: float | None = None  # limit on the scores; None for no limit
     sinks: Tensor | None = None  # [g*H], a score per head that has no value
 

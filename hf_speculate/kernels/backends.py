@@ -106,9 +106,10 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_kernels(backend: str, device: torch.device) -> bool:
-    """Return whether `backend` selects Triton on `device`; "auto" does on a GPU if installed.
+    """Return whether `backend` selects Triton on `device`.
 
-    Raise the errors of `check_backend`.
+    "auto" does so on a GPU if a recent enough Triton is installed. Raise the errors of
+    `check_backend`.
     """
     check_backend(backend, device)
     if backend == "auto":

@@ -33,7 +33,7 @@ from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
 
 _HYBRID = "hf_speculate.options.recurrent.kind"  # imported if a call may need a hybrid cache
-# `FOLDED` is set while another call with the same model runs.
+# A config's attention is `FOLDED` while another call on the same model is running.
 _ATTENTIONS = ("eager", STANDS_FOR, FOLDED)
 _MASK_NAMES = ("full_attention", "sliding_attention")
 _WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no layer has a window

@@ -109,8 +109,8 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention like transformers' `sdpa`, but without copying keys and values.
 
-    Heads are folded within `folding()`, and also in code traced by `torch.compile`, which does not
-    see contexts. Unsupported inputs are passed to the function registered as "sdpa". Returns a
+    Heads are folded within `folding()` and in code traced by `torch.compile`, which does not see
+    contexts. Unsupported inputs are passed to the function registered as "sdpa". Returns a
     contiguous tensor [B, Q, g*H, D'], and None for the weights.
     """
     passed_on: Any = ALL_ATTENTION_FUNCTIONS[STANDS_FOR]

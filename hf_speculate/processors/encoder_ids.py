@@ -1,4 +1,4 @@
-"""Logits processors over the encoder's ids, with one entry per row of the batch.
+"""Logits processors that depend on the encoder's ids, with one entry per row of the batch.
 
 transformers' own processors hold one entry per prompt, in the order of the prompts, and are called
 with all rows at once. Here, the N rows of scores are N / B positions for each of the B rows, one

@@ -278,5 +278,5 @@ def any_ids(num_rows: int, num_ids: int, device: torch.device) -> Tensor:
 
 
 def name_of(obj: object) -> str:
-    """Return the name of a processor or criterion for messages: of its class, or its function."""
+    """Return the name of a processor or criterion for messages: its class or function name."""
     return str(getattr(obj, "__name__", type(obj).__name__))

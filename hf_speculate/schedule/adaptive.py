@@ -1,7 +1,7 @@
 """Adaptive schedule: draft if drafting is expected to end the call sooner.
 
 Free proposals (prompt lookup, a suffix store) are known before the round. Their width is chosen to
-save the most seconds beyond its cost in the verification. A model or head drafts with the K that is
+save the most time, net of its cost in the verification. A model or head drafts with the K that is
 expected to end the call soonest, including the time to read its prompt. If no K gains anything, the
 source is tried again after 4, 8, ... 256 plain steps, counted across calls.
 
@@ -98,7 +98,7 @@ class AdaptiveSchedule(Schedule):
         return choice if self._can_afford(num_rows, choice) else PLAIN_STEP
 
     def _best(self, num_rows: int, lengths: Sequence[int]) -> tuple[Choice, float]:
-        """Return the best draft among these lengths and the seconds it saves per plain step."""
+        """Return the best draft among these lengths and the time it saves per plain step, in s."""
         step_s = self.memory.costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return PLAIN_STEP, 0.0
@@ -116,7 +116,7 @@ class AdaptiveSchedule(Schedule):
         return Choice(num_tokens, num_tokens, is_trial), step_s * (1 - 1 / gain)
 
     def _best_width(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float]:
-        """Return the best width for free proposals and the seconds it saves."""
+        """Return the best width for free proposals and the time it saves, in seconds."""
         verifications_s = self.memory.costs.verifications_s(num_rows)
         return best_width(
             self._rows, self._worths(), self._token_s(num_rows), verifications_s, lengths

@@ -12,7 +12,7 @@ class DraftPrior:
     """Prior costs of a draft source.
 
     Args:
-        step_ratio: Seconds of a draft step divided by the seconds of a plain step, estimated from
+        step_ratio: Duration of a draft step divided by the duration of a plain step, estimated from
             the bytes that both read. None if unknown.
         is_parallel: Whether one step drafts all tokens of a round.
         is_verification_known: Whether the target scores a few tokens about as fast as one token.

@@ -51,21 +51,21 @@ class Costs:
         self.prior, self.max_draft_tokens = prior, max_draft_tokens
         self.sizes = sizes
         self.num_since_plain = 0  # number of drafted rounds since the last plain step
-        self.start_s = 0.0  # extra seconds of the first forward of a new size
-        # latest seconds of verifications, by B and K
+        self.start_s = 0.0  # extra time for the first forward of a new size
+        # durations of the latest verifications, by B and K
         self._samples: dict[tuple[int, int], deque[float]] = {}
         self._medians: dict[tuple[int, int], float] = {}  # medians in use, by B and K
         self._plain: dict[int, float | None] = {}  # results of `plain_s`, by B
-        # first measured seconds of each size, not clipped
+        # first measured duration for each size, not clipped
         self._first_s: dict[tuple[int, int], float] = {}
-        self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
+        self._steps: dict[int, deque[float]] = {}  # durations of draft steps, by B
         self._step_medians: dict[int, float] = {}  # medians in use, by B
         self._reads: deque[float] = deque(maxlen=3)  # seconds per token that the draft reads
         self._prefill_token_s = 0.0  # seconds per token and row in the target's prefill
         self._verifications: dict[int, list[float]] = {}  # results of `verifications_s`, by B
 
     def begin(self, prefill_s: float, num_tokens: int) -> None:
-        """Record the seconds of the target's prefill with `num_tokens` tokens per row."""
+        """Record the duration of the target's prefill with `num_tokens` tokens per row."""
         if num_tokens < _LONG_READ:  # a cache was passed, or an encoder reads the text
             return
         token_s = prefill_s / num_tokens
@@ -86,7 +86,8 @@ class Costs:
     def is_plain_due(self) -> bool:
         """Whether plain steps need a measurement.
 
-        They do if they were never measured, only measured during compilation, or long ago.
+        They do if they were never measured, were measured only during compilation, or were last
+        measured long ago.
         """
         num_known = sum(
             len(samples) for (_, draft_len), samples in self._samples.items() if draft_len == 0
@@ -95,7 +96,7 @@ class Costs:
         return num_known < min_known or self.num_since_plain >= TUNING.stale
 
     def add_verification(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
-        """Add the seconds of a verification or plain step; clip pauses to a plausible value."""
+        """Add the duration of a verification or plain step; clip pauses to a plausible value."""
         key = num_rows, self.size_of(num_draft_tokens)
         samples = self._samples.get(key)
         if self.plain_s(num_rows) is None:
@@ -123,7 +124,7 @@ class Costs:
             self._plain.clear()
 
     def add_draft(self, num_rows: int, num_draft_tokens: int, num_fed: int, seconds: float) -> None:
-        """Add the seconds of a draft that began by reading `num_fed` tokens per row."""
+        """Add the duration of a draft that began by reading `num_fed` tokens per row."""
         num_steps = 1 if self.prior.is_parallel else num_draft_tokens
         if num_fed < _LONG_READ:
             # A source reads a few missing tokens as part of its first step.
@@ -144,13 +145,13 @@ class Costs:
         self._reads.append(read_s / (num_rows * num_fed))
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Return the seconds of a plain step with B rows; None before any measurement."""
+        """Return the duration of a plain step with B rows; None before any measurement."""
         if num_rows not in self._plain:
             self._plain[num_rows] = self._between(num_rows)
         return self._plain[num_rows]
 
     def _between(self, num_rows: int) -> float | None:
-        """Interpolate the seconds of a plain step with B rows between the nearest measured B."""
+        """Interpolate the duration of a plain step with B rows between the nearest measured B."""
         known = sorted(rows for rows, draft_len in self._medians if draft_len == 0)
         if not known:
             return None
@@ -165,7 +166,7 @@ class Costs:
         return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
 
     def _plain_s(self, num_rows: int) -> float:
-        """Return the median for a measured number of rows, limited by those of longer forwards."""
+        """Return the median for a measured number of rows, at most that of any longer forward."""
         plain_s = self._medians[num_rows, 0]
         if len(self._samples[num_rows, 0]) >= _FEW_SAMPLES:
             return plain_s
@@ -177,14 +178,14 @@ class Costs:
         return min([plain_s, *longer])
 
     def step_s(self, num_rows: int) -> float:
-        """Return the seconds of a draft step with B rows."""
+        """Return the duration of a draft step with B rows."""
         if not self._step_medians:
             return self.prior.draft_steps(1) * (self.plain_s(num_rows) or 1.0)
         nearest = min(self._step_medians, key=lambda rows: abs(rows - num_rows))
         return self._step_medians[nearest]
 
     def drafts_s(self, num_rows: int) -> list[float]:
-        """Return the seconds [K_max + 1] of a draft by K, without reading the prompt."""
+        """Return the duration [K_max + 1] of a draft by K, without reading the prompt."""
         step_s, lens = self.step_s(num_rows), range(self.max_draft_tokens + 1)
         return [
             step_s * (min(draft_len, 1) if self.prior.is_parallel else draft_len)
@@ -192,7 +193,7 @@ class Costs:
         ]
 
     def read_s(self, num_rows: int, num_tokens: int) -> float:
-        """Return the seconds that the draft takes to read `num_tokens` tokens per row."""
+        """Return how long the draft takes to read `num_tokens` tokens per row."""
         if num_tokens < _LONG_READ:
             return 0.0
         if self._reads:  # one line would be too long
@@ -202,14 +203,14 @@ class Costs:
         return max(num_tokens * token_s, self.step_s(num_rows))
 
     def verifications_s(self, num_rows: int) -> list[float]:
-        """Return a verification's seconds [K_max + 1] by K, in plain steps before any round."""
+        """Return a verification's duration [K_max + 1] by K, in plain steps before any round."""
         known = self._verifications.get(num_rows)
         if known is None:
             known = self._verifications[num_rows] = self._fit(num_rows)
         return known
 
     def _fit(self, num_rows: int) -> list[float]:
-        """Fit the seconds [K_max + 1] of a verification with least squares over the medians by K.
+        """Fit the duration [K_max + 1] of a verification with least squares over the medians by K.
 
         The plain step and the prior slope count as two samples each. If there are few samples for
         this number of rows, the fit uses the nearest measured number of rows, scaled by the ratio

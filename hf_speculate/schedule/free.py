@@ -31,7 +31,7 @@ def best_width(
     verifications_s: Sequence[float],
     lengths: Container[int],
 ) -> tuple[int, float]:
-    """Return the best width and the seconds it saves; 0 and 0.0 if no width saves any.
+    """Return the best width and the time it saves in seconds; 0 and 0.0 if no width saves time.
 
     Args:
         rows: Live rows with the probabilities of their proposals.

@@ -71,7 +71,7 @@ class MemoryStore:
 
         Args:
             draft: The drafter, held weakly. None if the source keeps no object between calls.
-            call_type: Key for influences on a round's seconds other than rows and K, such as the
+            call_type: Key for influences on a round's duration other than rows and K, such as the
                 cache.
             make: Function that makes a new memory.
         """

@@ -19,7 +19,7 @@ class BlockVerifier(KernelVerifier):
     """Lossless verifier with a joint test for prefixes.
 
     On average, it accepts at least as many tokens as rejection sampling; for point masses, it
-    accepts equally many.
+    accepts the same number.
 
     Source:
         Sun et al. (arXiv:2403.10444), algorithm 2.

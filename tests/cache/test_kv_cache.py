@@ -1,4 +1,4 @@
-"""Compare KV caches after random operations and rollbacks by row with caches never rolled back."""
+"""Compare KV caches after random operations and rollbacks with caches never rolled back."""
 
 import random
 from dataclasses import replace

@@ -24,7 +24,7 @@ def check(buffer: TokenBuffer, rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_buffer_equals_lists_through_random_operations(seed: int) -> None:
-    """Append whole blocks or a count per row, including 0, and grow past the capacity."""
+    """Append whole blocks or a number of tokens per row, even 0, and grow past the capacity."""
     make = random.Random(seed)
     rows = [[make.randrange(64), make.randrange(64)] for _ in range(make.randint(1, 4))]
     ids = torch.tensor(rows)

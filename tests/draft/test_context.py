@@ -1,4 +1,4 @@
-"""Test drafts with a context shorter than the text, where only rows past it decode plainly."""
+"""Test drafts whose context is shorter than the text: only rows past it use plain decoding."""
 
 from dataclasses import replace
 from functools import cache, partial

@@ -17,7 +17,7 @@ from tests.support.tiny import make_model, ragged_prompts
 
 
 def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:
-    """Return length and end of the longest match for a suffix of `last`, the latest if several."""
+    """Return length and end of the latest longest match for a suffix of `last`."""
     for length in range(len(last), 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == last[len(last) - length :] and text[end] != SEPARATOR:

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 K = 5
 SHORT = 2  # draft length for many sampled rows, which are slow in the Triton interpreter
-NEVER = 500  # EOS id outside of every vocabulary
+NEVER = 500  # EOS id outside every vocabulary
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 1}
 TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}
@@ -202,7 +202,7 @@ def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
 
 
 def test_ended_rows_cost_no_upload_in_later_rounds(half: Any) -> None:
-    # ended rows stay in the batch
+    # finished rows stay in the batch
     options = {
         "max_new_tokens": 24,
         "eos_token_id": list(range(10, 20)),
@@ -211,8 +211,8 @@ def test_ended_rows_cost_no_upload_in_later_rounds(half: Any) -> None:
     steady = run(half, "model", 3, 3, most=None, verifier_backend="torch", **options).steady()[1:]
     assert {name for cost in steady for name in cost.waits} == {"event"}
     num_ended = 3 - len(steady[-1].report.row_ids)
-    # An ended row uploads its finished state and the start of its padding. One round later, it
-    # uploads the padding-only state.
+    # When a row finishes, the round uploads its finished state and the start of its padding. The
+    # next round uploads the padding-only state.
     assert 0 < num_ended < 3
     assert (
         max(cost.num_uploads for cost in steady) <= 2
@@ -233,7 +233,7 @@ def test_texts_on_a_gpu_equal_plain_generate() -> None:
     """Compare in float32, where lengths on the device determine positions, masks and indices."""
     target, draft = models(torch.float32, "mistral_window")
     prompts = ragged_prompts(4, seed=3, max_len=20)
-    # ended rows stay in the batch
+    # finished rows stay in the batch
     ends = {"max_new_tokens": 20, "eos_token_id": [17, 3, 40, 9], "return_dict_in_generate": True}
     # Triton is slow here
     own = {"assistant_model": draft, "num_assistant_tokens": 3, "verifier_backend": "torch"}

@@ -89,7 +89,7 @@ def test_head_step_bytes_include_the_shared_lm_head(family, tmp_path):
 
 
 class Quantised(nn.Parameter):
-    """Weight class of a library that packs numbers."""
+    """Weight class as in a library that packs numbers."""
 
 
 def test_prior_follows_the_source_and_its_weights():

@@ -35,7 +35,7 @@ NUM_NEW = 24
 BATCH_SIZE = 4
 # Differs from the padding id of the prompts. Plain `generate` feeds it like any other token.
 PAD = 2
-ROOM = 96  # tokens; more than two turns need
+ROOM = 96  # number of tokens; more than two turns need
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
 # Gemma 2 and Bloom compute the attention softmax in float32 for every dtype.
 FLOAT32_TOLERANCE = 1e-4

@@ -15,7 +15,7 @@ VOCAB_SIZE = 64
 COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0}
 
 WARPERS = {"plain": {}, "warped": {"temperature": 0.7, "top_p": 0.9}}
-# Drafter and its options. The calls use the entries in turn.
+# Drafters with their options. The calls cycle through the entries.
 METHODS = [
     ("near", {"num_assistant_tokens": 3}),
     ("near", {"num_assistant_tokens": 5, "draft_sampling": "argmax"}),

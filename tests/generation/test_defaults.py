@@ -1,4 +1,4 @@
-"""Test the defaults set by `enable(model, ...)`: all calls use them, and the model is the same."""
+"""Test the defaults set by `enable(model, ...)`: all calls use them, and the model is unchanged."""
 
 import copy
 import pickle

@@ -78,7 +78,7 @@ def test_custom_class_with_the_mixin_drafts(models):
 
 
 class WithItsOwn(Mine):
-    """User class that inspects the arguments passed to the mixin."""
+    """User class whose `generate` inspects the arguments passed to the mixin."""
 
     def generate(self, *args, **kwargs):
         """Document the override with a text of its own."""
@@ -90,7 +90,7 @@ class Derived(WithItsOwn):
 
 
 class NamesTheFirst(LlamaForCausalLM):
-    """Class that names one argument and passes all on, as Granite Speech and Kyutai STT do."""
+    """Class that names one argument and forwards all, as Granite Speech and Kyutai STT do."""
 
     def generate(self, ids, *args, **kwargs):
         return super().generate(ids, *args, **kwargs)

@@ -22,7 +22,8 @@ SOURCES = ["draft", "another vocabulary", "lookup", "early exit"]
 TOP_P = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 1}
 # Sampling processes the vocabulary in blocks of V.
 LARGER = {"vocab_size": 2 * V}, {"num_prompt": 2 * T}, {"num_prompt": 2 * T, **TOP_P}
-# Only these files count, because torch registers operators at their first calls.
+# Count Python calls only in these files: on the first call of an operator, torch also runs its own
+# registration code.
 COUNTED = ("hf_speculate/", "transformers/", "torch/nn/modules/")
 MOST_MORE = 2  # calls that depend on where the prompt ends in a buffer
 MOST_PER_LAYER = 8  # short functions of the library, per layer of each model

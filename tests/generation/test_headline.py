@@ -21,7 +21,7 @@ CLOSE = 0.03  # relative tolerance of the speedup
 
 
 class Script:
-    """Clock that advances in forwards and wherever a test advances it."""
+    """Clock that advances during forwards and when a test advances it."""
 
     def __init__(self):
         self.seconds = 0.0

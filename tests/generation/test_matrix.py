@@ -1,4 +1,4 @@
-"""Test all pairs of choices in a call.
+"""Test every pair of option values in a call.
 
 The rows are in `tests/pairs.json`; `tests/cases.py` defines their axes.
 """
@@ -35,7 +35,7 @@ def rows_where(keep: Callable[[Row], bool]) -> pytest.MarkDecorator:
 def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
     """Assert that some tokens were accepted and some rejected.
 
-    The seeds are chosen to give both. Another version of transformers may draw other weights.
+    The seeds are chosen so that both occur. Another version of transformers may draw other weights.
     """
     if transformers.__version__ == pinned_version():
         assert num_accepted > 0 and num_rejected > 0, "run python -m tests.pairs"
@@ -55,7 +55,7 @@ def test_ids_scores_states_and_cache_equal_plain_generate(row: Row, seed: int) -
 def test_row_of_a_batch_is_drawn_as_alone(row: Row, seed: int) -> None:
     case, stats = case_of(row, seed), hf_speculate.SpeculationStats()
     ours = decode(case, speculation_stats=stats)
-    if stats.lock_step:  # rounds end with the slowest row, so a single row has other rounds
+    if stats.lock_step:  # a round ends with its slowest row, so a single row has other rounds
         assert torch.equal(ours, decode(case))
     else:
         for index in {0, case.batch_size - 1}:

@@ -80,8 +80,8 @@ def test_drafts_cut_off_by_a_stop_are_not_accepted():
     target.generate(
         **inputs, **options, assistant_model=noisy_copy(target, 0.0), speculation_stats=stats
     )
-    # The prompt gives 1 token, a round 6 drafted and 1 target token, the next round 2 of its 6
-    # drafts.
+    # The prefill emits 1 token, the first round emits 6 drafted tokens and 1 target token, and the
+    # next round emits 2 of its 6 drafted tokens.
     assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (
         9,
         8,

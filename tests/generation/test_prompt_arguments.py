@@ -141,7 +141,7 @@ def assert_same_layers(one, other):
 @pytest.mark.skipif(not HAS_STATIC, reason="transformers' own static cache fails")
 def test_cross_layers_outside_a_cut_config_are_ignored():
     target, inputs, _ = READERS["aspect_ratio_ids"]()
-    target.config.text_config.cross_attention_layers = [1, 9]  # of the three layers
+    target.config.text_config.cross_attention_layers = [1, 9]  # the model has three layers
     drafts = {"assistant_model": noisy_copy(target, LITTLE_NOISE), "num_assistant_tokens": 3}
     plain = decode(target, inputs, max_cache_len=96).sequences
     ours = decode(

@@ -152,7 +152,7 @@ def test_unreadable_embeddings_are_refused(options, message):
     [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")],
 )
 def test_row_ending_at_its_first_token_leaves_other_rows(prompt, cache_kind):
-    """Keep a row with fewer tokens in the batch, where all rows are fed equally many."""
+    """Keep a row with fewer tokens in the batch, where every row is fed the same number."""
     target = make_model("llama", dtype=torch.float64)
     # Each token depends only on the previous one, so a draft needs no prompt.
     for layer in target.model.layers:

@@ -20,7 +20,7 @@ from tests.support.tiny import make_small_model, noisy_copy, ragged_prompts
 K = 4
 NUM_NEW = 20
 VOCAB_SIZE = 64
-# valid only outside of brackets
+# valid only outside brackets
 EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]
 
 
@@ -78,7 +78,7 @@ def test_state_is_never_left_on_a_rejected_prefix(batch_size, keeps_rows):
     ("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)]
 )
 def test_verifiers_decode_as_with_a_stateless_grammar(verifier, drafter):
-    """Sample as well, because texts keep their distribution, as with a stateless processor."""
+    """Include sampling, where texts must keep their distribution, as with a stateless processor."""
     target, draft = smallest()
     inputs, results = ragged_prompts(3, seed=5), []
     draft_options = {

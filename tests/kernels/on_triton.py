@@ -16,7 +16,7 @@ BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
 
 
 def moved(value: Any, device: str = DEVICE) -> Any:
-    """Move tensors and named tuples of them to `device` with their strides; return others as is."""
+    """Move tensors and tuples of tensors to `device`, with their strides; skip other values."""
     if isinstance(value, tuple):
         parts = [moved(field, device) for field in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

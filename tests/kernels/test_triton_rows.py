@@ -1,4 +1,4 @@
-"""Test aligned vector loads for rows at any address, without reads outside of the storage."""
+"""Test aligned vector loads for rows at any address, without reads outside the storage."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ def rows_kernel(logits_ptr, out_ptr, stride, vocab_size, num_chunks, CHUNK: tl.c
 
 @contextmanager
 def only_reading(storage: torch.UntypedStorage) -> Iterator[list[int]]:
-    """Fail if the interpreter loads outside of `storage`; yield the size in bytes of every load."""
+    """Fail if the interpreter loads outside `storage`; yield the size in bytes of every load."""
     load, sizes = interpreter.InterpreterBuilder.create_masked_load, []
 
     def checked_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:

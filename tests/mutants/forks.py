@@ -60,7 +60,7 @@ def _run_pytest(folder: Path, arguments: Sequence[str]) -> tuple[int, str | None
 
 
 def _imported(folder: Path) -> list[str]:
-    """Return the names of imported modules that are outside of the copy."""
+    """Return the names of imported modules that are outside the copy."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return [
         name

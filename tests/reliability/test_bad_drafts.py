@@ -14,7 +14,7 @@ FAMILIES = tuple(random.Random(0).sample(FAMILY_NAMES, len(FAMILY_NAMES)))
 
 
 def check(seed, first, num):
-    """Run these calls, drawn as by `python -m tests.reliability.bad_drafts` from other families."""
+    """Run random calls, as `python -m tests.reliability.bad_drafts` does for other families."""
     print(f"seed {seed}, calls {first} to {first + num - 1}")
     counts = search(seed, range(first, first + num), FAMILIES, FAULTS)
     assert counts["different"] == 0

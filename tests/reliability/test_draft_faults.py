@@ -274,7 +274,7 @@ def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
     cache_kind=["dynamic", "preallocated"],
 )
 def test_rows_with_nan_drafts_stop_drafting_alone(value, options, cache_kind):
-    """Spoil the draft's first row from its third forward on, like NaN in the states of that row."""
+    """Spoil the first row of the draft's logits from a later forward on, as NaN states would."""
     target, draft = new_pair("llama")
     num_calls = itertools.count()
 
@@ -313,7 +313,7 @@ def test_head_of_nan_logits_is_soon_left_out(family, tmp_path):
 @pytest.mark.fallback(RAISED)
 @pytest.mark.parametrize("at", [1, 4])
 def test_draft_fault_in_a_running_batch_leaves_all_texts(at):
-    """Fail while one row's prompt or all rows are read; later rows come with a working drafter."""
+    """Fail while a row's prompt or all rows are read; later rows join with a working drafter."""
     target, draft = new_pair("llama")
     texts = [ragged_prompts(1, seed=seed)["input_ids"][0].tolist() for seed in range(6)]
     source = iter([RowPrompt(text) for text in texts])

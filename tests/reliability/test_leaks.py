@@ -21,8 +21,8 @@ from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 NUM_CALLS, NUM_WARM, EVERY = 800, 440, 40
 # One object leaked by one of the ten kinds of calls gives 0.1.
 OBJECTS_A_CALL = 0.04
-# Python's free lists grow for some hundred calls: by 200 bytes per call up to the 150th, by 45 from
-# the 100th to the 500th, by 3 after the 1000th. A tensor takes 72 bytes without its data.
+# Python's free lists grow for several hundred calls: by 200 bytes per call up to the 150th, by 45
+# from the 100th to the 500th, by 3 after the 1000th. A tensor takes 72 bytes without its data.
 TRACED_BYTES_A_CALL = 64.0
 NEVER = 10**9  # no call reaches this fault
 

@@ -15,7 +15,7 @@ AHEAD = [RowAhead(0, 100)]
 
 
 def outcome(num_drafted: list[int], num_accepted: list[int]) -> RoundOutcome:
-    """Return a round that took no time."""
+    """Return the outcome of a round that took no time."""
     pairs = enumerate(zip(num_drafted, num_accepted, strict=True))
     rows = [RowOutcome(row, drafted, accepted, accepted + 1) for row, (drafted, accepted) in pairs]
     return RoundOutcome(rows, len(rows), max(num_drafted))

@@ -142,7 +142,7 @@ class FakeCudaTensor(Tensor):
 
 @dataclass
 class Log:
-    """Operations since the last `clear`, by stage; "" is the stage outside of watched modules."""
+    """Operations since the last `clear`, by stage; "" is the stage outside watched modules."""
 
     launches: dict[str, Counter[str]] = field(default_factory=dict)
     waits: dict[str, list[str]] = field(default_factory=dict)  # waits of the host for the device

@@ -13,8 +13,8 @@ import hf_speculate
 class Brackets:
     """Automaton for two kinds of matching brackets, nested at most four deep.
 
-    A text may end outside of brackets. The id modulo 8 decides: 0 and 1 open, 2 and 3 close, 4 to 6
-    are letters, and 7 is allowed only outside of brackets. After a forbidden token, the state is
+    A text may end outside brackets. The id modulo 8 decides: 0 and 1 open, 2 and 3 close, 4 to 6
+    are letters, and 7 is allowed only outside brackets. After a forbidden token, the state is
     None and nothing is forbidden.
     """
 

@@ -1,4 +1,4 @@
-"""Hide options of the library, which an editable installation would find outside of a copy."""
+"""Hide options of the library, which an editable installation would find outside a copy."""
 
 import sys
 from collections.abc import Collection

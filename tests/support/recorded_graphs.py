@@ -1,4 +1,4 @@
-"""Simulate graphs on devices without them: record operators with their tensors, and run them again.
+"""Simulate device graphs on any device: record operators and their tensors, and run them again.
 
 An error is raised where a CUDA graph would be wrong: a tensor from outside has since moved, changed
 its shape or been freed, the host was read during the capture, or outputs are read after a later
@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Compiler(TorchDispatchMode):
-    """Mode that replaces an operator by others, as compilers do."""
+    """Mode that replaces an operator with others, as compilers do."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.silu.default:

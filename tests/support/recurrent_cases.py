@@ -1,4 +1,4 @@
-"""Share helpers between the tests of hybrid and recurrent models."""
+"""Provide helpers for tests of hybrid and recurrent models."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from hf_speculate.cache.layers import attention_layers
 from hf_speculate.options.recurrent.states import States, states_of
 from tests.support import tiny
 
-# Float64 rounds at 1e-16. Float32 states, or experts weighted in float32, round at 6e-8, and a
-# value close to the midpoint between two of them may round either way. Wrong states differ by 1e-2
+# Float64 has a round-off of 1e-16. Float32 states, or experts weighted in float32, have 6e-8, and a
+# value near the midpoint of two float32 numbers may round either way. Wrong states differ by 1e-2
 # or more.
 TOLERANCE, FLOAT32_TOLERANCE = 1e-12, 1e-6
 

@@ -19,8 +19,8 @@ from tests.support.tiny_configs import (
     recurrent_configs,
 )
 
-# Hooks of tests count forwards and the like. Only `tests.generation.test_hooks` makes hooks that
-# count as a user's.
+# Most hooks in tests only count forwards and the like. Only `tests.generation.test_hooks` makes
+# hooks that count as a user's.
 KNOWN_PACKAGES.add("tests")
 
 # With this scale, the median gap between the two largest logits is above 0.5 for every kind, 1e14
@@ -215,7 +215,7 @@ def with_context(model: PreTrainedModel, num_tokens: int, **fields: Any) -> PreT
 
 
 def cheaper_copy(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel:
-    """Return a noisy copy of a Llama with two units less per layer, so "adaptive" drafts."""
+    """Return a noisy copy of a Llama with two fewer units per layer, so that "adaptive" drafts."""
     return noisy_copy(cut_copy(model, intermediate_size=model.config.intermediate_size - 2), scale)
 
 
@@ -225,7 +225,7 @@ def cut_copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
     Fields that the config does not have are ignored.
     """
     config = copy.deepcopy(model.config)
-    # This is a copy in encoder-decoders.
+    # In encoder-decoders, this is a copy.
     for section in (config, config.get_text_config(decoder=True)):
         for name, value in fields.items():
             if hasattr(section, name):

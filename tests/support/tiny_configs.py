@@ -119,7 +119,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "inkling": ("InklingTextConfig", {**_INKLING, "d_rel": 4, "rel_extent": 32}),
     "zaya": ("ZayaConfig", {"num_experts_per_tok": 1}),
 }
-# Models whose recurrent states are outside of the cache layers passed to their modules.
+# Models whose recurrent states are outside the cache layers passed to their modules.
 UNSUPPORTED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("MiniMaxConfig", {"layer_types": ["linear_attention", "full_attention"]}),
     "recurrent_gemma": ("RecurrentGemmaConfig", {"lru_width": 32}),

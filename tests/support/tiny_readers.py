@@ -63,7 +63,7 @@ def masks_of_pixels() -> Reading:
 
 
 def seconds_of_videos() -> Reading:
-    """Make a Qwen2.5-VL, whose temporal positions follow the seconds between frames."""
+    """Make a Qwen2.5-VL, whose temporal positions depend on the time between frames."""
     vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
     fields = {
         "vision_config": {**tiny.MERGING_VISION, **vision},

@@ -1,4 +1,4 @@
-"""Load the target of a head and the rows it wrote, with command-line options for training."""
+"""Load a head's target and the rows that it generated; add command-line options for training."""
 
 import argparse
 from pathlib import Path

@@ -117,7 +117,7 @@ def verdicts_of(
     """Let the target continue the prompts and verify the draft on every new token.
 
     Args:
-        target: model that writes NUM_NEW_TOKENS tokens per prompt.
+        target: model that generates NUM_NEW_TOKENS tokens per prompt.
         draft: model to verify.
         tokenizer: tokenizer of both models, padding on the left.
         prompts: P texts.

@@ -34,7 +34,7 @@ def continue_rows(
     """Continue every row to `row_len` tokens.
 
     Args:
-        target: the model that writes.
+        target: the model that generates the text.
         prefix_ids: real text, [B, P] int64.
         row_len: W, larger than P.
         greedy: [B] bool, rows that take the likeliest token; the other rows sample at temperature

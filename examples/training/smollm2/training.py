@@ -38,7 +38,7 @@ class Loss(NamedTuple):
 
 
 def frequent_ids(folder: Path, num_ids: int, vocab_size: int) -> Tensor:
-    """Return the ids that the target wrote most often, in ascending order, [Vd] int64."""
+    """Return the ids that the target generated most often, in ascending order, [Vd] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for rows in read_batches(folder):
         counts += rows.ids[rows.is_written].long().bincount(minlength=vocab_size)

@@ -1,8 +1,8 @@
 """Triton kernels for every operation; importing this package requires Triton.
 
-A call has two launches. `stats` reads every row once. `decide` tests the drafted tokens and samples
-the final token. Block verification, and typical acceptance with an epsilon, read the rows a second
-time in between. `cut` and `cut_and_draw` have three launches each.
+An operation takes two launches. `stats` reads every row once. `decide` tests the drafted tokens and
+samples the final token. Block verification, and typical acceptance with an epsilon, read the rows a
+second time in between. `cut` and `cut_and_draw` take three launches each.
 """
 
 from .attention_launch import attend, key_spans

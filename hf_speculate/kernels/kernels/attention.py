@@ -22,8 +22,8 @@ _RUN_TIME = [
     "spans_stride_b", "scaling", "softcap", "lowest", "num_heads", "num_groups", "num_query",
     "num_keys", "num_rows", "num_parts",
 ]  # fmt: skip
-# Keys, values and their strides are not listed, since 16-byte loads need to know that they are
-# divisible by 16.
+# The pointers and strides of keys and values are not listed: Triton uses 16-byte loads only if it
+# knows that they are divisible by 16.
 _SMALL = ["query_ptr", "mask_ptr", "spans_ptr", "sinks_ptr"]
 
 _entry_point = partial(

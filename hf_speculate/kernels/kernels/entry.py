@@ -11,8 +11,8 @@ _RUN_TIME = [
     "chunks_per_program", "pieces_per_program", "top_k", "top_p", "most_below", "draw",
     "out_stride_b", "out_lse_stride_b",
 ]  # fmt: skip
-# These pointers are loaded one entry at a time. Logits are not listed, because their alignment
-# decides the width of their loads.
+# Kernels load from these pointers one entry at a time. Logits are not listed, because their
+# alignment decides the width of their loads.
 _SMALL = [
     "ids_ptr", "lens_ptr", "temperatures_ptr", "cutoffs_ptr", "seeds_ptr", "rounds_ptr",
     "positions_ptr", "draft_lse_ptr", "out_ids_ptr", "out_lse_ptr",

@@ -68,10 +68,10 @@ def _layout(
     """Compute the layout for target logits [B, K+1, V] and draft logits.
 
     Args:
-        shape: of the target logits.
-        strides: of the target logits.
-        draft_strides: of the draft logits; (0, 0, 1) if there are none.
-        num_rows: rows of both.
+        shape: shape of the target logits.
+        strides: strides of the target logits.
+        draft_strides: strides of the draft logits; (0, 0, 1) if there are none.
+        num_rows: number of rows in both.
         chunk: entries per chunk.
         num_chunks_per_program: chunks read by one program.
     """

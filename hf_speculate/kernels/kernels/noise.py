@@ -31,8 +31,8 @@ _WORD_MASK_0 = tl.constexpr((1 << (32 - WORD_SHIFTS[0])) - 1)
 _WORD_MASK_1 = tl.constexpr((1 << (32 - WORD_SHIFTS[1])) - 1)
 _UNIFORM_SCALE = tl.constexpr(UNIFORM_SCALE)
 _BOUND_SCALE = tl.constexpr(UNIFORM_SCALE * (1.0 - 2.0**-16))
-# Below this, -log1p(-u) is computed with a series, whose first omitted term is a relative 5e-9.
-# Above, 1 - u has enough digits.
+# Below this value, -log1p(-u) is computed with a series, whose first omitted term is 5e-9 of the
+# result. Above this value, 1 - u has enough digits.
 _SERIES_BELOW = tl.constexpr(0.03125)
 
 

@@ -20,7 +20,7 @@ class Masses(NamedTuple):
 
     masses: Tensor  # [..., V] float32, exp(x - max)
     sums: Tensor  # [...] float32, sums of the masses
-    # [...] float32; NaN, +inf or -inf for a row with a NaN, with +inf, or of only -inf
+    # [...] float32; NaN, +inf or -inf for rows with NaN, with +inf, or with only -inf
     logsumexp: Tensor
 
 

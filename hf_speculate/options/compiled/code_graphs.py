@@ -1,8 +1,8 @@
-"""Run graphs of a model as loaded, or of its compiled code where compiling pays and is faster.
+"""Run graphs of a model as loaded, or of its compiled code if that pays off.
 
 The forward in captured functions is compiled once per model, and the launches of the compiled code
-are captured like any others. Compiling takes about a minute, so it waits until the model has
-decoded for longer than that, and until the rest of the call will take longer than that.
+are captured like any others. Compiling takes about a minute, so it begins only if the model
+has decoded for longer than that and the rest of the call will take longer than that.
 """
 
 import time
@@ -32,12 +32,12 @@ CODE_FAILURE_KEY = "device graphs of compiled code"
 # layer takes 1.1 s on a 2-core CPU.
 START_S, LAYER_S = 10.0, 1.2
 MAX_QUERY = 64  # for longer queries, attention folds no heads and would compile again
-MOST_CHECK_S = 5.0  # maximum seconds of two forwards if neither is compiled
+MOST_CHECK_S = 5.0  # maximum duration of two forwards in seconds if neither is compiled
 MIN_ROUNDS, NUM_RECENT = 4, 32  # number of rounds whose median is the pace of a call
 
 
 class CodeTimes:
-    """Seconds that a model has spent decoding in this process, and compiling its forward."""
+    """How long a model has spent in this process on decoding and on compiling, in seconds."""
 
     def __init__(self) -> None:
         self.decoded_s = 0.0
@@ -49,7 +49,7 @@ class CodeTimes:
         return model_state(model).get(cls, cls)
 
     def estimate_s(self, num_layers: int) -> float:
-        """Estimate the seconds for compiling the forward for another class of shapes."""
+        """Estimate how long compiling the forward for another class of shapes takes, in seconds."""
         return max(self.compile_s.values(), default=START_S + LAYER_S * num_layers)
 
 
@@ -68,7 +68,7 @@ def is_worth_compiling(compile_s: float, decoded_s: float, rest_s: float) -> boo
 
 
 class Pace:
-    """The pace of a call: the seconds of its rounds, and the columns that they add to a cache."""
+    """Pace of a call: the durations of its rounds, and the columns that they add to a cache."""
 
     def __init__(self, kv_cache: PreallocatedKVCache, times: CodeTimes):
         self._layout, self._times = kv_cache.layout, times
@@ -283,7 +283,7 @@ def has_code(model: PreTrainedModel) -> bool:
 
 
 def _with_sizes(code: Callable[..., Scored]) -> Callable[..., Scored]:
-    """Let compiled code of `forward_rows` work for all rows and columns, and short queries."""
+    """Compile `forward_rows` for any number of rows and columns, and for short queries."""
 
     def run(model: PreTrainedModel, query: Tensor, ends: Tensor, *args: Any) -> Scored:
         if query.shape[1] > MAX_QUERY:

@@ -119,7 +119,7 @@ class CudaGraphs:
         return Graph(outputs, graph.replay)
 
     def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-        """Return the results and seconds of `run`; synchronise the device before and after."""
+        """Return the results of `run` and its duration; synchronise the device before and after."""
         torch.cuda.synchronize(self._device)
         begin = time.perf_counter()
         results = run()
@@ -168,7 +168,7 @@ class Graphing(Runner):
     rival: Run | None = None
     """Steps timed against replays in a trial; None for the eager ones."""
     is_eager: bool = False
-    """Whether functions run eagerly, although graphs are there."""
+    """Whether functions run eagerly, although graphs exist."""
 
     def __init__(
         self,

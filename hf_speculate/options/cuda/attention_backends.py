@@ -27,7 +27,7 @@ _served: dict[int, bool] = {}
 
 
 def find_devices() -> None:
-    """Find the CUDA devices that have flash attention; further calls change nothing."""
+    """Find the CUDA devices that have flash attention; later calls have no effect."""
     if not _served and torch.cuda.is_available() and torch.version.hip is None:
         has_flash = torch.backends.cuda.is_flash_attention_available()
         for index in range(torch.cuda.device_count()):
@@ -63,7 +63,7 @@ def attend_all(
         key: [B, H, T, D].
         value: [B, H, T, D'].
         is_causal: whether query i sees only the keys up to i; in that case, Q = T.
-        scaling: factor of the scores; None for 1 / sqrt(D).
+        scaling: factor for the scores; None for 1 / sqrt(D).
 
     Returns:
         [B, g*H, Q, D'], with the memory layout [B, Q, g*H, D'].
@@ -83,9 +83,9 @@ def attend_all(
 def attend_masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Compute attention [B, H, Q, D'] under an `additive_mask` [B or 1, H or 1, Q or 1, T].
+    """Compute attention [B, H, Q, D'] under an additive mask [B or 1, H or 1, Q or 1, T].
 
-    Its memory layout is [B, Q, H, D'].
+    The output's memory layout is [B, Q, H, D'].
     """
     shape = (*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -144,7 +144,7 @@ def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     Args:
         mask: [B or 1, H or 1, Q, T], bool (True: seen) or floating (added).
         groups: g, query heads per KV head.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         [B or 1, H or 1, g*Q, T]. This is the given mask if it needs no conversion.

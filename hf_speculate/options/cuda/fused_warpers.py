@@ -28,7 +28,7 @@ class FusedWarpers(LogitsProcessor, OwnProcessor):
     """One call of `warp_logits` in place of up to four warpers."""
 
     reads = Reads.NOTHING
-    takes_half = True  # scores may come in half precision
+    takes_half = True  # scores may be in half precision
     joins_draw = True  # a draw may apply `arguments` itself
 
     def __init__(self, arguments: dict[str, Any], backend: str = "auto"):

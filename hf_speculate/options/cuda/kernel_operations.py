@@ -1,6 +1,6 @@
 """Verification kernels behind one signature, and example rounds for the kernel trial.
 
-Rounds are ordinary or contain hostile rows.
+Some of the rounds contain hostile rows.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Operation = Callable[..., Verdict]
 
 
 def warp_of(target: Tensor, keys: NoiseKeys) -> dict[str, Tensor]:
-    """Return a temperature of 0, 0.5 or 1 from each row's seed, and cutoffs 3 below its maximum."""
+    """Return temperatures of 0, 0.5 or 1 chosen by row seed, and cutoffs 3 below the row maxima."""
     temperature = (keys.seeds % 3).float() / 2
     tops = target.float().amax(-1) / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(-1)
     return {"temperature": temperature, "row_cutoffs": tops - 3.0}
@@ -138,7 +138,7 @@ class FaultyRound(NamedTuple):
     draft: Tensor
     positions: Tensor  # [B] int64, positions of the faults
     flags: Tensor  # [B] int64, status of the fault
-    # [B] bool, whether the target's row is hostile; any token is then right there
+    # [B] bool, whether the target's row is hostile; any token is then correct at this position
     is_target: Tensor
 
 
@@ -147,7 +147,7 @@ def make_faulty_round(
 ) -> FaultyRound:
     """Make a round with every fault at every position, each in `rows_per_fault` rows.
 
-    `name` is the operation's.
+    `name` is the name of the operation.
     """
     hostile: list[tuple[str, float]] = [
         ("id", 0.0),

@@ -55,8 +55,8 @@ def with_working_kernels(
 
     Args:
         config: settings of a call whose `verifier_backend` is "auto".
-        devices: of the models.
-        dtype: of the models' logits.
+        devices: devices of the models.
+        dtype: dtype of the models' logits.
         vocab_size: columns of the target's logits.
         samples: whether the call samples.
         is_processed: whether logits processors change the logits, to float32.
@@ -115,7 +115,7 @@ def num_different(
     Args:
         name: key of `OPERATIONS`, or one of the three names above.
         device: a CUDA device.
-        dtype: of the logits.
+        dtype: dtype of the logits.
         vocab_size: V.
         num_draft_tokens: K.
         is_hostile: whether rows hold NaN, infinities and ids outside the vocabulary; only for keys

@@ -2,7 +2,7 @@
 
 The trial runs once per device, dtype, group size and head width. It runs in the forward of a
 prompt, since no graph is captured there. It compares the kernel with memory-efficient attention,
-and times both in turn.
+and times them alternately.
 """
 
 import logging
@@ -21,8 +21,8 @@ from hf_speculate.kernels.backends import is_interpreting, operations, runs_kern
 
 _LOGGER = logging.getLogger("hf_speculate")
 
-# Tolerances for outputs between -3 and 3. Both round their weights and results, so they differ by a
-# few rounding steps.
+# Tolerances for outputs between -3 and 3. Both implementations round weights and results, so their
+# outputs differ by a few rounding steps.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 # With groups of 1 to 16 heads, these lengths use all tiles of the kernel.
 QUERY_LENS = (1, 2, 4, 6, 12, MAX_QUERY)
@@ -78,7 +78,7 @@ def serves(
         query: [B, g*H, Q, D].
         key: [B, H, T, D].
         value: [B, H, T, D].
-        scaling: factor of the scores; None for 1 / sqrt(D).
+        scaling: factor for the scores; None for 1 / sqrt(D).
         is_captured: whether the forward is replayed from graphs.
     """
     if not is_captured and key.shape[2] < MIN_EAGER_KEYS:
@@ -174,7 +174,7 @@ def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) ->
 def _seconds(
     build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Return the median seconds per call of each implementation, timed in turn."""
+    """Return the median seconds per call of each implementation, timed alternately."""
     query, key, value, mask = _inputs(build, TIMED_QUERY_LEN)
     contenders = [(contender, contender.convert(mask)) for contender in (ours, efficient)]
     seconds: tuple[list[float], list[float]] = ([], [])

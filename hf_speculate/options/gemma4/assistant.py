@@ -11,8 +11,8 @@ n tokens in the target's last layer of the same type that stores its states. For
 drafted token replaces t and h' replaces h. The query stays at one position, and drafted tokens
 reach it only through h.
 
-With ordered embeddings, each row scores only the tokens of the m centroids with the largest inner
-products with z.
+With ordered embeddings, the assistant scores, for each row, only the tokens of the m centroids
+whose inner products with z are largest.
 """
 
 from collections.abc import Sequence

@@ -69,7 +69,7 @@ class DFlashNetwork(FusingNetwork):
         )
         markov = self.options.markov_head
         self.markov_head = None if markov is None else MarkovHead(markov, width, shapes)
-        # The sigmoid estimates the acceptance probability of a slot's token.
+        # The sigmoid of its output estimates the probability that a slot's token is accepted.
         confidence = (
             nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
         )

@@ -43,7 +43,7 @@ _DEFAULTS = {
     "selector_top_k": 16,
 }
 _LAYER_IDS = {"z-lab": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
-# fields that describe the target, not the head
+# config fields that describe the target, not the head
 _PARTIAL_ROTARY = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -197,7 +197,7 @@ def _as_dflash(source: ConfigSource, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _fully_rotated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the target's partial rotary fields: the head rotates whole head dimensions."""
+    """Drop the target's fields for partial RoPE, because the head rotates all dimensions."""
     result = {name: value for name, value in fields.items() if name not in _PARTIAL_ROTARY}
     for name in ("rope_parameters", "rope_scaling"):
         rope = result.get(name)

@@ -65,7 +65,8 @@ class HeadSpec:
     draft_vocab_size: int  # Vd, number of ids in its proposals
     max_draft_tokens: int | None = None  # largest number per round; None if unbounded
     default_draft_tokens: int | None = None  # K recommended by its config; None if absent
-    max_position_embeddings: int | None = None  # context in training; longer rows decode plainly
+    # context length in training; longer rows use plain decoding
+    max_position_embeddings: int | None = None
     target_name: str = ""  # last part of its target's name; empty if its config names no target
     # L of the target in training; None if absent from its config
     num_target_layers: int | None = None
@@ -218,7 +219,7 @@ class DraftHead:
         return self
 
     def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
-        """Return a head with the same network over other target states, equal in number."""
+        """Return a head with the same network over the same number of other target states."""
         spec = replace(self.spec, hidden_layers=hidden_layers)
         return DraftHead(spec, self.network, self.config, self._factory)
 

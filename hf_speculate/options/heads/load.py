@@ -183,9 +183,8 @@ def check_head(
 ) -> HeadFit:
     """Check whether a head fits a target, from their configs alone.
 
-    Pass the folder or id of each; for the target, a config works as well.
-
-    `subfolder` and `revision` belong to the head, as in `load_drafter`.
+    Pass the folder or id of each; for the target, a config works as well. `subfolder` and
+    `revision` belong to the head, as in `load_drafter`.
 
     Raises:
         ConfigError: the head has no config.json.

@@ -1,8 +1,8 @@
 """MTP layers from a target's checkpoint, run by transformers' own modules.
 
-Some families store them after the target's layers, as `model.layers.{L + i}`. In other families,
-they are under `mtp.`: attention layers of the target's class that share the input projection and
-all norms. transformers ignores them.
+Some families store these layers after the target's layers, as `model.layers.{L + i}`. In other
+families, they are under `mtp.`: attention layers of the target's class that share the input
+projection and all norms. transformers ignores them.
 """
 
 import copy

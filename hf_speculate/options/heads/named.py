@@ -12,9 +12,9 @@ from hf_speculate.options.heads.recognise import is_head, is_mtp_checkpoint, tex
 
 
 def find_head(source: str, target: PreTrainedModel, is_mtp: bool) -> DraftHead | None:
-    """Load the head from a folder or a Hub repository; return None if it holds no head.
+    """Load the head from a folder or a Hub repository; return None if no head is there.
 
-    With `is_mtp`, load the target's MTP layers from there.
+    With `is_mtp`, load the target's MTP layers from the same place.
 
     Raises:
         ConfigError: the files cannot be loaded.

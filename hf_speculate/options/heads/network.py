@@ -80,7 +80,7 @@ class TargetParts:
     def embedded(self, token_ids: Tensor, is_scaled: bool = True) -> Tensor:
         """Return embeddings [..., Ht] of ids [...] int64, without a norm.
 
-        With `is_scaled`, the scale of the model family is applied.
+        With `is_scaled`, the target's embedding scale (such as Gemma's) is applied.
         """
         weight = plain_weight(self._embeddings)  # only the module reads rows of a quantised table
         num_rows = _member(self._embeddings, "num_embeddings") if weight is None else len(weight)

@@ -40,7 +40,7 @@ class HeadSource(FactorySource):
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
         """Bound the draft length by the head's default K, unless the call sets its own."""
-        if self.argument == "drafter":  # treat it like any other factory
+        if self.argument == "drafter":  # treat the head like any other factory
             return config
         for name in ("prompt_lookup_num_tokens", "draft_state"):
             if getattr(config, name) is not None:

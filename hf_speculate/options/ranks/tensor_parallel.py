@@ -109,7 +109,7 @@ class BroadcastVerifier:
 class BroadcastStopping(BlockStoppingCriteria):
     """Stopping criteria that return the verdicts of rank 0.
 
-    Other ranks may read another clock.
+    Time limits read each process's own clock, so ranks could disagree.
     """
 
     def __init__(self, criteria: Iterable[Any], group: TensorParallelGroup):

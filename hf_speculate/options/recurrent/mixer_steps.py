@@ -114,7 +114,7 @@ class StepLayer(LinearAttentionLayer):
     """A cache layer that stores new states without copying them."""
 
     def load(self, states: States) -> None:
-        """Store states by reference."""
+        """Store the given tensors themselves as the states."""
         put_states(self, states)
         for slot, state in states.items():
             self.has_previous_state[slot.number] = True

@@ -28,7 +28,7 @@ States = Mapping[Slot, Tensor]
 class ModuleStates(NamedTuple):
     """One module's states after each token."""
 
-    states: Sequence[States]  # [Q]; if not stored, empty except for the last token
+    states: Sequence[States]  # [Q]; if states are not stored, all entries but the last are empty
     # computes the states after token t from the states before it; None if they are stored
     replay: Callable[[int, States], States] | None
 
@@ -46,7 +46,7 @@ class _Token(NamedTuple):
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
-    """Return the states of a cache layer, by reference."""
+    """Return the state tensors of a cache layer, without copies."""
     states: dict[Slot, Tensor | None] = {
         Slot("conv", index): state for index, state in layer.conv_states.items()
     }
@@ -55,7 +55,7 @@ def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
 
 
 def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tensor | None]) -> None:
-    """Set states of a cache layer, by reference."""
+    """Store state tensors in a cache layer, without copies."""
     for slot, state in states.items():
         by_number: dict[int, Tensor | None] = (
             layer.conv_states if slot.type == "conv" else layer.recurrent_states
@@ -255,7 +255,7 @@ class RecurrentStates:
         return restore
 
     def finish(self) -> None:
-        """Leave the layers as they would be after plain decoding."""
+        """Leave the layers in the state that plain decoding would leave."""
         self.is_stepping = False
         for history in self.histories.values():
             history.layer.record_past = False

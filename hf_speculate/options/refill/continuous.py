@@ -49,7 +49,7 @@ class ContinuousDecoder:
     num_rows: int  # rows decoded at once, >= 1
     # arguments of `generate()` for all rows, such as `assistant_model`
     arguments: Mapping[str, Any]
-    pad_token_id: int = 0  # pads prompts read together
+    pad_token_id: int = 0  # id that pads prompts read together
     # statistics of all rows; updated in place
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     # called with prompts before their prefill
@@ -143,7 +143,7 @@ class ContinuousDecoder:
         return results
 
     def _can_be_padded(self, prompt: RowPrompt) -> bool:
-        """Return whether such prompts may be padded; padding would shift the call's own chunks."""
+        """Return whether prompts may be padded; padding would shift the call's own chunks."""
         arguments = {**self.arguments, **prompt.arguments}
         config = arguments.get("generation_config") or self.model.generation_config
         chunk_size = arguments.get("prefill_chunk_size") or config.prefill_chunk_size

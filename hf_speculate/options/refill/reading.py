@@ -89,8 +89,8 @@ class Reading:
 class RowsObserver(Observer):
     """Observer that calls the callbacks of rows.
 
-    It passes each round to `on_round`, and the target's logits for new tokens to `on_logits`, of
-    each row's prompt.
+    It passes each round to `on_round` of each row's prompt, and the target's logits for new tokens
+    to `on_logits` of the prompt.
     """
 
     stage = Stage.REPORT

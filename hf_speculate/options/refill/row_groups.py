@@ -226,5 +226,5 @@ def is_equal(mine: Any, other: Any) -> bool:
     if not isinstance(mine, LogitsProcessor | StoppingCriteria):
         return False
     if isinstance(getattr(mine, "prompt_ignore_length", None), Tensor):
-        return False  # numbers differ by row
+        return False  # numbers differ between rows
     return is_equal(vars(mine), vars(other))

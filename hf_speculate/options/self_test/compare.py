@@ -2,9 +2,9 @@
 
 It runs once per type of call, for models outside `hf_speculate.models.quirks.TESTED_TYPES` and for
 models with foreign code such as hooks. Models of a type in the table are tested once per class if
-the version of transformers is untested. First, the model decodes `NUM_TOKENS` tokens plainly, or as
-many as a round verifies if there is foreign code. After the same prompt, it then reads the same
-tokens in one forward, is rolled back, and reads the last of them again.
+the version of transformers is untested. First, plain decoding generates `NUM_TOKENS` tokens, or as
+many as a round verifies if there is foreign code. After the same prompt, the model then reads the
+same tokens in one forward, is rolled back, and reads the last of them again.
 
 The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|,
 with the Euclidean norm over the vocabulary. An offset common to all logits at a position is

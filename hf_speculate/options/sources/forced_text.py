@@ -123,7 +123,7 @@ class ForcedRow(RowChoice):
         super().__init__()
         self.tail, self.rates = list(tail), RowRates(shared)
         self.token_ids: list[int] = []  # the proposal
-        self.probabilities: list[float] = []  # of accepting each proposed token and all before it
+        self.probabilities: list[float] = []  # for each proposed token and all before it
         self._buckets: list[int] = []  # kinds of the proposed tokens
 
     def learn(self, ids: Sequence[int]) -> None:

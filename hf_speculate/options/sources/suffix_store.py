@@ -17,7 +17,7 @@ from hf_speculate.options.sources.store_file import StoredOutput, read_outputs, 
 
 MIN_BYTES = 1 << 20
 _CHUNK_TOKENS = 256  # tokens appended between two size checks
-# number of last prompt tokens stored before an output, so that its beginning can be matched
+# number of last prompt tokens stored before an output, so that the output's beginning can match
 _PROMPT_TOKENS = 8
 _KEY_BYTES = 2048  # upper bound for the index of one key without its tokens, in bytes
 _ID_BYTES = 40  # upper bound for an id in a key, in bytes
@@ -102,8 +102,8 @@ class _Memory:
             chunk = text[begin : begin + _CHUNK_TOKENS]
             if self._is_full(len(chunk), 0 if key in self.newer.by_key else _bytes_of(key)):
                 self.newer, self.older, is_begin = _Generation(), self.newer, True
-            # Removed in the meantime, because the index is inconsistent after an interrupt and must
-            # not be searched.
+            # Remove the outputs during the update: after an interrupt, their index is inconsistent
+            # and must not be searched.
             outputs = self.newer.forget(key)
             if is_begin:
                 outputs.begins.append((self.num_added, len(outputs.index.token_ids)))
@@ -123,8 +123,8 @@ class SuffixStore:
     """Outputs of earlier calls, in bounded memory.
 
     Use it as `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`. Every successful
-    call adds the new tokens of its rows. Near a bound, the older half is dropped. A store is for
-    one tokenizer; threads may share it.
+    call adds the new tokens of its rows. Near a bound, the older half is dropped. A store
+    serves one tokenizer; threads may share it.
 
     With `key`, a row only searches and extends the outputs under its own key, so the rollouts of a
     prompt draft from each other. `store.of(key)` uses one key for all prompts of a call.

@@ -44,9 +44,9 @@ class SpanVerifier:
 
     Position i of a round is inside if the sequence with the first i drafted tokens ends inside a
     span. Every position is verified as a draft of one token, with the noise that it has in the
-    whole round. Hence each token outside has the target's distribution given the sequence before
-    it, or is the target's argmax. An opening token is verified as outside, a closing token as
-    inside.
+    whole round. Hence each token outside a span follows the target's distribution given the
+    sequence before it, or is the target's argmax. An opening token counts as outside the span, and
+    a closing token counts as inside.
     """
 
     lossy: Verifier  # verifies positions inside

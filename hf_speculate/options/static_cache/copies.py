@@ -24,7 +24,7 @@ from hf_speculate.errors import UnsupportedGenerationError, counted
 
 
 def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
-    """Copy a static cache to a dynamic cache by reference; its states are never written to."""
+    """Make a dynamic cache whose states are views of a static cache, which is never written to."""
     copies = []
     for source in parts_of(cache):
         copy = DynamicCache(config=config)

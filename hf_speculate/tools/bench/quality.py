@@ -111,7 +111,7 @@ class TextCheck:
             )
 
     def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
-        """Decode plainly; return each step's score gaps [B] float64 to the tokens of the run."""
+        """Decode without drafts; return each step's score gaps [B] float64 to the run's tokens."""
         ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
         recorder = GapRecorder(
             torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1)

@@ -1,4 +1,4 @@
-"""`hf-speculate generate` and `chat`: decode prompts and print tokens as they come."""
+"""`hf-speculate generate` and `chat`: decode prompts and print tokens as they are generated."""
 
 import json
 import re

@@ -37,7 +37,7 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 class RowEnds:
     """The end of each row, determined after decoding.
 
-    The output does not contain it, since rows without an EOS token go on until the last row has
+    The output does not mark the ends, since rows without an EOS token go on until the last row has
     stopped. Row-wise criteria run again on the output. Calls of other criteria are recorded during
     decoding.
     """
@@ -83,14 +83,14 @@ class RowEnds:
 class _Watched(StoppingCriteria):
     """Wrapper that records when a user criterion first ends each row.
 
-    `first_lens` maps each ended row to its length at the first verdict.
+    `first_lens` maps each finished row to its length at the first verdict.
     """
 
     def __init__(self, criterion: Any):
         self._criterion = criterion
         self.first_lens: dict[int, int] = {}
         if hasattr(criterion, "eos_token_id"):
-            self.eos_token_id = criterion.eos_token_id  # lets plain generate() pad ended rows
+            self.eos_token_id = criterion.eos_token_id  # lets plain generate() pad finished rows
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         answer = self._criterion(input_ids, scores, **kwargs)
@@ -272,7 +272,7 @@ class RowDecoder:
 
         Args:
             row: the row.
-            ids: the row's new tokens, perhaps padded.
+            ids: the row's new tokens, possibly padded.
             num_new: number of new tokens up to the end.
                 None if no criterion ended the row.
         """

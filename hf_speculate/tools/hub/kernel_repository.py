@@ -2,8 +2,8 @@
 
     python -m hf_speculate.tools.hub.kernel_repository
 
-writes `build/torch-universal/`. In the root of a clone, `kernels.get_local_kernel(Path("."))` loads
-the kernels.
+The command writes `build/torch-universal/`. In the root of a clone,
+`kernels.get_local_kernel(Path("."))` loads the kernels.
 """
 
 import argparse

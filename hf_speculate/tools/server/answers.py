@@ -36,7 +36,7 @@ _NUM_IN_THREAD = 512  # log probabilities of more tokens are formatted off the e
 
 
 class Asked(NamedTuple):
-    """The texts of a request, and the format of its answer."""
+    """Text requests for one request, and the format of its answer."""
 
     texts: list[TextRequest]
     num_choices: int  # number of texts per prompt

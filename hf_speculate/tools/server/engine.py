@@ -134,7 +134,7 @@ class Engine:
         try:
             source = find_source_of(self.target, generate, arguments, {}).source
             source = source and check_source(self.target, source, arguments)
-        except SpeculateError:  # requests will fail, or decode plainly
+        except SpeculateError:  # requests will fail, or use plain decoding
             source = None
         return "none" if source is None else source.description
 
@@ -339,7 +339,7 @@ class Engine:
 
     def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
-        # They apply to all rows, because rows without a grammar share the batch.
+        # The arguments apply to all rows, because rows without a grammar share the batch.
         options = {**self._with_grammar, **self.options}
         return ContinuousDecoder(
             self.target, self.num_rows, options, pad_id, on_tokens=_add_tokens, ends_rows=True
@@ -456,7 +456,7 @@ class Engine:
         return None
 
     def _on_end(self, done: "Future[None]") -> None:
-        """Fail all requests after an error of no single row; later requests get a new decoder."""
+        """Fail all requests after an error in the decoder; later requests get a new decoder."""
         error = done.exception()
         if error is not None:
             with self._lock:

@@ -131,12 +131,12 @@ class Metrics:
 class RequestTimer(AbstractContextManager["RequestTimer"]):
     """Timer of a request.
 
-    It reports the outcome once, at an error inside the context or at the end of the pieces passed
-    through `follow`.
+    It reports the outcome once: after an error inside the context, or at the end of the pieces
+    passed through `follow`.
 
     Args:
-        on_end: called with the outcome, the seconds, and the seconds to the first text, which are
-            None if there was no text. None to report nothing.
+        on_end: called with the outcome, the duration, and the time to the first text, both in
+            seconds. The latter is None if there was no text. None to report nothing.
         clock: returns the time in seconds.
     """
 

@@ -173,7 +173,7 @@ class _FieldText:
             self.is_begun, self._begin = True, None
 
     def join(self, text: str) -> None:
-        """Begin a further region of the field, joined to the previous region by a text."""
+        """Begin another region of the field, joined to the previous region by a separator."""
         if self._begin is None:
             self._begin, self._spaces = text, ""
 

@@ -19,8 +19,8 @@ _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 class TokenBytes:
     """The bytes of each token of a tokenizer.
 
-    Joined together, the bytes of a text's tokens are the text. They are computed on the first use
-    of an id, and cached.
+    Joined together, the bytes of a text's tokens are the text. The bytes of an id are computed
+    on its first use, and cached.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):

@@ -161,7 +161,7 @@ class CalledGraphs(RecordedGraphs):
         return Graph(outputs, again)
 
     def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-        CalledGraphs.spent_s += 1.0  # of two alternating runs, the rival's is the second
+        CalledGraphs.spent_s += 1.0  # the rival runs second
         return run(), CalledGraphs.spent_s
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:

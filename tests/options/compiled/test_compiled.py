@@ -210,7 +210,7 @@ def test_buffers_are_returned_after_a_failed_call():
 
 
 def test_nested_and_shorter_calls_read_only_their_own_states():
-    """Give both calls buffers of the same size, which later calls take in turn."""
+    """Give both calls buffers of the same size, which later calls reuse alternately."""
     target, draft = new_pair(num_hidden_layers=1)
     prompts = [
         ragged_prompts(2, seed=length, min_len=length - 3, max_len=length) for length in (20, 9)
@@ -246,7 +246,7 @@ def test_a_recompile_limit_holds_for_the_call_alone() -> None:
         )
 
     first = compilation()
-    # of three numbers of dimensions, torch compiles two
+    # torch compiles two of the three numbers of dimensions
     with torch._dynamo.config.patch(recompile_limit=2):
         results = [first.run("double", doubled, torch.ones((1,) * num)) for num in (1, 2, 3)]
     assert [result is None for result in results] == [False, False, True]

@@ -1,4 +1,4 @@
-"""Test that `DraftState` saves reading a token twice across calls, and changes nothing else."""
+"""Test that a `DraftState` avoids reading tokens twice across calls, and changes nothing else."""
 
 import copy
 
@@ -90,7 +90,7 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         )
         assert_holds_what_its_texts_give(state, draft)
         assert expected_widths[0] == prompt_len + 1
-        # With a draft state, ended rows stay in the batch.
+        # With a draft state, finished rows stay in the batch.
         assert widths[1:] == expected_widths[1:] or batch_size > 1
         assert widths[0] == prompt_len + 1 - num_saved or (
             batch_size > 1 and turn and widths[0] < prompt_len
@@ -129,7 +129,7 @@ def test_later_turns_read_new_tokens_only(family, batch_size, end_after, options
 @pytest.mark.parametrize("scripted", [(K, 0, 0)], indirect=True)
 @pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
 def test_tokens_fed_to_ended_rows_are_not_kept_as_text(cache_kind, scripted):
-    """Let ended rows fall behind the others in plain steps between drafted rounds."""
+    """Let finished rows fall behind the others in plain steps between drafted rounds."""
     assert_turns_are_the_same(*pair("llama"), 3, end_after=4, speculation_cache=cache_kind)
 
 

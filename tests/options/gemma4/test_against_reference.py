@@ -150,7 +150,7 @@ def test_drafts_equal_the_reference(name, scripted):
         target, is_ordered=is_ordered, scale=0.3, **({} if is_ordered else CAP)
     )
     inputs = ragged_prompts(batch_size, seed=2, max_len=2 * SLIDING_WINDOW)
-    if CACHE_NAME in options:  # this cache outlives the call, so ended rows stay
+    if CACHE_NAME in options:  # this cache outlives the call, so finished rows stay
         options = {**options, CACHE_NAME: DynamicCache(config=target.config)}
     records, stats = recorded(
         assistant, target, inputs, position, speculation_cache=cache, **options

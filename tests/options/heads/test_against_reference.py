@@ -80,7 +80,7 @@ def reference_of(design, weights, target):
 
 
 def assert_drafts_are_the_references(rounds, reference, draft):
-    """Compare the proposed distributions, which are -inf outside of the draft vocabulary."""
+    """Compare the draft's logits, which are -inf outside the draft vocabulary."""
     vocab_size, draft_ids = reference.design.vocab_size, reference.design.draft_ids
     for row, text in enumerate(rounds.texts):
         drafted, num = draft.token_ids[row].tolist(), draft.token_ids.shape[1]

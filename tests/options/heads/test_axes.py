@@ -95,7 +95,7 @@ def target() -> PreTrainedModel:
 
 
 class Recorder:
-    """Drafter that records the drafts of another: (row, number of known tokens, drafted tokens)."""
+    """Drafter that records another's drafts: (row, number of known tokens, drafted tokens)."""
 
     drafts_fewer = True
 

@@ -20,8 +20,8 @@ from tests.support.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragge
 NUM_NEW = 24
 # in their checkpoints, the layer has the prefix `mtp.`
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-# The target's states round at 1e-5, depending on where its delta rule splits a text. Swapped
-# weights differ by 1.
+# The round-off of the target's states is 1e-5 and depends on where its delta rule splits a text.
+# Swapped weights change the states by 1.
 TOLERANCE = 1e-4
 
 
@@ -55,9 +55,10 @@ def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
 def make_checkpoint(
     folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64
 ):
-    """Make a target and its folder; its MTP layers are random given a seed, else nearly copies.
+    """Make a target and its folder, with random MTP layers if a seed is given.
 
-    The folder contains only the weights of the MTP layers, because the target is already in memory.
+    Otherwise, the MTP layers are nearly copies of target layers. The folder contains only the
+    weights of the MTP layers, because the target is already in memory.
     """
     target = make_target(kind, num_mtp_layers, vocab_size)
     drafts = MtpModel(target, num_mtp_layers).to(torch.float64).requires_grad_(False)
@@ -82,7 +83,7 @@ def make_checkpoint(
     save_file(weights, folder / "model.safetensors")
     target.config.save_pretrained(folder)
     target.config.name_or_path = str(folder)
-    # Real checkpoints name layers from 61 on.
+    # In real checkpoints, the numbers of MTP layers begin at 61.
     target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]
     # `from_pretrained` leaves this empty if the names match the modules.
     target._weight_conversions = []

@@ -352,7 +352,7 @@ def clock(is_due):
     return types.SimpleNamespace(time=functools.partial(next, iter([0.0] + [1e6 * is_due] * 1000)))
 
 
-# Calls whose arguments differ by rank, so each process by itself would choose differently.
+# Calls whose arguments differ between ranks, so each process by itself would choose differently.
 APART = {
     "clocks": lambda rank: {**ADAPTIVE, "small": True},
     "seeds": lambda rank: {**K, "do_sample": True},

@@ -99,7 +99,7 @@ def test_hooks_ignore_forwards_during_their_registration():
 @pytest.mark.parametrize("max_kept_bytes", [KEEP_ALL, KEEP_NONE])
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_rows_roll_back_and_skip_tokens_they_hold(family, max_kept_bytes):
-    """Feed all rows of a draft equally many tokens, then drop more than since the last rollback."""
+    """Feed all rows the same number of tokens, then drop more than since the last rollback."""
     prompt, text = (
         ragged_prompts(3, seed=3),
         torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2)),

@@ -1,4 +1,4 @@
-"""Test `relax_only_inside`: a lossy verifier decides in spans, and an exact one elsewhere."""
+"""Test `relax_only_inside`: a lossy verifier decides in spans, and a lossless one elsewhere."""
 
 import pytest
 import torch

@@ -3,7 +3,7 @@
     python -m tests.schedule.laboratory.record [--lookup FILE] [--out FILE]
 
 Ten tokens are drafted at each position. The texts come from the lookup file; SmolLM2-135M-Instruct
-wrote them greedily in float32.
+generated them greedily in float32.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def worst(rows: Sequence[Row]) -> str:
-    """Return the cells that are furthest behind their best constant."""
+    """Return the cells that are farthest behind their best constant."""
     ordered = sorted(rows, key=lambda row: ours(row) / row["best"])[:NUM_WORST]
     return "\n".join(
         f"{ours(row) / row['best']:.3f} = {ours(row):.3f} / {row['best']:.3f}  {row['cell']}, "

@@ -178,7 +178,7 @@ def test_method_with_a_different_text_shows_no_speedup(questions, tmp_path, regi
 def test_winner_is_saved_unless_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
     generate, now = GenerationMixin.generate, [0.0]
     default = SpeculationConfig().posterior_threshold
-    # Seconds of a call, given threshold and K. The models decode anyway.
+    # Duration of a call in seconds by threshold and K. The models still decode.
     seconds = {(default, 2): 1.5, (default, 3): 1.5}
 
     @functools.wraps(generate)
