@@ -373,7 +373,7 @@ def decode_all(report: Report) -> None:
 
 
 def decode_compiled(report: Report) -> None:
-    """Time compiled methods, whose code for one row cannot be reused for eight."""
+    """Time the compiled methods; each batch size is compiled separately."""
     setting = Setting(report.sizes)
     needs_s = 0.0 if report.sizes.is_dry else COMPILE_NEEDS_S
     for batch_size in report.sizes.batch_sizes:

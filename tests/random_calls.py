@@ -186,8 +186,8 @@ def draw_case(
     )
     if is_head:
         case = replace(case, drafter="head", embeds=False)
-    # only calls that draft: few models refuse "auto", and "adaptive" calls no draft of the target's
-    # size
+    # Faults need calls that draft. Few models rule out "auto", and the adaptive schedule never runs
+    # a draft model of the target's size.
     if faults:
         cache_kind = "auto" if case.cache == "preallocated" else case.cache
         schedule = (

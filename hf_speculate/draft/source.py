@@ -129,7 +129,7 @@ class DraftSource:
 
         Args:
             setup: the setup passed to `begin`.
-            runners: runners that make compiled forwards for a draft model.
+            runners: decides how the draft model's forwards run: eagerly, compiled or from graphs.
             meet: function that synced ranks call before each forward of a draft model. None without
                 synced ranks.
         """

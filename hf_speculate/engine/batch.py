@@ -64,7 +64,9 @@ class Batch(PerRow):
         self._rounds_before = [0] * num_rows  # number of rounds before each row joined the batch
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, number of each round in every row
-        self._key_pads: Tensor | None = None  # [B, 1] int64, columns minus positions in the keys
+        self._key_pads: Tensor | None = (
+            None  # [B, 1] int64, column minus position, as in the noise keys
+        )
         # flags of the rows with new tokens, and the same flags as [B] int64
         self._gains: tuple[list[bool], Tensor] | None = None
         # noise keys of a round, with its number and the row lengths; None if they are not known

@@ -57,7 +57,7 @@ _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer
 class SpeculativeGenerationMixin(GenerationMixin):
     """Mixin for speculative `generate()`.
 
-    Put the mixin before the model among a class's bases. `generate()` takes the arguments of
+    List the mixin before the model class. `generate()` takes the arguments of
     transformers' method, and the fields of `SpeculationConfig` as keywords or from a
     `GenerationConfig`. With a draft source, unsupported arguments raise an error. Without a draft
     source, the model uses plain decoding. With `do_sample=True` and `verifier="coupled"`, it then

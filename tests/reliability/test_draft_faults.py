@@ -37,7 +37,7 @@ K, NUM_NEW = 3, 16
 RAISED = "plain decoding, because the drafter"
 pytestmark = pytest.mark.filterwarnings("ignore:plain decoding")
 
-# Draft sources besides the draft model.
+# Options passed along with the draft model, by case.
 SOURCES: dict[str, dict[str, Any]] = {
     "model": {},
     "dynamic": {"speculation_cache": "dynamic"},
@@ -254,7 +254,7 @@ def test_device_error_behind_a_host_error_is_recognised(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
 @pytest.mark.parametrize("at", [1, 2])
 def test_ids_outside_the_vocabulary_reach_neither_model(at, options):
-    """Score ids past the vocabulary, or give the draft fewer embeddings than its config says."""
+    """Make the draft score ids past the vocabulary, or give it fewer embeddings than configured."""
     target, draft = pair("llama", 0.0)
     draft_options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
     stats = assert_decodes_as_plain(

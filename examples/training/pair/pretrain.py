@@ -93,7 +93,7 @@ def stream_loss(
 
 
 class TargetTraining:
-    """Resumable training run for the target.
+    """Resumable training run of the target.
 
     A finished run continues if its budget is raised.
     """

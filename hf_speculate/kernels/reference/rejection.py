@@ -166,7 +166,7 @@ def _reject(
     chain: Chain, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
 ) -> tuple[Verdict, Tensor]:
     """Return the verdict, and the separate acceptance test of every position, [B, K] bool."""
-    # Inference mode takes an eighth less time for many small operations. Results are created
+    # Inference mode makes rounds of many small operations about 12 % faster. Results are created
     # outside it.
     with torch.inference_mode():
         draft = None if proposal is None else make_draft(proposal)

@@ -56,7 +56,7 @@ class BufferPool:
 
 
 def max_pooled_bytes(model: nn.Module) -> int:
-    """Return the maximum size of a model's idle buffers, in bytes."""
+    """Return the limit on a model's idle buffers, in bytes."""
     return max(sum(map(weight_bytes, model.parameters())) // POOLED_SHARE, MIN_POOLED_BYTES)
 
 

@@ -134,8 +134,8 @@ class CodeGraphing(Graphing):
     def prepare(self, kv_cache: PreallocatedKVCache, args: tuple[Any, ...], rest_s: float) -> bool:
         """Return whether the model's forward is compiled; compile it if that pays off.
 
-        Before the first forward of each width, one run of the code is compared with one run of the
-        model, over the columns to which the next tokens are written.
+        Before the first forward of each width, the compiled code and the model run once each, and
+        their results are compared. Both write to the columns of the next tokens.
         """
         rows = next(argument for argument in args if isinstance(argument, Rows))
         states = next(argument for argument in args if isinstance(argument, States))

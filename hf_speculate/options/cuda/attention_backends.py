@@ -125,7 +125,7 @@ def attend_few(
 def _attend_folded(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Compute attention [B, Q, g*H, D] without our kernel, as other forwards do.
+    """Compute attention [B, Q, g*H, D] with torch's backends instead of our kernel.
 
     The heads of a group are folded into the query axis.
     """

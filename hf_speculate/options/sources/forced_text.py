@@ -153,7 +153,7 @@ def is_costly(drafter: Drafter) -> bool:
 
 
 class ForcedTextDrafter(PerRow, Drafter):
-    """A `Drafter` of forced text, as point masses.
+    """A `Drafter` that proposes forced text as point masses.
 
     Rows without forced text use the drafts of another drafter.
     """

@@ -38,7 +38,7 @@ class RowEnds:
     """The end of each row, determined after decoding.
 
     The output does not mark the ends, since rows without an EOS token go on until the last row has
-    stopped. Row-wise criteria run again on the output. Calls of other criteria are recorded during
+    stopped. Row-wise criteria run again on the output. Calls to other criteria are recorded during
     decoding.
     """
 

@@ -120,7 +120,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, client):
-    """Open the server's page, where requests to other hosts and console messages are problems."""
+    """Open the server's page; any request to another host or console message is a failure."""
     contexts, problems = [], []
 
     def open_page(width=DESKTOP, scheme="light"):
