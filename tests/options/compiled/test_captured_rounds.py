@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.options.compiled.fixed_tensors import fix
 from hf_speculate.options.compiled.graphs import Graphing
+from hf_speculate.types import DraftOut
 from tests.cases import assert_equal_ids, new_pair, pair
 from tests.options.compiled.test_graphs import CONSTANT, ENDS, decode
 from tests.options.compiled.test_graphs_auto import hookless_pair
@@ -65,6 +66,32 @@ def test_rows_advance_on_the_device_as_on_the_host(options: dict[str, Any]) -> N
         ids, stats = decode(target, on_gpu(inputs), **options)
         assert_equal_ids(eager, ids.to("cpu"))
     assert "target" in stats.graphed and stats.fallbacks == []
+
+
+class Refilled:
+    """Drafter that samples from random logits, which it writes to the same memory every round."""
+
+    def __init__(self, setup: Any):
+        self.random, self.logits = torch.Generator().manual_seed(0), torch.empty(1, 3, 64)
+
+    def draft(self, request: Any) -> DraftOut:
+        self.logits.normal_(0, 2, generator=self.random)
+        ids = self.logits.softmax(-1).view(3, -1).multinomial(1, generator=self.random).view(1, 3)
+        num = request.num_draft_tokens
+        logits = self.logits if num == 3 else self.logits[:, :num]
+        return DraftOut(ids[:, :num], torch.full((1,), num, dtype=torch.int32), logits, None)
+
+    def rows(self, indices: list[int]) -> None:
+        pass
+
+
+def test_logits_in_reused_memory_are_read_in_every_round(backend: Any) -> None:
+    target, inputs = hookless_pair()[0], ragged_prompts(1, max_len=12)
+    options: dict[str, Any] = {**SAMPLED, **CONSTANT, "top_k": 0, "drafter": Refilled}
+    options |= {"num_assistant_tokens": 3, "eos_token_id": None}
+    ids, stats = decode(target, inputs, **options)
+    assert stats.graphed == ["target"]
+    assert_equal_ids(without_graphs(target, inputs, **options), ids)
 
 
 def test_graphs_read_fixed_tensors_in_place(backend: Any) -> None:
