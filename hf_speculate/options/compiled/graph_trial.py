@@ -98,7 +98,9 @@ class GraphTrial:
             attempt = compare(replay, eager, states)
             if not attempt.difference:
                 self._compared.add(graph)
-            return attempt if rival is None else attempt._replace(results=rival())
+            if rival is None or self.is_timed:  # the rival may have to be captured first
+                return attempt
+            return attempt._replace(results=rival())
         if self.is_timed:
             return Attempt(replay())
         is_rival = len(self._rival_s) < len(self._replay_s)

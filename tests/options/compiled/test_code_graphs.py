@@ -4,6 +4,7 @@ A simulated compiler is used.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.runner import GRAPH_BACKENDS
-from hf_speculate.options.compiled import code_graphs, graph_trial
+from hf_speculate.options.compiled import code_graphs, graph_trial, language_model
 from hf_speculate.options.compiled.code_graphs import CodeTimes, Pace, is_worth_compiling
 from hf_speculate.options.compiled.compilation import compiled
 from hf_speculate.options.compiled.graphs import Graph
@@ -95,6 +96,21 @@ def test_sampled_text_of_code_equals_that_of_eager_rounds(
         ids = target.generate(**inputs, **options, assistant_model=draft, speculation_stats=stats)
         assert_equal_ids(eager, ids)
     assert stats.compiled == BOTH
+
+
+def test_wider_graphs_of_code_in_use_are_captured_alone(
+    backend: Any, quick_compiler: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_model, "MIN_WIDTH", 64)
+    (target, _), stats, captures = hookless_pair(), hf_speculate.SpeculationStats(), []
+    own = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    own |= {"speculation_callback": lambda _: captures.append(backend.num_captures)}
+    target.generate(
+        **ragged_prompts(2), **own, max_new_tokens=60, eos_token_id=None, speculation_stats=stats
+    )
+    assert (stats.compiled, stats.fallbacks) == (["target"], [])
+    # after the trial, no graph of the model as loaded is captured beside that of the code
+    assert {after - before for before, after in pairwise(captures[10:])} == {0, 1}
 
 
 @pytest.mark.fallback("in place of its compiled code", "eager forwards")
