@@ -7,7 +7,8 @@ decoded for longer than that, and until the rest of the call will take longer th
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -135,7 +136,8 @@ class CodeGraphing(Graphing):
         """Return whether the model's forward is compiled; compile it if that pays off.
 
         Before the first forward of each width, one run of the code is compared with one run of the
-        model, over the columns to which the next tokens are written.
+        model, over the columns to which the next tokens are written. Earlier steps of the same
+        round may have written to these columns, so their states are restored.
         """
         rows = next(argument for argument in args if isinstance(argument, Rows))
         states = next(argument for argument in args if isinstance(argument, States))
@@ -162,7 +164,7 @@ class CodeGraphing(Graphing):
             ends, mask_spec = kv_cache.layout.row_lens.on_device(), kv_cache.mask_spec
             forward_args = query, ends, rows, states, mask_spec, self._layers
             begin_s = time.perf_counter()
-            with torch.no_grad(), folding():
+            with torch.no_grad(), folding(), _restored(states, ends, self._num_query):
                 difference = compare(
                     lambda: [forward_rows(self.called, *forward_args)],
                     lambda: [forward_rows(self.model, *forward_args)],
@@ -274,6 +276,20 @@ class FastestGraphing(Runner):
     def _drop_code(self, reason: str) -> None:
         """Report that graphs of compiled code are no longer in use."""
         (self._on_code if self._loaded.is_working else self._on_failure)(reason)
+
+
+@contextmanager
+def _restored(states: States, ends: Tensor, num_query: int) -> Iterator[None]:
+    """Restore the states of `num_query` columns from `ends` [B] on at the end of the block."""
+    rows = torch.arange(len(ends), device=ends.device)[:, None]
+    columns = ends[:, None] + torch.arange(num_query, device=ends.device)  # [B, Q]
+    buffers = (*states.keys, *states.values)
+    kept = [buffer[rows, :, columns] for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, kept, strict=True):
+            buffer[rows, :, columns] = values
 
 
 def has_code(model: PreTrainedModel) -> bool:

@@ -18,9 +18,15 @@ from transformers import CompileConfig, PreTrainedModel
 import hf_speculate
 from hf_speculate.models.runner import GRAPH_BACKENDS
 from hf_speculate.options.compiled import code_graphs, graph_trial, language_model
-from hf_speculate.options.compiled.code_graphs import CodeTimes, Pace, is_worth_compiling
+from hf_speculate.options.compiled.code_graphs import (
+    CodeGraphing,
+    CodeTimes,
+    Pace,
+    is_worth_compiling,
+)
 from hf_speculate.options.compiled.compilation import compiled
 from hf_speculate.options.compiled.graphs import Graph
+from hf_speculate.options.compiled.language_model import States
 from tests.cases import assert_equal_ids
 from tests.options.compiled.test_graphs_auto import hookless_pair, raising
 from tests.support.recorded_graphs import RecordedGraphs
@@ -82,6 +88,25 @@ def test_faster_code_is_compiled_once_and_serves_later_calls(
     # outputs of both draft graphs in place.
     third = decode(target, draft, batch_size=3)
     assert (third.compiled, backend.num_captures, len(quick_compiler)) == (BOTH, 5, 2)
+
+
+def test_a_check_of_the_code_leaves_the_states(
+    quick_compiler: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft may be split, so its first steps may have written states before the check."""
+    prepare, checks = CodeGraphing.prepare, []
+
+    def watched(graphs: CodeGraphing, kv_cache: Any, args: tuple[Any, ...], rest_s: float) -> bool:
+        states = next(argument for argument in args if isinstance(argument, States))
+        before = [buffer.clone() for buffer in tree_leaves(states)]
+        is_ready = prepare(graphs, kv_cache, args, rest_s)
+        checks.append(is_ready)
+        assert all(map(torch.equal, before, tree_leaves(states)))
+        return is_ready
+
+    monkeypatch.setattr(CodeGraphing, "prepare", watched)
+    decode(*hookless_pair())
+    assert any(checks)
 
 
 def test_sampled_text_of_code_equals_that_of_eager_rounds(
