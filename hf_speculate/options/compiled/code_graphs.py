@@ -76,13 +76,18 @@ class Pace:
         self._first_column, self._num_rounds = self._layout.num_columns, 0
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
         self._last_s: float | None = None
+        self._last_column: int | None = None  # first column of the current round
 
     def tick(self, now_s: float) -> None:
-        """Begin a round.
+        """Begin a round, unless the cache is as long as at its beginning.
 
-        A round that took long, for example because another model was compiled, counts as at most
-        twice the median.
+        The parts of a split draft belong to one round. A round that took long, for example because
+        another model was compiled, counts as at most twice the median.
         """
+        num_columns = self._layout.num_columns
+        if num_columns == self._last_column:
+            return
+        self._last_column = num_columns
         if self._last_s is not None:
             round_s = now_s - self._last_s
             self._num_rounds += 1

@@ -238,6 +238,7 @@ def test_rest_of_a_call_is_estimated_from_typical_rounds() -> None:
     for now_s in (0.0, 1.0, 2.0, 3.0, 43.0, 44.0):  # the other model was compiled meanwhile
         assert (pace.rest_s > 0.0) == (now_s > 43.0)
         pace.tick(now_s)
+        pace.tick(now_s + 0.25)  # the second part of a split draft
         layout.num_columns += 4
     assert (layout.num_columns, pace.rest_s) == (124, 5 * 276 / 24)
     assert times.decoded_s == 4 * 1.0 + 2.0
