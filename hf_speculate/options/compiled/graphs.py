@@ -87,6 +87,8 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self._device = device
+        # torch reuses free memory only on the same stream, so one stream lets graphs share theirs.
+        self._stream = torch.cuda.Stream(device)
         self._pool: Any = None  # created after the first function without host reads
 
     def capture(self, function: Callable[[], Any]) -> Graph:
@@ -95,7 +97,7 @@ class CudaGraphs:
         Its tensors must keep their addresses for as long as the graph is replayed.
         """
         with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            current, side = torch.cuda.current_stream(), self._stream
             side.wait_stream(current)
             try:
                 with torch.cuda.stream(side):
