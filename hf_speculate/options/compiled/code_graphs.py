@@ -5,6 +5,7 @@ are captured like any others. Compiling takes about a minute, so it waits until 
 decoded for longer than that, and until the rest of the call will take longer than that.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -43,6 +44,7 @@ class CodeTimes:
     def __init__(self) -> None:
         self.decoded_s = 0.0
         self.compile_s: dict[Hashable, float] = {}  # keyed by class of shapes
+        self.is_compiling = threading.Lock()  # held while a thread compiles for new shapes
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CodeTimes":
@@ -152,10 +154,13 @@ class CodeGraphing(Graphing):
         # torch compiles sizes of 1 separately
         sizes = min(batch_size, 2), min(self._num_query, 2), torch.is_inference_mode_enabled()
         unit = self._layers, sizes
-        if unit not in times.compile_s:
+        is_known = unit in times.compile_s
+        if not is_known:
             estimate_s = times.estimate_s(len(states.keys))
             if not is_worth_compiling(estimate_s, times.decoded_s, rest_s):
                 return False
+            if not times.is_compiling.acquire(blocking=False):
+                return False  # go on without the code that another thread compiles
         try:
             code = self.units.function(
                 (CODE_FAILURE_KEY, self._layers),
@@ -184,7 +189,10 @@ class CodeGraphing(Graphing):
             is_lasting = not is_recompile_limit(error)
             self.fail(f"compiled: {cause_of(error)}", CODE_FAILURE_KEY if is_lasting else None)
             return False
-        if unit in times.compile_s and spent_s > MOST_CHECK_S:
+        finally:
+            if not is_known:
+                times.is_compiling.release()
+        if is_known and spent_s > MOST_CHECK_S:
             self.fail("kept: other shapes compile again", CODE_FAILURE_KEY)
             return False
         times.compile_s.setdefault(unit, spent_s)

@@ -187,6 +187,15 @@ def test_a_call_shorter_than_compiling_compiles_nothing(
     assert (stats.graphed, stats.compiled, quick_compiler) == (BOTH, [], [])
 
 
+def test_a_call_waits_for_no_compilation_of_another_thread(
+    backend: Any, quick_compiler: list[int]
+) -> None:
+    pair = hookless_pair()
+    with CodeTimes.of(pair[0]).is_compiling:
+        assert (decode(*pair).compiled, len(quick_compiler)) == (["draft"], 1)
+    assert (decode(*pair).compiled, len(quick_compiler)) == (BOTH, 2)
+
+
 class CalledGraphs(RecordedGraphs):
     """Graphs that call functions again instead of replaying operators, and compile with dynamo."""
 
