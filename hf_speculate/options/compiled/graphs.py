@@ -335,9 +335,7 @@ class Graphing(Runner):
         owners = owners or self._owners.get(form, frozenset())
         self._owners[form] = owners
         key = *form, owners
-        recorded: _Recorded | None = self._graphs.get(key) or self._capture(
-            function, args, owners
-        )
+        recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args, owners)
         if recorded is None:
             return None
         self._graphs[key] = recorded
