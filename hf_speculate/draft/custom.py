@@ -122,14 +122,12 @@ class CustomDrafter(PerRow, Drafter):
         request = request._replace(query_token_ids=request.query_token_ids.clone())
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)
-        draft, logits = self._valid(draft), draft.token_logits
+        draft, logits, logsumexp = self._valid(draft), draft.token_logits, draft.logsumexp
         if request.sample_strategy is SampleStrategy.GREEDY or logits is None:
             return draft._replace(token_logits=None, logsumexp=None)
-        return (
-            draft
-            if draft.logsumexp is not None
-            else draft._replace(logsumexp=logits.float().logsumexp(-1))
-        )
+        # The drafter may reuse its memory, and graphs take the same tensor for the same numbers.
+        logsumexp = logits.float().logsumexp(-1) if logsumexp is None else logsumexp[:]
+        return draft._replace(token_logits=logits[:], logsumexp=logsumexp)
 
     def _valid(self, draft: DraftOut) -> DraftOut:
         """Replace ids outside the vocabulary with -1, and mark the draft as not cached."""

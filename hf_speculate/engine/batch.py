@@ -64,9 +64,8 @@ class Batch(PerRow):
         self._rounds_before = [0] * num_rows  # number of rounds before each row joined the batch
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, number of each round in every row
-        self._key_pads: Tensor | None = (
-            None  # [B, 1] int64, column minus position, as in the noise keys
-        )
+        self._key_pads: Tensor | None = None  # [B, 1] int64, column minus position of noise keys
+        self._no_draft: DraftOut | None = None  # made when first needed
         # flags of the rows with new tokens, and the same flags as [B] int64
         self._gains: tuple[list[bool], Tensor] | None = None
         # noise keys of a round, with its number and the row lengths; None if they are not known
@@ -142,11 +141,10 @@ class Batch(PerRow):
 
     def no_draft(self) -> DraftOut:
         """Return a draft without tokens, whose scoring is a plain decoding step."""
-        device = self.tokens.token_ids.device
-        empty = torch.zeros(self.num_rows, 0, dtype=torch.int64, device=device)
-        return DraftOut(
-            empty, torch.zeros(self.num_rows, dtype=torch.int32, device=device), None, None
-        )
+        if self._no_draft is None or len(self._no_draft.lens) != self.num_rows:
+            lens = torch.zeros(self.num_rows, dtype=torch.int32, device=self.seeds.device)
+            self._no_draft = DraftOut(lens.new_empty((len(lens), 0)).long(), lens, None, None)
+        return self._no_draft
 
     def commit(self, verified: Verified, trimmed: Trimmed) -> None:
         """Append the emitted tokens of a round and update the finished flags."""

@@ -78,8 +78,10 @@ class TokenBuffer(PerRow):
             new_ids: [B] list of the new tokens of each row.
             num_new: [B] number of new tokens in each row.
         """
-        pending = self._pending or [[] for _ in new_ids]
-        self._pending = [ids + more for ids, more in zip(pending, new_ids, strict=True)]
+        if not self._pending:
+            self._pending = [[] for _ in new_ids]
+        for ids, more in zip(self._pending, new_ids, strict=True):
+            ids.extend(more)
         self.row_lens.add_counts(num_new)
 
     def know_last(self, token_ids: Tensor | None) -> None:

@@ -31,7 +31,7 @@ def test_buffer_equals_lists_through_random_operations(seed: int) -> None:
     buffer = TokenBuffer(ids, make.choice([0, 3, 64]))
     ids.zero_()  # the buffer contains a copy
     for _ in range(20):
-        match make.choice(["whole", "counted", "counted", "truncate", "rows"]):
+        match make.choice(["whole", "counted", "counted", "later", "truncate", "rows"]):
             case "truncate":
                 rows = [row[: make.randint(1, len(row))] for row in rows]
                 buffer.row_lens.set([len(row) for row in rows])
@@ -39,6 +39,11 @@ def test_buffer_equals_lists_through_random_operations(seed: int) -> None:
                 row_indices = make.sample(range(len(rows)), make.randint(1, len(rows)))
                 rows = [rows[row] for row in row_indices]
                 buffer.rows(row_indices)
+            case "later":  # uploaded together
+                for _ in range(2):
+                    new = [[make.randrange(64)] * make.randint(0, 3) for _ in rows]
+                    buffer.append_later(new, RowCounts(list(map(len, new))))
+                    rows = [row + ids for row, ids in zip(rows, new, strict=True)]
             case family:
                 counts = [3 if family == "whole" else make.randint(0, 3) for _ in rows]
                 new = [[make.randrange(64) for _ in range(count)] for count in counts]

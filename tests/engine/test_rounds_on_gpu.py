@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.base import DraftRequest
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.options.compiled.drafter import CompiledDrafter
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut
@@ -143,6 +145,21 @@ def test_target_scores_and_verifies_in_one_graph(half: Any, mode: str, batch_siz
         # the drafts are uploaded, split into ids and lengths, and copied to the graph's inputs
         assert cost.launches == {"graph": 1, "_to_copy": 1, "copy_": 2}
         assert (cost.waits, cost.num_uploads) == (["event"], 1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_round_without_a_draft_takes_one_launch(
+    half: Any, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    def propose(drafts: DraftSession, batch: Batch, *args: Any, **options: Any) -> DraftOut:
+        drafts.num_fed = 0
+        return batch.no_draft()
+
+    monkeypatch.setattr(DraftSession, "propose", propose)
+    options = {**GREEDY, "speculation_graphs": "on", "verifier_backend": "torch"}
+    for cost in run(half, "model", batch_size, **options, most=7)[3:]:
+        assert cost.launches == {"graph": 1}
+        assert (cost.waits, cost.num_uploads) == (["event"], 0)
 
 
 @pytest.mark.parametrize(

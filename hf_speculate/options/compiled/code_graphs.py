@@ -5,9 +5,11 @@ are captured like any others. Compiling takes about a minute, so it begins only 
 has decoded for longer than that and the rest of the call will take longer than that.
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -42,6 +44,7 @@ class CodeTimes:
     def __init__(self) -> None:
         self.decoded_s = 0.0
         self.compile_s: dict[Hashable, float] = {}  # keyed by class of shapes
+        self.is_compiling = threading.Lock()  # held while a thread compiles for new shapes
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CodeTimes":
@@ -75,13 +78,18 @@ class Pace:
         self._first_column, self._num_rounds = self._layout.num_columns, 0
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
         self._last_s: float | None = None
+        self._last_column: int | None = None  # first column of the current round
 
     def tick(self, now_s: float) -> None:
-        """Begin a round.
+        """Begin a round, unless the cache is as long as at its beginning.
 
-        A round that took long, for example because another model was compiled, counts as at most
-        twice the median.
+        The parts of a split draft belong to one round. A round that took long, for example because
+        another model was compiled, counts as at most twice the median.
         """
+        num_columns = self._layout.num_columns
+        if num_columns == self._last_column:
+            return
+        self._last_column = num_columns
         if self._last_s is not None:
             round_s = now_s - self._last_s
             self._num_rounds += 1
@@ -135,7 +143,8 @@ class CodeGraphing(Graphing):
         """Return whether the model's forward is compiled; compile it if that pays off.
 
         Before the first forward of each width, the compiled code and the model run once each, and
-        their results are compared. Both write to the columns of the next tokens.
+        their results are compared. Both write to the columns of the next tokens. Earlier steps of
+        the same round may have written there too, so these states are restored.
         """
         rows = next(argument for argument in args if isinstance(argument, Rows))
         states = next(argument for argument in args if isinstance(argument, States))
@@ -145,10 +154,13 @@ class CodeGraphing(Graphing):
         # torch compiles sizes of 1 separately
         sizes = min(batch_size, 2), min(self._num_query, 2), torch.is_inference_mode_enabled()
         unit = self._layers, sizes
-        if unit not in times.compile_s:
+        is_known = unit in times.compile_s
+        if not is_known:
             estimate_s = times.estimate_s(len(states.keys))
             if not is_worth_compiling(estimate_s, times.decoded_s, rest_s):
                 return False
+            if not times.is_compiling.acquire(blocking=False):
+                return False  # go on without the code that another thread compiles
         try:
             code = self.units.function(
                 (CODE_FAILURE_KEY, self._layers),
@@ -162,7 +174,7 @@ class CodeGraphing(Graphing):
             ends, mask_spec = kv_cache.layout.row_lens.on_device(), kv_cache.mask_spec
             forward_args = query, ends, rows, states, mask_spec, self._layers
             begin_s = time.perf_counter()
-            with torch.no_grad(), folding():
+            with torch.no_grad(), folding(), _restored(states, ends, self._num_query):
                 difference = compare(
                     lambda: [forward_rows(self.called, *forward_args)],
                     lambda: [forward_rows(self.model, *forward_args)],
@@ -177,7 +189,10 @@ class CodeGraphing(Graphing):
             is_lasting = not is_recompile_limit(error)
             self.fail(f"compiled: {cause_of(error)}", CODE_FAILURE_KEY if is_lasting else None)
             return False
-        if unit in times.compile_s and spent_s > MOST_CHECK_S:
+        finally:
+            if not is_known:
+                times.is_compiling.release()
+        if is_known and spent_s > MOST_CHECK_S:
             self.fail("kept: other shapes compile again", CODE_FAILURE_KEY)
             return False
         times.compile_s.setdefault(unit, spent_s)
@@ -274,6 +289,20 @@ class FastestGraphing(Runner):
     def _drop_code(self, reason: str) -> None:
         """Report that graphs of compiled code are no longer in use."""
         (self._on_code if self._loaded.is_working else self._on_failure)(reason)
+
+
+@contextmanager
+def _restored(states: States, ends: Tensor, num_query: int) -> Iterator[None]:
+    """Restore the states of `num_query` columns from `ends` [B] on at the end of the block."""
+    rows = torch.arange(len(ends), device=ends.device)[:, None]
+    columns = ends[:, None] + torch.arange(num_query, device=ends.device)  # [B, Q]
+    buffers = (*states.keys, *states.values)
+    kept = [buffer[rows, :, columns] for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, kept, strict=True):
+            buffer[rows, :, columns] = values
 
 
 def has_code(model: PreTrainedModel) -> bool:

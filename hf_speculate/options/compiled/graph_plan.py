@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+import torch
+
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.kv_size import kv_values_per_token
@@ -56,14 +58,19 @@ def plan_graphs(
 
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
-    """Return the bytes of full-length KV buffers and of the logits in graphs of two widths."""
+    """Return the bytes of full-length KV buffers and of the logits in graphs of two widths.
+
+    Warpers in the graphs need the logits in float32 as well.
+    """
     config, num_columns = (
         plan.model.config.get_text_config(decoder=True),
         plan.request.max_columns or 0,
     )
     num_kv_values = num_columns * kv_values_per_token(config)
     num_logits = 2 * vocab_size_of(plan.model) * sum(length + 1 for length in lens)
-    return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
+    itemsize = dtype_of(plan.model).itemsize
+    num_bytes = num_kv_values * itemsize + num_logits * (itemsize + torch.float32.itemsize)
+    return batch_size * num_bytes
 
 
 def _hook_reason(plan: ModelPlan) -> str:

@@ -1,5 +1,6 @@
 """Compare graphs with the functions that they capture, and time them, before using them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, Protocol
@@ -52,6 +53,11 @@ def compare(
     return Attempt(expected, difference)
 
 
+class _Times(NamedTuple):
+    replay_s: list[float]
+    rival_s: list[float]
+
+
 class GraphTrial:
     """Trial of one function's graphs.
 
@@ -62,23 +68,30 @@ class GraphTrial:
     def __init__(self, timer: Timer | None):
         self._timer = timer
         self._compared: set[Hashable] = set()
-        self._replay_s: list[float] = []  # seconds per step
-        self._rival_s: list[float] = []
+        # by number of steps, since a step costs less in a graph of several
+        self._times: defaultdict[int, _Times] = defaultdict(lambda: _Times([], []))
 
     @property
     def slower(self) -> str:
         """Times of replays and the rival's steps, as text; empty if replays are faster."""
-        if not self.is_timed:
+        complete = self._complete
+        if complete is None:
             return ""
-        replay_s, rival_s = median(self._replay_s), median(self._rival_s)
+        num_steps, times = complete
+        replay_s, rival_s = (median(seconds) / num_steps for seconds in times)
         return (
             "" if replay_s < rival_s else f"{1e3 * replay_s:.3g} ms against {1e3 * rival_s:.3g} ms"
         )
 
     @property
     def is_timed(self) -> bool:
-        """Whether the times are complete."""
-        return len(self._rival_s) == NUM_TIMED
+        """Whether the times for some number of steps are complete."""
+        return self._complete is not None
+
+    @property
+    def _complete(self) -> tuple[int, _Times] | None:
+        timed = self._times.items()
+        return next((entry for entry in timed if len(entry[1].rival_s) == NUM_TIMED), None)
 
     def run(
         self,
@@ -98,14 +111,17 @@ class GraphTrial:
             attempt = compare(replay, eager, states)
             if not attempt.difference:
                 self._compared.add(graph)
-            return attempt if rival is None else attempt._replace(results=rival())
+            if rival is None or self.is_timed:  # the rival may have to be captured first
+                return attempt
+            return attempt._replace(results=rival())
         if self.is_timed:
             return Attempt(replay())
-        is_rival = len(self._rival_s) < len(self._replay_s)
         if self._timer is None:
             return Attempt(replay())
+        times = self._times[num_steps]
+        is_rival = len(times.rival_s) < len(times.replay_s)
         results, seconds = self._timer.timed((rival or eager) if is_rival else replay)
-        (self._rival_s if is_rival else self._replay_s).append(seconds / num_steps)
+        (times.rival_s if is_rival else times.replay_s).append(seconds)
         return Attempt(results)
 
 

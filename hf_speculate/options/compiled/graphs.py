@@ -1,5 +1,6 @@
 """Capture forwards over fixed buffers as device graphs, and replay each with one launch."""
 
+import itertools
 import pkgutil
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.compilation import Runner, Steps, compiled, copies
-from hf_speculate.options.compiled.fixed_tensors import fix, owner_of
+from hf_speculate.options.compiled.fixed_tensors import Owner, OwnerRef, fix, owner_of
 from hf_speculate.options.compiled.graph_trial import GraphTrial, Run
 from hf_speculate.options.compiled.language_model import CodedModel, Numbers, RoundState, States
 from hf_speculate.types import DeviceVerdict
@@ -26,6 +27,7 @@ from hf_speculate.types import DeviceVerdict
 # Several steps are compared this often, since a token changed by rounding also changes later
 # tokens.
 _MAX_DIFFERING = 3
+_NUMBERS = itertools.count()  # of graphs
 _IN_PLACE = (States, Numbers)  # types of arguments at fixed addresses
 FAILURE_KEY = "device graphs"  # key of failures that later calls must not repeat
 # entries next to the graphs of a set of buffers
@@ -85,6 +87,8 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self._device = device
+        # torch reuses free memory only on the same stream, so one stream lets graphs share theirs.
+        self._stream = torch.cuda.Stream(device)
         self._pool: Any = None  # created after the first function without host reads
 
     def capture(self, function: Callable[[], Any]) -> Graph:
@@ -93,7 +97,7 @@ class CudaGraphs:
         Its tensors must keep their addresses for as long as the graph is replayed.
         """
         with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            current, side = torch.cuda.current_stream(), self._stream
             side.wait_stream(current)
             try:
                 with torch.cuda.stream(side):
@@ -153,6 +157,9 @@ class _Recorded(NamedTuple):
     inputs: list[Tensor]  # read by the graph
     sources: list[Tensor | None]  # the last tensor copied to each input
     graph: Graph
+    owner: Owner  # of the graph's outputs
+    read: frozenset[OwnerRef]  # owners of the inputs
+    number: int  # unlike an id, never that of an earlier graph
 
 
 class Graphing(Runner):
@@ -185,7 +192,7 @@ class Graphing(Runner):
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
         # owners of the fixed tensors read last, by function and shapes
-        self._owners: dict[Hashable, frozenset[int | None]] = {}
+        self._owners: dict[Hashable, frozenset[OwnerRef]] = {}
         self._num_differing: Counter[int] = Counter()  # number of failed comparisons, by graph
 
     def bind(self, kv_cache: PreallocatedKVCache) -> None:
@@ -275,7 +282,7 @@ class Graphing(Runner):
         try:
             rival = None if self.rival is None else partial(again, self.rival)
             attempt = self._trial(name).run(
-                id(recorded), replay, forwards, num_steps, states, rival
+                recorded.number, replay, forwards, num_steps, states, rival
             )
         except torch.OutOfMemoryError:
             self.give_up(self.instead("whose graphs cannot be compared in the device's memory"))
@@ -284,8 +291,8 @@ class Graphing(Runner):
             self.fail(f"replayed: {_first_line(error)}", self.failure_key)
             return None
         if attempt.difference:
-            self._num_differing[id(recorded)] += 1
-            if self._num_differing[id(recorded)] >= min(num_steps, _MAX_DIFFERING):
+            self._num_differing[recorded.number] += 1
+            if self._num_differing[recorded.number] >= min(num_steps, _MAX_DIFFERING):
                 self.fail(
                     f"captured: a replay differs from the eager forward {attempt.difference}",
                     self.failure_key,
@@ -324,10 +331,11 @@ class Graphing(Runner):
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         form = name, num_steps, shapes
         # Memory that this call has already read belongs to it until it ends, so it may write there.
-        owners = frozenset(map(owner_of, tensors)) - {None} or self._owners.get(form, frozenset())
+        owners = frozenset(filter(None, map(owner_of, tensors)))
+        owners = owners or self._owners.get(form, frozenset())
         self._owners[form] = owners
         key = *form, owners
-        recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args)
+        recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args, owners)
         if recorded is None:
             return None
         self._graphs[key] = recorded
@@ -338,7 +346,10 @@ class Graphing(Runner):
                 recorded.sources[index] = None if is_overwritten else tensor
         return recorded
 
-    def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
+    def _capture(
+        self, function: Callable[..., Any], args: tuple[Any, ...], owners: frozenset[OwnerRef]
+    ) -> _Recorded | None:
+        self._drop_unowned()
         if self._is_tried and not self._graphs[_BACKEND].has_room():
             self.give_up(self.instead("for whose graphs too little of the device's memory is free"))
             return None
@@ -360,10 +371,17 @@ class Graphing(Runner):
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
             self.fail(f"captured: {_first_line(error)}", self.failure_key if is_lasting else None)
             return None
+        owner = Owner()
         for tensor in tensors_of(graph.outputs):
-            fix(tensor, id(graph.outputs))
+            fix(tensor, owner)
         tensors = list(tensors_of(inputs))
-        return _Recorded(tensors, [None] * len(tensors), graph)
+        return _Recorded(tensors, [None] * len(tensors), graph, owner, owners, next(_NUMBERS))
+
+    def _drop_unowned(self) -> None:
+        """Drop the graphs that read outputs of graphs that are no longer there."""
+        for key, recorded in list(self._graphs.items()):
+            if isinstance(recorded, _Recorded) and any(owner() is None for owner in recorded.read):
+                del self._graphs[key]
 
 
 def _replay(recorded: _Recorded) -> Any:

@@ -1,7 +1,9 @@
 """Test that rounds scored and verified in a graph equal eager rounds with only a few launches."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.models.runner import CompiledUnits
-from hf_speculate.options.compiled.fixed_tensors import fix
-from hf_speculate.options.compiled.graphs import Graphing
+from hf_speculate.options.compiled.fixed_tensors import Owner, fix
+from hf_speculate.options.compiled.graphs import Graph, Graphing
+from hf_speculate.types import DraftOut
 from tests.cases import assert_equal_ids, new_pair, pair
 from tests.options.compiled.test_graphs import CONSTANT, ENDS, decode
 from tests.options.compiled.test_graphs_auto import hookless_pair
@@ -67,12 +70,39 @@ def test_rows_advance_on_the_device_as_on_the_host(options: dict[str, Any]) -> N
     assert "target" in stats.graphed and stats.fallbacks == []
 
 
+class Refilled:
+    """Drafter that samples from random logits, which it writes to the same memory every round."""
+
+    def __init__(self, setup: Any):
+        self.random, self.logits = torch.Generator().manual_seed(0), torch.empty(1, 3, 64)
+
+    def draft(self, request: Any) -> DraftOut:
+        self.logits.normal_(0, 2, generator=self.random)
+        ids = self.logits.softmax(-1).view(3, -1).multinomial(1, generator=self.random).view(1, 3)
+        num = request.num_draft_tokens
+        logits = self.logits if num == 3 else self.logits[:, :num]
+        return DraftOut(ids[:, :num], torch.full((1,), num, dtype=torch.int32), logits, None)
+
+    def rows(self, indices: list[int]) -> None:
+        pass
+
+
+def test_logits_in_reused_memory_are_read_in_every_round(backend: Any) -> None:
+    target, inputs = hookless_pair()[0], ragged_prompts(1, max_len=12)
+    options: dict[str, Any] = {**SAMPLED, **CONSTANT, "top_k": 0, "drafter": Refilled}
+    options |= {"num_assistant_tokens": 3, "eos_token_id": None}
+    ids, stats = decode(target, inputs, **options)
+    assert stats.graphed == ["target"]
+    assert_equal_ids(without_graphs(target, inputs, **options), ids)
+
+
 def test_graphs_read_fixed_tensors_in_place(backend: Any) -> None:
     model = make_model("llama")
     graphs = Graphing(model, CompiledUnits.of(model), pytest.fail, is_tried=False)
     graphs.bind(SimpleNamespace(graphs={}))  # type: ignore[arg-type]
     numbers, others = torch.zeros(3), torch.ones(3)
-    fix(numbers, 1), fix(others, 2)
+    owners = Owner(), Owner()
+    fix(numbers, owners[0]), fix(others, owners[1])
 
     def doubled(values: Tensor) -> Tensor:
         result = graphs.run("double", lambda model, values: 2 * values, values)
@@ -85,6 +115,26 @@ def test_graphs_read_fixed_tensors_in_place(backend: Any) -> None:
     assert (backend.num_captures, backend.num_replays) == (1, 2)
     assert doubled(others).tolist() == [2.0] * 3  # another address needs another graph
     assert numbers.tolist() == [4.0] * 3
+
+
+def test_graphs_that_read_a_dead_draft_model_are_dropped(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, graphs = backend.capture, list[ref[Any]]()
+
+    def watched(graph_backend: Any, function: Any) -> Graph:
+        graph: Graph = capture(graph_backend, function)
+        graphs.append(ref(graph.replay))
+        return graph
+
+    monkeypatch.setattr(backend, "capture", watched)
+    target, inputs = hookless_pair()[0], ragged_prompts(2, max_len=12)
+    for _ in range(3):
+        draft = hookless_pair()[1]
+        decode(target, inputs, assistant_model=draft, eos_token_id=None, max_new_tokens=8)
+        gc.collect()
+    is_alive = [graph() is not None for graph in graphs]
+    assert is_alive == [False] * (len(graphs) - 2) + [True] * 2
 
 
 @pytest.mark.fallback("eager forwards")

@@ -4,6 +4,7 @@ A simulated compiler is used.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,16 @@ from transformers import CompileConfig, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.runner import GRAPH_BACKENDS
-from hf_speculate.options.compiled import code_graphs, graph_trial
-from hf_speculate.options.compiled.code_graphs import CodeTimes, Pace, is_worth_compiling
+from hf_speculate.options.compiled import code_graphs, graph_trial, language_model
+from hf_speculate.options.compiled.code_graphs import (
+    CodeGraphing,
+    CodeTimes,
+    Pace,
+    is_worth_compiling,
+)
 from hf_speculate.options.compiled.compilation import compiled
 from hf_speculate.options.compiled.graphs import Graph
+from hf_speculate.options.compiled.language_model import States
 from tests.cases import assert_equal_ids
 from tests.options.compiled.test_graphs_auto import hookless_pair, raising
 from tests.support.recorded_graphs import RecordedGraphs
@@ -83,6 +90,25 @@ def test_faster_code_is_compiled_once_and_serves_later_calls(
     assert (third.compiled, backend.num_captures, len(quick_compiler)) == (BOTH, 5, 2)
 
 
+def test_a_check_of_the_code_leaves_the_states(
+    quick_compiler: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft may be split, so its first steps may have written states before the check."""
+    prepare, checks = CodeGraphing.prepare, []
+
+    def watched(graphs: CodeGraphing, kv_cache: Any, args: tuple[Any, ...], rest_s: float) -> bool:
+        states = next(argument for argument in args if isinstance(argument, States))
+        before = [buffer.clone() for buffer in tree_leaves(states)]
+        is_ready = prepare(graphs, kv_cache, args, rest_s)
+        checks.append(is_ready)
+        assert all(map(torch.equal, before, tree_leaves(states)))
+        return is_ready
+
+    monkeypatch.setattr(CodeGraphing, "prepare", watched)
+    decode(*hookless_pair())
+    assert any(checks)
+
+
 def test_sampled_text_of_code_equals_that_of_eager_rounds(
     backend: Any, quick_compiler: list[int]
 ) -> None:
@@ -95,6 +121,21 @@ def test_sampled_text_of_code_equals_that_of_eager_rounds(
         ids = target.generate(**inputs, **options, assistant_model=draft, speculation_stats=stats)
         assert_equal_ids(eager, ids)
     assert stats.compiled == BOTH
+
+
+def test_wider_graphs_of_code_in_use_are_captured_alone(
+    backend: Any, quick_compiler: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_model, "MIN_WIDTH", 64)
+    (target, _), stats, captures = hookless_pair(), hf_speculate.SpeculationStats(), []
+    own = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    own |= {"speculation_callback": lambda _: captures.append(backend.num_captures)}
+    target.generate(
+        **ragged_prompts(2), **own, max_new_tokens=60, eos_token_id=None, speculation_stats=stats
+    )
+    assert (stats.compiled, stats.fallbacks) == (["target"], [])
+    # after the trial, no graph of the model as loaded is captured beside that of the code
+    assert {after - before for before, after in pairwise(captures[10:])} == {0, 1}
 
 
 @pytest.mark.fallback("in place of its compiled code", "eager forwards")
@@ -144,6 +185,15 @@ def test_a_call_shorter_than_compiling_compiles_nothing(
     CodeTimes.of(pair[0]).decoded_s = 1e6  # as if spent in earlier, long calls
     stats = decode(*pair)
     assert (stats.graphed, stats.compiled, quick_compiler) == (BOTH, [], [])
+
+
+def test_a_call_waits_for_no_compilation_of_another_thread(
+    backend: Any, quick_compiler: list[int]
+) -> None:
+    pair = hookless_pair()
+    with CodeTimes.of(pair[0]).is_compiling:
+        assert (decode(*pair).compiled, len(quick_compiler)) == (["draft"], 1)
+    assert (decode(*pair).compiled, len(quick_compiler)) == (BOTH, 2)
 
 
 class CalledGraphs(RecordedGraphs):
@@ -197,6 +247,7 @@ def test_rest_of_a_call_is_estimated_from_typical_rounds() -> None:
     for now_s in (0.0, 1.0, 2.0, 3.0, 43.0, 44.0):  # the other model was compiled meanwhile
         assert (pace.rest_s > 0.0) == (now_s > 43.0)
         pace.tick(now_s)
+        pace.tick(now_s + 0.25)  # the second part of a split draft
         layout.num_columns += 4
     assert (layout.num_columns, pace.rest_s) == (124, 5 * 276 / 24)
     assert times.decoded_s == 4 * 1.0 + 2.0

@@ -238,6 +238,21 @@ def test_a_graph_has_workspaces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == ["run", "run", "dropped", "run", "dropped"]
 
 
+def test_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeCuda():
+        capture, streams = torch.cuda.graph, []
+
+        def captured(*args: Any, stream: Any, **options: Any) -> Any:
+            streams.append(stream)
+            return capture(*args, stream=stream, **options)
+
+        monkeypatch.setattr(torch.cuda, "graph", captured)
+        graphs = CudaGraphs(torch.device("cuda", 0))
+        for _ in range(2):
+            graphs.capture(lambda: None)
+    assert streams[0] is streams[1]
+
+
 @pytest.mark.gpu
 def test_graphs_outlive_the_workspaces_that_others_drop() -> None:
     target, draft = (model.to("cuda", torch.bfloat16) for model in new_pair("llama", 0.1))

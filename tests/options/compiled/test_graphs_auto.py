@@ -1,6 +1,7 @@
 """Test `speculation_graphs="auto"`: a trial on the current model decides whether graphs run."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.options.compiled import graph_plan
+from hf_speculate.options.compiled.graph_trial import GraphTrial, Run
 from hf_speculate.options.compiled.graphs import MIN_FREE_SHARE, CudaGraphs
 from tests.cases import assert_equal_ids, new_pair
 from tests.support.fake_cuda import DEVICE, FakeCuda
@@ -59,6 +61,21 @@ def test_a_trial_ends_and_later_calls_replay_alone(
         num_forwards.append(len(counted))
     # first prompt, capture, comparison and timing; then only the prompt
     assert num_forwards == [1 + 1 + 1 + 3, 1]
+
+
+def test_replays_and_rival_are_timed_with_equal_steps() -> None:
+    timed = list[Any]()
+
+    class Clock:
+        def timed(self, run: Run) -> tuple[list[Any], float]:
+            timed.extend(run())
+            return timed[-1:], 1.0
+
+    trial = GraphTrial(Clock())
+    for size in (3, 1) * 4:  # a draft in two parts; the first run of each graph is compared
+        runs = [partial(list, [(kind, size)]) for kind in ("replay", "eager")]
+        trial.run(size, *runs, num_steps=size, states=None)
+    assert timed == [(kind, size) for kind in ("replay", "eager", "replay") for size in (3, 1)]
 
 
 @pytest.mark.fallback("eager forwards")
