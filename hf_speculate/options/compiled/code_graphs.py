@@ -178,7 +178,7 @@ class CodeGraphing(Graphing):
                 difference = compare(
                     lambda: [forward_rows(self.called, *forward_args)],
                     lambda: [forward_rows(self.model, *forward_args)],
-                    states,
+                    (states.keys[-1], states.values[-1]),
                     CODE_TOLERANCES,
                 ).difference
             spent_s = time.perf_counter() - begin_s

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_speculate.options.compiled.language_model import States
-
 NUM_TIMED = 3  # number of replays, alternating with as many eager forwards
 # Tolerated difference between two runs, relative to the largest number. A replay and its function
 # run the same kernels, so their bits are equal unless a kernel adds in varying order.
@@ -36,15 +34,14 @@ class Attempt(NamedTuple):
 def compare(
     candidate: Run,
     eager: Run,
-    states: States | None,
+    buffers: Sequence[Tensor],
     tolerances: Mapping[torch.dtype, float] = TOLERANCES,
 ) -> Attempt:
-    """Run a candidate, then the eager steps; compare their results and last-layer states.
+    """Run a candidate, then the eager steps; compare their results and the buffers they write to.
 
-    The final results and states are those of the eager steps.
+    The final results and buffers are those of the eager steps.
     """
     results = candidate()
-    buffers = () if states is None else (states.keys[-1], states.values[-1])
     written = [buffer.clone() for buffer in buffers]
     expected = eager()
     difference = _difference(
@@ -99,16 +96,16 @@ class GraphTrial:
         replay: Run,
         eager: Run,
         num_steps: int,
-        states: States | None,
+        buffers: Sequence[Tensor],
         rival: Run | None = None,
     ) -> Attempt:
         """Run `num_steps` steps from a graph, or by the rival if it is its turn to be timed.
 
         The rival is the eager run unless another is given. If several run, the rival comes last, so
-        the states are those of the rival.
+        the buffers are those of the rival; see `compare`.
         """
         if graph not in self._compared:
-            attempt = compare(replay, eager, states)
+            attempt = compare(replay, eager, buffers)
             if not attempt.difference:
                 self._compared.add(graph)
             if rival is None or self.is_timed:  # the rival may have to be captured first

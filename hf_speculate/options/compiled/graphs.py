@@ -278,11 +278,13 @@ class Graphing(Runner):
 
         if self.is_eager:
             return forwards()
-        states = next((argument for argument in args if isinstance(argument, States)), None)
+        states = [argument for argument in args if isinstance(argument, States)]
+        buffers = [buffer for each in states for buffer in (each.keys[-1], each.values[-1])]
+        buffers += [state.numbers for state in round_states(args)]
         try:
             rival = None if self.rival is None else partial(again, self.rival)
             attempt = self._trial(name).run(
-                recorded.number, replay, forwards, num_steps, states, rival
+                recorded.number, replay, forwards, num_steps, buffers, rival
             )
         except torch.OutOfMemoryError:
             self.give_up(self.instead("whose graphs cannot be compared in the device's memory"))

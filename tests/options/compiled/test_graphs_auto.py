@@ -74,7 +74,7 @@ def test_replays_and_rival_are_timed_with_equal_steps() -> None:
     trial = GraphTrial(Clock())
     for size in (3, 1) * 4:  # a draft in two parts; the first run of each graph is compared
         runs = [partial(list, [(kind, size)]) for kind in ("replay", "eager")]
-        trial.run(size, *runs, num_steps=size, states=None)
+        trial.run(size, *runs, num_steps=size, buffers=())
     assert timed == [(kind, size) for kind in ("replay", "eager", "replay") for size in (3, 1)]
 
 
