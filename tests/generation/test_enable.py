@@ -138,7 +138,7 @@ def test_help_names_class_arguments_and_speculation_fields(models):
     ):
         model.__class__ = family
         assert list(inspect.signature(hf_speculate.enable(model).generate).parameters) == names
-    assert inspect.getdoc(model.generate) == "Has a text of its own."
+    assert inspect.getdoc(model.generate) == "Document the override with a text of its own."
 
 
 def test_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
