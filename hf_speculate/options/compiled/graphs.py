@@ -27,7 +27,7 @@ from hf_speculate.types import DeviceVerdict
 # Several steps are compared this often, since a token changed by rounding also changes later
 # tokens.
 _MAX_DIFFERING = 3
-_NUMBERS = itertools.count()  # of graphs
+_NUMBERS = itertools.count()  # numbers of captured graphs
 _IN_PLACE = (States, Numbers)  # types of arguments at fixed addresses
 FAILURE_KEY = "device graphs"  # key of failures that later calls must not repeat
 # entries next to the graphs of a set of buffers
@@ -157,7 +157,7 @@ class _Recorded(NamedTuple):
     inputs: list[Tensor]  # read by the graph
     sources: list[Tensor | None]  # the last tensor copied to each input
     graph: Graph
-    owner: Owner  # of the graph's outputs
+    owner: Owner  # owner of the graph's outputs
     read: frozenset[OwnerRef]  # owners of the inputs
     number: int  # unlike an id, never that of an earlier graph
 

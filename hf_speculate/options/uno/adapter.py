@@ -30,8 +30,8 @@ class _Loaded:
 
     layers: LowRankLayers
     form: Hashable  # dtype and device of the target
-    stamps: Hashable  # of the weights as they were read
-    weights: AdapterWeights | None  # of PEFT; while they are there, others have other addresses
+    stamps: Hashable  # state of the weights when they were read
+    weights: AdapterWeights | None  # PEFT weights, kept so that no others get their addresses
 
 
 class _LoadedAdapters:

@@ -110,7 +110,7 @@ class Job:
     settings: Mapping[str, Any]
     seed: int | None = None  # seed of the data set; None to draw a seed and store it for later runs
     is_ordered: bool = False  # whether to sort the output in the order of the prompts
-    # what to do with finished rows if prompts or settings have changed: "refuse", "keep", "restart"
+    # handling of finished rows if prompts or settings have changed: "refuse", "keep", "restart"
     if_changed: str = "refuse"
 
     def __post_init__(self) -> None:
