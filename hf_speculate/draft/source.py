@@ -83,6 +83,10 @@ class DraftSource:
     unsynced = ""
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
     is_compiled = False  # whether it drafts with its own compiled units; known after `begin`
+    # whether a source without a model samples with kernels on the target's device
+    samples_with_kernels = False
+    # whether it can draft from device graphs of its own; known after `begin`
+    can_capture = False
     # why the states come from the output of an eager forward; empty if they are captured
     reads_outputs = ""
 

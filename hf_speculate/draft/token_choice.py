@@ -98,8 +98,8 @@ class TokenChooser(PerRow):
 
         With these arguments, captured kernels can sample tokens without the processors.
         """
-        backend, is_mapped = self.settings.backend, self.vocabulary.size is not None
-        if is_mapped or self.settings.confidence_threshold or not len(self.processors):
+        backend = self.settings.backend
+        if self.settings.confidence_threshold or not len(self.processors):
             return ()
         if not WarpedDraws.can_run(backend, self._device):
             return ()

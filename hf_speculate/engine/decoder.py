@@ -155,6 +155,7 @@ class SpeculativeDecoder:
         finally:
             for kv_cache in self._kv_caches:
                 kv_cache.release()
+            self.plan.runners.end()
 
     @property
     def _kv_caches(self) -> list[KVCache]:

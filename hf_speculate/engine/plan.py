@@ -88,6 +88,12 @@ class Plan:
         return [*self.runners.settings, *(["draft"] if self.compiles_itself else [])]
 
     @property
+    def graphed(self) -> list[str]:
+        """Names of the models that run from device graphs, "target" and "draft"."""
+        graphed = list(self.runners.graphed)
+        return [*graphed, *(["draft"] if self.source.can_capture and "target" in graphed else [])]
+
+    @property
     def pads_ended_rows(self) -> bool:
         """Whether stopped rows are padded; otherwise, they continue until the last row stops."""
         return self.pad_token_id is not None
@@ -113,7 +119,7 @@ class Plan:
             self.config.verifier or "",
             self.target.cache_kind,
         )
-        stats.compiled, stats.graphed = self.compiled, list(self.runners.graphed)
+        stats.compiled, stats.graphed = self.compiled, self.graphed
         stats.lock_step, stats.has_draft_source = self.is_lock_step, self.source.drafts
         for reason in self.fallbacks:
             stats.add_fallback(reason)
@@ -130,7 +136,10 @@ class Plan:
             "draft cache": "" if self.draft is None else self.draft.cache_description,
             "draft reads": "" if self.draft is None else self.draft.inputs.description,
             "compiled": ", ".join(self.runners.settings),
-            "from graphs": self.runners.graphs_description,
+            "from graphs": ", ".join(
+                f"{part} (compiled)" if part in self.runners.coded else part
+                for part in self.graphed
+            ),
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
@@ -263,8 +272,8 @@ def _drafter_setup(
             settings, lens, CompiledUnits(), partial(on_failure, "draft")
         )
     processors, num_pads = call.processors.for_draft(), tuple(prompts.num_pads)
-    if source.model is not None:
-        device = device_of(source.model)
+    if source.model is not None or source.samples_with_kernels:
+        device = device_of(call.target if source.model is None else source.model)
         if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
             fuse_warpers = importlib.import_module(_FUSED_WARPERS).fuse_warpers
             processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.compat import compile_config_of
@@ -53,13 +55,6 @@ class Runners:
         return (*self.settings, *self.graphed)
 
     @property
-    def graphs_description(self) -> str:
-        """Description of the models that run from device graphs."""
-        return ", ".join(
-            f"{part} (compiled)" if part in self.coded else part for part in self.graphed
-        )
-
-    @property
     def max_query(self) -> int | None:
         """Maximum number of tokens per row and forward after the longest row; None for no limit."""
         return None
@@ -78,6 +73,25 @@ class Runners:
     ) -> LanguageModel | None:
         """Return the compiled or captured model; None if its forwards run eagerly."""
         return None
+
+    def head_graphs(self, network: nn.Module, shared: Sequence[Tensor]) -> Any | None:
+        """Return the device graphs of a draft head's network; None if it drafts eagerly.
+
+        Args:
+            network: the head's network.
+            shared: tensors of other modules that the network reads.
+        """
+        return None
+
+    def even_columns(self, num_columns: int, device: torch.device) -> int:
+        """Round a number of columns up, so that calls of similar length share their buffers."""
+        return num_columns
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Call a function when the call has ended or failed."""
+
+    def end(self) -> None:
+        """Call the functions given to `at_end`."""
 
     def model_drafter(
         self,

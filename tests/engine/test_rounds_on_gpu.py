@@ -3,22 +3,34 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+import hf_speculate
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.options.compiled.drafter import CompiledDrafter
+from hf_speculate.options.heads.head import DraftHead
+from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut
 from tests.cases import new_pair
 from tests.compatibility_rows import CHARACTERS
+from tests.options.heads.designs import (
+    EAGLE3,
+    NUM_TARGET_LAYERS,
+    TARGET_WIDTH,
+    VOCAB_SIZE,
+    make_weights,
+    write_speculators,
+)
 from tests.support.gpu_rounds import Enough, Rounds, counted, on_gpu
-from tests.support.tiny import ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 from tests.support.tiny_tokenizers import letters_tokenizer
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -47,6 +59,8 @@ SLOW = {
     ("lookup", "dynamic", "top_p", 1),
 }
 CASES = [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ()) for case in MOST]
+# the target's states of a round are projected, joined and copied; rows of other lengths are masked
+MOST_WITH_A_HEAD = 18
 MOST_NEAR_THE_END = 36  # eight greedy rows whose drafts are cut to the remaining length
 MODES = {"greedy": GREEDY, "top_p": TOP_P}
 
@@ -132,6 +146,31 @@ def test_round_from_graphs_takes_four_launches(half: Any, batch_size: int) -> No
         assert (cost.waits, cost.num_uploads) == (["event"], 0)
 
 
+def target_of_heads() -> PreTrainedModel:
+    sizes = {"hidden_size": TARGET_WIDTH, "head_dim": TARGET_WIDTH // 4, "vocab_size": VOCAB_SIZE}
+    target = make_model("llama", dtype=torch.float32, num_hidden_layers=NUM_TARGET_LAYERS, **sizes)
+    return hf_speculate.enable(target)
+
+
+def head_for(target: PreTrainedModel, folder: Path) -> DraftHead:
+    return load_drafter(write_speculators(folder, EAGLE3, make_weights(EAGLE3)), target)
+
+
+@pytest.mark.parametrize(("mode", "batch_size"), [("greedy", 1), ("greedy", 8), ("top_p", 1)])
+def test_head_drafts_in_one_graph(tmp_path: Path, mode: str, batch_size: int) -> None:
+    target = target_of_heads()
+    options = {**MODES[mode], "speculation_graphs": "on", "num_draft": SHORT}
+    with counted(target, None) as rounds:
+        pair = rounds, target, head_for(target, tmp_path)
+        run(pair, "model", batch_size, **options)  # captures
+        steady = run(pair, "model", batch_size, **options).steady()[1:]
+    assert steady
+    for cost in steady:
+        assert cost.launches["graph"] == 2
+        assert cost.num_launches <= MOST_WITH_A_HEAD, cost.launches
+        assert cost.waits == ["event"]
+
+
 @pytest.mark.parametrize(
     ("mode", "batch_size"), [("greedy", 1), ("greedy", 8), ("top_p", 1), ("top_p", 8)]
 )
@@ -184,11 +223,16 @@ def test_draft_from_a_graph_takes_one_launch_beside_it(
     assert costs[2:] and costs[2:] == [({"cat": 1, "graph": 1}, None, 0)] * (len(costs) - 2)
 
 
-def test_tokens_of_a_graph_equal_those_chosen_between_forwards() -> None:
-    target, draft = models(torch.float32)
-    options = {**TOP_P, "assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 7}
+@pytest.mark.parametrize("has_head", [False, True])
+def test_tokens_of_a_graph_equal_those_chosen_between_forwards(
+    tmp_path: Path, has_head: bool
+) -> None:
+    draft: Any
+    target, draft = (target_of_heads(), None) if has_head else models(torch.float32)
     ids, rates = [], []
     with counted(target, draft):
+        options = {**TOP_P, "num_assistant_tokens": 2, "max_new_tokens": 7}
+        options["assistant_model"] = head_for(target, tmp_path) if has_head else draft
         for graphs in ("off", "on"):
             stats = SpeculationStats()
             own = {"speculation_graphs": graphs, "speculation_stats": stats}

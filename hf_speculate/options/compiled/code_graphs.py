@@ -112,6 +112,8 @@ class Pace:
 class CodeGraphing(Graphing):
     """Graphs of compiled code; after a failure, the graphs of the model as loaded remain."""
 
+    model: PreTrainedModel
+    called: PreTrainedModel | CodedModel
     failure_key = CODE_FAILURE_KEY
 
     def __init__(

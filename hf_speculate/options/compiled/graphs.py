@@ -4,15 +4,15 @@ import itertools
 import pkgutil
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig
 
 from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.models.folded_attention import folding
@@ -169,7 +169,6 @@ class Graphing(Runner):
     share one memory pool, so a replay may overwrite the outputs of all graphs.
     """
 
-    model: PreTrainedModel
     verifies = True
     failure_key: Hashable = FAILURE_KEY
     rival: Run | None = None
@@ -179,16 +178,18 @@ class Graphing(Runner):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         units: CompiledUnits,
         on_failure: Callable[[str], None],
         is_tried: bool,
+        shared: Sequence[Tensor] = (),  # tensors outside the model that functions read
     ):
         super().__init__(model, units, on_failure)
         # whether graphs are compared with eager forwards, and only used if faster
         self._is_tried = is_tried
-        self.called: PreTrainedModel | CodedModel = model  # the model argument of functions
-        addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
+        self.called: nn.Module | CodedModel = model  # the model argument of functions
+        weights = (*parameters_of(model), *model.buffers(), *shared)
+        addresses = tuple(tensor.data_ptr() for tensor in weights)
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
         # owners of the fixed tensors read last, by function and shapes
@@ -196,18 +197,18 @@ class Graphing(Runner):
         self._num_differing: Counter[int] = Counter()  # number of failed comparisons, by graph
 
     def bind(self, kv_cache: PreallocatedKVCache) -> None:
-        """Use the graphs of a cache's buffers, or drop them if weights or hooks have changed."""
-        graphs = kv_cache.graphs
+        self.bind_to(kv_cache.graphs)
+
+    def bind_to(self, graphs: dict[Hashable, Any]) -> None:
+        """Use the graphs over some buffers, or drop them if weights or hooks have changed."""
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
-            graphs[_WEIGHTS] = self._weights
-            graphs[_BACKEND] = pkgutil.resolve_name(GRAPH_BACKENDS[self.model.device.type])(
-                self.model.device
-            )
+            graphs[_WEIGHTS], device = self._weights, next(self.model.parameters()).device
+            graphs[_BACKEND] = pkgutil.resolve_name(GRAPH_BACKENDS[device.type])(device)
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        outputs = self._run(name, 1, function, args)
+        outputs = self.run_in_place(name, 1, function, *args)
         # The next replay overwrites them, and a verdict is only used in its round.
         return copies(outputs, kept=(DeviceVerdict,))
 
@@ -215,24 +216,25 @@ class Graphing(Runner):
         self, name: Hashable, steps: Steps, num_steps: int, carry: Any, *args: Any
     ) -> tuple[Any, Any] | None:
 
-        def run_steps(
-            model: PreTrainedModel | CodedModel, carry: Any, *args: Any
-        ) -> tuple[Any, Any]:
+        def run_steps(model: nn.Module | CodedModel, carry: Any, *args: Any) -> tuple[Any, Any]:
             results = []
             for _ in range(num_steps):
                 result, carry = steps.step(model, carry, *args)
                 results.append(result)
             return steps.finish(results, *args), carry
 
-        outputs: tuple[Any, Any] | None = self._run(name, num_steps, run_steps, (carry, *args))
+        outputs: tuple[Any, Any] | None = self.run_in_place(
+            name, num_steps, run_steps, carry, *args
+        )
         return outputs
 
-    def _run(
-        self, name: Hashable, num_steps: int, function: Callable[..., Any], args: tuple[Any, ...]
+    def run_in_place(
+        self, name: Hashable, num_steps: int, function: Callable[..., Any], *args: Any
     ) -> Any | None:
         """Run a function of `num_steps` steps, or return None if it cannot run.
 
-        The outputs are those of its graph, which other graphs read in place.
+        The outputs are those of its graph: other graphs read them in place, and the next replay of
+        any graph overwrites them.
         """
         recorded = self._recorded(name, num_steps, function, args)
         if recorded is None:

@@ -2,11 +2,12 @@
 
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.cache.ragged_layer import even_capacity
@@ -61,6 +62,7 @@ class CompiledRunners(Runners):
     on_failure: Callable[[str, str], None]
     # called with the part, and with the reason if it does not run from graphs of compiled code
     on_code: Callable[[str, str], None]
+    _at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def max_query(self) -> int | None:
@@ -118,6 +120,28 @@ class CompiledRunners(Runners):
             step_lens if "draft" in self.graphed else (),
         )
 
+    def head_graphs(self, network: nn.Module, shared: Sequence[Tensor]) -> Any | None:
+        if "target" not in self.graphed:
+            return None
+        units, fail = CompiledUnits.of(network), partial(self.on_failure, "draft")
+        graphs = pkgutil.resolve_name(_GRAPHING)(network, units, fail, self.is_tried, shared)
+        failure = units.failures.get(graphs.failure_key)
+        if failure is not None:
+            graphs.give_up(failure)
+        return graphs
+
+    def even_columns(self, num_columns: int, device: torch.device) -> int:
+        if device.type == "cuda":
+            return even_capacity(num_columns)
+        return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        self._at_end.append(function)
+
+    def end(self) -> None:
+        while self._at_end:
+            self._at_end.pop()()
+
     def _capacity(self, max_columns: int, device: torch.device) -> int | None:
         """Return the number of columns in fixed buffers for `max_columns` and one more round.
 
@@ -128,9 +152,7 @@ class CompiledRunners(Runners):
         num_columns = (
             max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
         )
-        if device.type == "cuda":
-            return even_capacity(num_columns)
-        return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
+        return self.even_columns(num_columns, device)
 
 
 def make_runners(

@@ -11,8 +11,10 @@ at p - 1. Depth d has no pair at positions below d. Draft step k runs depth (k -
 first turn, a depth catches up on the tokens drafted earlier.
 """
 
+import importlib
 from abc import abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +22,29 @@ from torch import Tensor
 from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
 from hf_speculate.models.inferencer import Chosen, joined
+from hf_speculate.models.runner import GRAPH_BACKENDS
+from hf_speculate.options.compiled.buffer_pool import BufferPool
 from hf_speculate.options.compiled.compilation import Compilation
+from hf_speculate.options.compiled.drafter import sent
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_for
 from hf_speculate.options.heads.head import HeadSpec, shape_of
 from hf_speculate.options.heads.media import FIRST_INPUT, MediaEmbeddings
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
-from hf_speculate.options.heads.round import HeadDrafter, MergedEmbeddings, NewTokens, last_of
+from hf_speculate.options.heads.round import (
+    HeadDrafter,
+    MergedEmbeddings,
+    NewTokens,
+    last_of,
+)
 from hf_speculate.options.heads.row_axes import RowAxes
 from hf_speculate.options.heads.row_cache import CacheView
-from hf_speculate.types import Kept, NoiseKeys
+from hf_speculate.types import DraftOut, Kept, NoiseKeys
 
+if TYPE_CHECKING:
+    from hf_speculate.engine.runners import Runners
+    from hf_speculate.options.heads.chain_graphs import ChainGraphs
+
+_GRAPHS = "hf_speculate.options.heads.chain_graphs"  # imported if the target runs from graphs
 _MAX_UNROLLED_STEPS = 16  # longer drafts would compile slowly, so they run step by step
 
 
@@ -72,10 +87,86 @@ class ChainNetwork(HeadNetwork):
         return self.logits(outputs, parts), outputs
 
 
-class ChainInputs(NamedTuple):
-    """The inputs to a compiled chain."""
+# Makes pairs of tokens [B, N] and states [B, N, H]. The first number is the position of the first
+# pair after each row's end, the second its column there.
+PairsAt = Callable[[Tensor, Tensor, int, int], Pairs]
 
-    outputs: Tensor  # [B, H] at each row's last true pair
+
+def read_pairs(
+    network: ChainNetwork,
+    pairs: Pairs,
+    parts: TargetParts,
+    last: Callable[[Tensor, Tensor | None], Tensor],
+    before: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Run all depths on true pairs; return each depth's output [B, H] at each row's last pair.
+
+    Args:
+        network: the network.
+        pairs: the pairs, with the target's states.
+        parts: the parts shared with the target.
+        last: selects the outputs [B, H] at the last pairs from outputs [B, N, H], or those of
+            `before` in rows without pairs.
+        before: by depth, the result of the last call; None before the first call.
+    """
+    newest = []
+    for depth in range(network.num_depths):
+        outputs = network.run(depth, pairs, parts)
+        newest.append(last(outputs, before[depth]))
+        if depth + 1 < network.num_depths:
+            head = before[depth]
+            head = torch.zeros_like(outputs[:, 0]) if head is None else head
+            # each comes from the previous pair
+            pairs = pairs._replace(states=torch.cat([head[:, None], outputs[:, :-1]], dim=1))
+    return newest
+
+
+def draft_chain(
+    network: ChainNetwork,
+    newest: Sequence[Tensor],
+    parts: TargetParts,
+    num_steps: int,
+    choose: Callable[[Tensor], Tensor],
+    pairs_at: PairsAt,
+    are_enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Draft tokens one after another.
+
+    Args:
+        network: the network.
+        newest: by depth, outputs [B, H] at each row's last true pair.
+        parts: the parts shared with the target.
+        num_steps: K.
+        choose: chooses and records the next tokens [B] from logits [B, Vd].
+        pairs_at: makes the pairs of drafted tokens.
+        are_enough: returns whether no row needs more tokens.
+    """
+    num_depths = network.num_depths
+    outputs = [[states] for states in newest]
+    logits, feedback = network.read(outputs[0][0], parts)
+    drafted = [choose(logits)]  # each [B]
+    num_written = [0] * num_depths  # columns written by each depth past the rows' ends
+    for step in range(1, num_steps):
+        if are_enough():
+            break
+        depth = step % num_depths
+        if step < num_depths:  # first turn of the depth: catch up
+            states = torch.stack(outputs[depth - 1][:step], dim=1)  # [B, step, H]
+            token_ids, first = torch.stack(drafted, dim=1), 0
+        else:
+            states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
+        pairs = pairs_at(token_ids, states, first, num_written[depth])
+        states_of_pairs = network.run(depth, pairs, parts)  # [B, N, H]
+        num_written[depth] += token_ids.shape[1]
+        outputs[depth] += states_of_pairs.unbind(1)
+        logits, feedback = network.read(states_of_pairs[:, -1], parts)
+        drafted.append(choose(logits))
+
+
+class ChainInputs(NamedTuple):
+    """The inputs to a compiled or captured chain."""
+
+    outputs: tuple[Tensor, ...]  # by depth, [B, H] at each row's last true pair
     ends: Tensor  # [B] int64, each row's first position without a true pair
     offsets: Tensor | None  # [B, 3] int64, positions minus `ends`, per axis; None for one axis
     seen: Tensor  # [W] int64, columns 0..W-1 to attend to
@@ -90,33 +181,39 @@ def chain_steps(
     settings: DraftSettings,
     keys: NoiseKeys | None,
 ) -> Chosen:
-    """Draft tokens one after another with a network of one depth.
+    """Draft tokens one after another; take the argmax if there are no noise `keys`."""
+    vocabulary = parts.vocabulary
+    drafted: list[Chosen] = []  # dynamo cannot trace list[Chosen]()
 
-    Take the argmax if there are no noise `keys`.
-    """
-    vocabulary, width = parts.vocabulary, inputs.seen.shape[0]
-    row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
-    buffers, drafted = dict(enumerate(inputs.buffers)), []
-    logits, states = network.read(inputs.outputs, parts)
-    for step in range(num_steps):
+    def choose(logits: Tensor) -> Tensor:
         if keys is None:
             greedy = choose_step(vocabulary.cut(logits), None, settings)
             chosen = greedy._replace(token_ids=vocabulary.ids(greedy.token_ids))
         else:
-            step_keys = keys._replace(positions=keys.positions + step)
+            step_keys = keys._replace(positions=keys.positions + len(drafted))
             chosen = choose_step(vocabulary.scattered(logits), step_keys, settings)
         drafted.append(chosen)
-        if step + 1 < num_steps:
-            columns = (inputs.ends + step)[:, None]
-            view = CacheView(
-                buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype
-            )
-            positions = columns
-            if inputs.offsets is not None:
-                positions = columns + inputs.offsets.T[:, :, None]  # [3, B, 1]
-            pairs = Pairs(chosen.token_ids, states[:, None], positions, view)
-            logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
+        return chosen.token_ids[:, 0]
+
+    draft_chain(network, inputs.outputs, parts, num_steps, choose, pairs_over(network, inputs))
     return joined(drafted)
+
+
+def pairs_over(network: ChainNetwork, inputs: ChainInputs) -> PairsAt:
+    """Return the function that makes pairs over a chain's fixed buffers."""
+    ends, buffers = inputs.ends, dict(enumerate(inputs.buffers))
+    width, dtype = inputs.seen.shape[0], inputs.outputs[0].dtype
+    row_ids = torch.arange(len(ends), device=ends.device)[:, None]  # [B, 1]
+
+    def pairs_at(token_ids: Tensor, states: Tensor, first: int, column: int) -> Pairs:
+        steps = torch.arange(token_ids.shape[1], device=ends.device)
+        columns, positions = (ends[:, None] + (steps + start) for start in (column, first))
+        if inputs.offsets is not None:
+            positions = positions + inputs.offsets.T[:, :, None]  # [3, B, N]
+        view = CacheView(buffers, 0, row_ids, columns, width, network.layer_masks, dtype)
+        return Pairs(token_ids, states, positions, view)
+
+    return pairs_at
 
 
 class ChainDrafter(HeadDrafter[ChainNetwork]):
@@ -134,6 +231,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         self._media = MediaEmbeddings.of(setup, spec, self.device)
         if self._media is not None:
             self.hidden_layers = (*spec.hidden_layers, FIRST_INPUT)
+        self._graphs: ChainGraphs | None = None
         self._compilation: Compilation | None = None
         self._compiled_lens: tuple[int, ...] = ()
         request = setup.compilation
@@ -155,6 +253,52 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.is_compiled = self._compilation.is_working
             # for the whole call
             self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)
+        self.can_capture = (
+            self._compilation is None
+            and self.device == setup.target.device
+            and self.device.type in GRAPH_BACKENDS
+            and (self.chooser.is_plain or bool(self.chooser.warp_alone()))
+        )
+
+    def capture(self, setup: DrafterSetup, runners: "Runners") -> None:
+        if not self.can_capture:
+            return
+        graphs = runners.head_graphs(self.network, self.parts.tensors)
+        if graphs is None or not graphs.is_working or runners.max_query is None:
+            return
+        # for the whole call; each round reads and drafts at most `max_query` tokens
+        num_columns = setup.max_length + 2 * runners.max_query + UNREAD_COLUMNS
+        self.cache.take_from(
+            BufferPool.of(self.network), runners.even_columns(num_columns, self.device)
+        )
+        runners.at_end(self.cache.release)
+        self._graphs = importlib.import_module(_GRAPHS).ChainGraphs(self, graphs, runners.max_query)
+
+    def draft_captured(
+        self, kept: Kept | None, num_draft_tokens: int, keys: NoiseKeys | None
+    ) -> DraftOut | None:
+        settings = self.chooser.settings
+        if keys is not None and not self.chooser.is_plain:
+            settings = settings._replace(warp=self.chooser.warp_alone())
+        is_choice_captured = self.chooser.is_plain or bool(settings.warp)
+        if (
+            self._graphs is None
+            or kept is None
+            or not is_choice_captured
+            or not self.newest_outputs  # nothing has been read yet
+            or self._media is not None
+            or num_draft_tokens > _MAX_UNROLLED_STEPS
+        ):
+            return None
+        offsets = None if self._axes is None else self._axes.offsets
+        draft = self._graphs.draft(
+            kept, self.newest_outputs, offsets, num_draft_tokens, settings, keys
+        )
+        if draft is None:
+            return None
+        logits = draft.token_logits
+        self.chooser.last_logits = None if logits is None else logits[:, -1]
+        return sent(draft, self._tokens_device)
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
         self._read_chunks(new)
@@ -162,30 +306,21 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         if compiled is not None:
             draft.tokens.add(compiled)
             return
-        num_depths = self.network.num_depths
-        outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
-        logits, feedback = self.network.read(outputs[0][0], self.parts)
-        drafted = [draft.choose(logits)]  # each [B]
-        num_written = [0] * num_depths  # columns written by each depth past the rows' ends
-        for step in range(1, num_draft_tokens):
-            if draft.are_enough():
-                break
-            depth = step % num_depths
-            if step < num_depths:  # first turn of the depth: catch up
-                states = torch.stack(outputs[depth - 1][:step], dim=1)  # [B, step, H]
-                token_ids, first = torch.stack(drafted, dim=1), 0
-            else:
-                states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
-            num_new = token_ids.shape[1]
-            positions = self._positions(self.cache.row_lens.positions(num_new, first))
-            pairs = Pairs(
-                token_ids, states, positions, self.cache.view(num_new, num_written[depth])
-            )
-            states_of_pairs = self.network.run(depth, pairs, self.parts)  # [B, N, H]
-            num_written[depth] += num_new
-            outputs[depth] += states_of_pairs.unbind(1)
-            logits, feedback = self.network.read(states_of_pairs[:, -1], self.parts)
-            drafted.append(draft.choose(logits))
+        newest = [self.newest_outputs[depth] for depth in range(self.network.num_depths)]
+        draft_chain(
+            self.network,
+            newest,
+            self.parts,
+            num_draft_tokens,
+            draft.choose,
+            self._pairs_at,
+            draft.are_enough,
+        )
+
+    def _pairs_at(self, token_ids: Tensor, states: Tensor, first: int, column: int) -> Pairs:
+        num_pairs = token_ids.shape[1]
+        positions = self._positions(self.cache.row_lens.positions(num_pairs, first))
+        return Pairs(token_ids, states, positions, self.cache.view(num_pairs, column))
 
     def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
         """Draft at least K tokens in a compiled chain; return None for eager drafting."""
@@ -200,7 +335,10 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             return None
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
-        outputs, buffers = self.newest_outputs[0].contiguous(), tuple(self.cache.buffers.values())
+        outputs, buffers = (
+            (self.newest_outputs[0].contiguous(),),
+            tuple(self.cache.buffers.values()),
+        )
         offsets = None if self._axes is None else self._axes.offsets
         inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), offsets, seen, buffers)
         # chains do not finish rows
@@ -229,17 +367,16 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         return numbers if self._axes is None else self._axes.at(numbers)
 
     def read_new(self, new: NewTokens) -> None:
-        states = new.states
-        if states is None or not new.width:
+        if new.states is None or not new.width:
             return
-        for depth in range(self.network.num_depths):
-            view = self.cache.view(new.width)
-            pairs = Pairs(new.token_ids, states, self._positions(view.columns), view, new.merged)
-            outputs = self.network.run(depth, pairs, self.parts)
-            before = self.newest_outputs.get(depth)
-            self.newest_outputs[depth] = last_of(outputs, new, before)
-            if depth + 1 < self.network.num_depths:
-                head = torch.zeros_like(outputs[:, 0]) if before is None else before
-                # each comes from the previous pair
-                states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)
+        view = self.cache.view(new.width)
+        pairs = Pairs(new.token_ids, new.states, self._positions(view.columns), view, new.merged)
+        newest = read_pairs(
+            self.network,
+            pairs,
+            self.parts,
+            lambda outputs, before: last_of(outputs, new, before),
+            [self.newest_outputs.get(depth) for depth in range(self.network.num_depths)],
+        )
+        self.newest_outputs = dict(enumerate(newest))
         self.cache.advance(new.counts, new.lens)

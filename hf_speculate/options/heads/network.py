@@ -70,6 +70,19 @@ class TargetParts:
         self.vocabulary = vocabulary.resized(self._vocab_size)
         self.device, self.dtype = device, dtype
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the target, and of the vocabulary, that a head reads."""
+        modules = (self._embeddings, self._head, self._rotary)
+        shared = [
+            tensor
+            for module in modules
+            if module is not None
+            for tensor in (*module.parameters(), *module.buffers())
+        ]
+        ids = self.vocabulary.target_ids
+        return shared if ids is None else [*shared, ids]
+
     def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
         """Clamp target ids to a table with `num_rows` rows.
 

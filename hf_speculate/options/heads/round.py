@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
 from hf_speculate.options.heads.row_cache import RowCache, fill_absent
 from hf_speculate.rows.per_row import PerRow
-from hf_speculate.types import DraftOut, Kept
+from hf_speculate.types import DraftOut, Kept, NoiseKeys
+
+if TYPE_CHECKING:
+    from hf_speculate.engine.runners import Runners
 
 _CHUNK_SIZE = 512  # tokens per row and forward; bounds the mask size for long prompts
 
@@ -71,6 +74,8 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
     """
 
     drafts_fewer = True
+    can_capture: bool = False
+    """Whether it can draft from device graphs in this call."""
     BY_ROW = ("_num_pads",)
     TENSORS = ("newest_outputs",)
     PARTS: ClassVar[tuple[str, ...]] = ("cache", "chooser")
@@ -146,6 +151,18 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         Return the draft lengths [B] int, or None if all tokens count.
         """
 
+    def capture(self, setup: DrafterSetup, runners: "Runners") -> None:
+        """Draft from device graphs if the target does and the drafter can."""
+
+    def draft_captured(
+        self, kept: Kept | None, num_draft_tokens: int, keys: NoiseKeys | None
+    ) -> DraftOut | None:
+        """Read the emitted tokens and draft K tokens from a device graph.
+
+        Return None, without reading any token, if the round must be drafted eagerly.
+        """
+        return None
+
     @torch.no_grad()
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
@@ -160,6 +177,9 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         )
         self.chooser.read(query, kept)
         draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
+        captured = self.draft_captured(kept, num_draft_tokens, draft.keys)
+        if captured is not None:
+            return captured
         draft_lens = self.propose(self._new_tokens(query, kept), num_draft_tokens, draft)
         return draft.finish(self._tokens_device, draft_lens)
 
@@ -191,8 +211,11 @@ def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Te
     """
     if min(new.counts) == max(new.counts) > 0:
         return outputs[:, new.counts[0] - 1]
-    index = (new.lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])
+    return last_by_lens(outputs, new.lens, before)
+
+
+def last_by_lens(outputs: Tensor, lens: Tensor, before: Tensor | None = None) -> Tensor:
+    """Return `last_of` for `lens` [B] new tokens per row, without reading the host."""
+    index = (lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])
     last = outputs.gather(1, index)[:, 0]
-    return torch.where(
-        (new.lens > 0)[:, None], last, last.new_zeros(()) if before is None else before
-    )
+    return torch.where((lens > 0)[:, None], last, last.new_zeros(()) if before is None else before)

@@ -3,7 +3,7 @@
 Dropping states does not copy anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.masks import additive
+from hf_speculate.cache.pooled_buffers import BufferShape, Pool, PooledBuffers
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
+from hf_speculate.types import KVState
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [B, heads, capacity, D] by layer, added at the first write to a layer."""
@@ -96,6 +98,8 @@ class RowCache(PerRow):
         self.row_lens = RowLens([0] * batch_size, ArangeCache(weight.device))
         self.buffers: Buffers = {}
         self.capacity = 0
+        self.graphs: dict[Hashable, Any] | None = None  # see `take_from`; None outside a pool
+        self._pool: Pool | None = None
         self._layer_masks, self._dtype = layer_masks, weight.dtype
         self._row_ids = torch.arange(batch_size, device=weight.device)[:, None]  # [B, 1]
 
@@ -117,10 +121,10 @@ class RowCache(PerRow):
             self.buffers, self.capacity, self._row_ids, columns, width, layer_masks, dtype, is_bare
         )
 
-    def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
+    def advance(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
         """Append the first `counts` [B] of the tokens in the last write.
 
-        `on_device` holds the counts as [B] int64.
+        `on_device` holds the counts as [B] int64; None if the device does not know them.
         """
         self.row_lens.add_counts(RowCounts(counts, on_device))
 
@@ -134,7 +138,32 @@ class RowCache(PerRow):
         )
         super().join(other)
 
+    def take_from(self, pool: Pool, capacity: int) -> None:
+        """Take buffers from a pool, or later return new ones to it, with the graphs over them.
+
+        The cache must be empty. Graphs are lost as soon as rows move or buffers grow.
+        """
+        self._pool, self.graphs, self.capacity = pool, {}, capacity
+        pooled = pool.take(self._shape, len(self._layer_masks))
+        if pooled is not None:
+            self.buffers, self.graphs = dict(enumerate(pooled.layers)), pooled.graphs
+
+    def release(self) -> None:
+        """Return the buffers to their pool. The cache must not be used afterwards."""
+        pool, graphs, layers = self._pool, self.graphs, sorted(self.buffers)
+        self._pool = self.graphs = None
+        if pool is None or graphs is None or len(layers) < len(self._layer_masks):
+            return
+        states = [KVState(*self.buffers.pop(layer)) for layer in layers]
+        pool.give_back(self._shape, PooledBuffers(states, graphs))
+
+    @property
+    def _shape(self) -> BufferShape:
+        num_rows, device = len(self.row_lens.on_host), self._row_ids.device
+        return BufferShape(num_rows, self.capacity, self._dtype, device)
+
     def forget(self) -> None:
+        self.graphs = None
         num_rows = len(self.row_lens.on_host)
         if num_rows > len(self._row_ids):
             self._row_ids = torch.arange(num_rows, device=self._row_ids.device)[:, None]
@@ -146,7 +175,7 @@ class RowCache(PerRow):
             self._grow_to(max(num_columns, _GROWTH * self.capacity))
 
     def _grow_to(self, capacity: int) -> None:
-        padding = (0, 0, 0, capacity - self.capacity)
+        padding, self.graphs = (0, 0, 0, capacity - self.capacity), None
         self.capacity = capacity
         self.buffers = {
             layer: (pad(keys, padding), pad(values, padding))

@@ -1,9 +1,9 @@
 """The draft source for a loaded head or for MTP layers in the target's checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -16,7 +16,11 @@ from hf_speculate.errors import UnsupportedGenerationError, warn_user
 from hf_speculate.options.heads.head import DraftHead
 from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
+from hf_speculate.options.heads.round import HeadDrafter
 from hf_speculate.stats import SpeculationStats
+
+if TYPE_CHECKING:
+    from hf_speculate.engine.runners import Runners
 
 # Acceptance rates of first draft tokens; published heads reach 0.4.
 FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
@@ -26,6 +30,7 @@ class HeadSource(FactorySource):
     """The draft source for a head."""
 
     unsynced = "a draft head"
+    samples_with_kernels = True
 
     def __init__(self, head: DraftHead, argument: str = "assistant_model"):
         self.head, self.argument, self.hint = head, argument, hint_of(argument)
@@ -57,6 +62,18 @@ class HeadSource(FactorySource):
 
     def start(self, setup: DrafterSetup) -> Drafter:
         return self.head(setup)
+
+    def begin(self, setup: DrafterSetup) -> "HeadSource":
+        begun: Any = super().begin(setup)
+        begun.can_capture = isinstance(begun.drafter, HeadDrafter) and begun.drafter.can_capture
+        return begun  # type: ignore[no-any-return]
+
+    def make_drafter(
+        self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
+    ) -> Drafter:
+        if isinstance(self.drafter, HeadDrafter):
+            self.drafter.capture(setup, runners)
+        return self.drafter
 
     def history_key(self) -> HistoryKey:
         return HistoryKey(None, (f"drafter {self.description}", False))

@@ -53,6 +53,8 @@ _OF_SOURCE = (
         "unsynced",
         "hidden_layers",
         "is_compiled",
+        "samples_with_kernels",
+        "can_capture",
     ),
     "reads_outputs",
 )

@@ -1,0 +1,180 @@
+"""Draft chains from device graphs: one launch reads a round's pairs and drafts its tokens."""
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.draft.token_choice import DraftSettings, draft_of
+from hf_speculate.options.compiled.fixed_tensors import Owner, fix
+from hf_speculate.options.compiled.graphs import Graphing
+from hf_speculate.options.compiled.language_model import States, width_for
+from hf_speculate.options.heads.chain import (
+    ChainInputs,
+    ChainNetwork,
+    chain_steps,
+    pairs_over,
+    read_pairs,
+)
+from hf_speculate.options.heads.network import TargetParts
+from hf_speculate.options.heads.round import last_by_lens
+from hf_speculate.types import DraftOut, Kept, NoiseKeys
+
+if TYPE_CHECKING:
+    from hf_speculate.options.heads.chain import ChainDrafter
+
+_NUM_SUMMANDS = 2  # rows of numbers whose sum is the end of each row
+
+
+class NewPairs(NamedTuple):
+    """The new pairs of a round, at fixed addresses."""
+
+    # [R + 2 or R + 5, B] int64: token ids, -1 after a row's last token; two summands of each row's
+    # end; the noise keys, if tokens are sampled
+    numbers: Tensor
+    states: Tensor  # [B, R, D], the target's states; undefined after a row's last token
+    newest: Tensor  # [depths, B, H], outputs at each row's last pair before the new pairs
+
+
+class ChainOut(NamedTuple):
+    """The outputs of a captured chain."""
+
+    draft: DraftOut
+    newest: Tensor  # [depths, B, H], outputs at each row's last true pair
+
+
+def read_and_draft(
+    network: ChainNetwork,
+    new: NewPairs,
+    offsets: Tensor | None,
+    seen: Tensor,
+    states: States,
+    parts: TargetParts,
+    num_steps: int,
+    settings: DraftSettings,
+) -> ChainOut:
+    """Read the new pairs of a round, then draft `num_steps` tokens; see `ChainInputs`."""
+    num_new = new.states.shape[1]
+    token_ids, rows = new.numbers[:num_new].T, new.numbers[num_new:]  # [B, R]
+    is_new, ends = token_ids >= 0, rows[0] + rows[1]
+    lens, keys = is_new.sum(1), None
+    if len(rows) > _NUM_SUMMANDS:
+        keys = NoiseKeys(*rows[_NUM_SUMMANDS:].unbind())
+    buffers = tuple(zip(*states, strict=True))
+    inputs = ChainInputs(new.newest.unbind(), ends, offsets, seen, buffers)
+    target_states = new.states.masked_fill(~is_new[:, :, None], 0)  # others may be NaN
+    pairs = pairs_over(network, inputs)(token_ids.clamp_min(0), target_states, 0, 0)
+    newest = read_pairs(
+        network,
+        pairs,
+        parts,
+        lambda outputs, before: last_by_lens(outputs, lens, before),
+        inputs.outputs,
+    )
+    inputs = inputs._replace(outputs=tuple(newest), ends=ends + lens)
+    chosen = chain_steps(network, inputs, parts, num_steps, settings, keys)
+    return ChainOut(draft_of([chosen], settings), torch.stack(newest))
+
+
+class ChainGraphs:
+    """The device graphs of a chain drafter, one for each draft length and attention width.
+
+    Args:
+        drafter: the drafter, whose cache has fixed buffers.
+        graphs: runs the graphs.
+        max_new: R, the largest number of new tokens per row that a graph reads.
+    """
+
+    def __init__(self, drafter: "ChainDrafter", graphs: Graphing, max_new: int):
+        self._graphs, self._max_new = graphs, max_new
+        self._network, self._parts, self._cache = drafter.network, drafter.parts, drafter.cache
+        self._padding = torch.full(
+            (max_new, len(drafter.cache.row_lens.on_host)), -1, device=drafter.device
+        )
+        self._seen: dict[int, Tensor] = {}
+
+    def draft(
+        self,
+        kept: Kept,
+        newest: dict[int, Tensor],
+        offsets: Tensor | None,
+        num_steps: int,
+        settings: DraftSettings,
+        keys: NoiseKeys | None,
+    ) -> DraftOut | None:
+        """Read the emitted tokens and draft `num_steps` tokens; None if a graph cannot.
+
+        The next draft overwrites the result.
+
+        Args:
+            kept: the emitted tokens, with their states.
+            newest: by depth, outputs [B, H] at each row's last pair; updated in place.
+            offsets: see `ChainInputs`.
+            num_steps: K.
+            settings: how tokens are chosen.
+            keys: noise keys; None to take the argmax.
+        """
+        cache, graphs, num_new = self._cache, self._cache.graphs, kept.token_ids.shape[1]
+        if graphs is None or not self._graphs.is_working or num_new > self._max_new:
+            return None
+        self._graphs.bind_to(graphs)
+        width = width_for(max(cache.row_lens.on_host) + self._max_new + num_steps, cache.capacity)
+        if width not in self._seen:
+            self._seen[width] = torch.arange(width, device=self._padding.device)
+        new = self._put(graphs, kept, newest, keys)
+        keys_and_values = zip(
+            *(cache.buffers[layer] for layer in sorted(cache.buffers)), strict=True
+        )
+        choice = "greedy" if keys is None else settings._replace(eos_token_ids=None)
+        out: ChainOut | None = self._graphs.run_in_place(
+            f"chain, {choice}",
+            num_steps,
+            read_and_draft,
+            new,
+            offsets,
+            self._seen[width],
+            States(*keys_and_values),
+            self._parts,
+            num_steps,
+            settings,
+        )
+        if out is None:
+            return None
+        new.newest.copy_(out.newest)
+        cache.advance(kept.num_emitted.tolist())
+        return out.draft
+
+    def _put(
+        self,
+        graphs: dict[Hashable, Any],
+        kept: Kept,
+        newest: dict[int, Tensor],
+        keys: NoiseKeys | None,
+    ) -> NewPairs:
+        """Copy the inputs of a round to their addresses."""
+        num_new, states = kept.token_ids.shape[1], kept.hidden_states
+        if states is None:
+            raise RuntimeError("a chain reads hidden states, got none")
+        numbers = (*self._cache.row_lens.summands(), *(keys or ()))  # each [B]
+        rows = [kept.token_ids.T, self._padding[num_new:], *(row[None] for row in numbers)]
+        key = "new pairs", len(numbers)
+        if key not in graphs:
+            weight, (batch_size, _, width) = newest[0], states.shape
+            made = NewPairs(
+                torch.cat(rows),
+                weight.new_zeros(batch_size, self._max_new, width),
+                torch.stack([newest[depth] for depth in sorted(newest)]),
+            )
+            owner = Owner()
+            for tensor in made:
+                fix(tensor, owner)
+            graphs[key] = made, owner
+        new: NewPairs = graphs[key][0]
+        torch.cat(rows, out=new.numbers)
+        new.states[:, :num_new].copy_(states)
+        for depth, fixed in enumerate(new.newest.unbind()):
+            if newest[depth].data_ptr() != fixed.data_ptr():
+                fixed.copy_(newest[depth])
+                newest[depth] = fixed
+        return new
