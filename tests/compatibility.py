@@ -58,8 +58,9 @@ Every argument and field of `generate()`, for an enabled model with a draft sour
 `verifier="coupled"` and `do_sample=True`. [What is supported](supported.md) is the short version.
 
 - *supported*: the text equals plain decoding's, or, with sampling, has its distribution.
-- *not supported*: raises the error in the last column, before the first forward of the decoder.
-- *no effect*: changes nothing, in plain decoding neither.
+- *not supported*: raises the error in the last column, before the first forward of the decoder. If
+  the draft source comes from `enable()`, the call decodes plainly and warns once instead.
+- *no effect*: changes nothing, as in plain decoding.
 """
 MODELS = """\
 ## Model families
