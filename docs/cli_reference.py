@@ -1,11 +1,15 @@
 """Reference of the command line as Markdown, made from the program when pages are built."""
 
 import inspect
+import re
 from typing import Any
 
 from typer.main import get_command
 
 from hf_speculate.tools.cli.main import app
+
+# Options and names in help texts, as code: a plain `--` becomes a dash.
+NAME = re.compile(r"--[a-z][a-z-]*|\b[a-z]\w*_\w+(?:\.json)?\b")
 
 
 def reference(program: Any = app, name: str = "hf-speculate") -> str:
@@ -60,7 +64,8 @@ def _default(option: Any) -> str:
 
 
 def _text(words: str | None) -> str:
-    return " ".join((words or "").split()).replace("|", "\\|").replace("<", "&lt;")
+    line = " ".join((words or "").split()).replace("|", "\\|").replace("<", "&lt;")
+    return NAME.sub(r"`\g<0>`", line)
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -29,6 +29,7 @@ myst_heading_anchors = 3
 
 # Docstrings write `code` in single backticks, and a paper as "Source:".
 default_role = "literal"
+smartquotes_action = "D"  # dashes only: values such as "auto" stay as typed
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False  # "Returns: Ids [B, K], ..." begins with words, not with a type
