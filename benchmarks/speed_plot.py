@@ -17,9 +17,10 @@ from _harness import RESULTS, ROOT, read_results
 
 PICTURES = ROOT / "docs" / "pictures"
 FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
-LEFT, PANEL, GAP, BAR, LINE, TOP, MARGIN = 216, 264, 36, 18, 30, 64, 56
+LEFT, GAP, BAR, LINE, TOP, MARGIN = 176, 36, 18, 30, 92, 64
 PANELS = tuple((kind, length) for length in (64, 128) for kind in readme_tables.TASK_KINDS)
 NUM_COLUMNS = 2
+TITLE, SETTING = "Speed over plain generate()", "SmolLM2, prompt lookup"
 MAX_SHOWN = 2.0  # speed-up at the right end of a panel; longer ranges end in an arrow
 
 
@@ -28,26 +29,27 @@ class Method(NamedTuple):
 
     label: str
     name: str  # name in the results
-    colour: str  # colour from the Okabe-Ito palette, or grey for plain decoding
+    colour: str  # Okabe-Ito palette, darkened for white labels, or grey for plain decoding
 
 
 class Theme(NamedTuple):
-    """Colours of text and lines."""
+    """Colours of text and lines, and of the page behind them."""
 
     text: str
     faint: str
     line: str
+    page: str
 
 
 METHODS = (
     Method("plain generate()", ten_tasks.PLAIN, "#8a8f98"),
-    Method("transformers, K = 5", ten_tasks.PEERS[0], "#D55E00"),
+    Method("transformers, K = 5", ten_tasks.PEERS[0], "#c45400"),
     Method("transformers, K = 10", ten_tasks.PEERS[1], "#9c4400"),
     Method("hf_speculate, default", "ours, lookup", "#0072B2"),
 )
 THEMES = {
-    "light": Theme(text="#1f2328", faint="#59636e", line="#d1d9e0"),
-    "dark": Theme(text="#f0f6fc", faint="#9198a1", line="#3d444d"),
+    "light": Theme(text="#1f2328", faint="#59636e", line="#d1d9e0", page="#ffffff"),
+    "dark": Theme(text="#f0f6fc", faint="#9198a1", line="#3d444d", page="#0d1117"),
 }
 
 
@@ -61,8 +63,13 @@ class Layout(NamedTuple):
         return 1 if self.is_narrow else NUM_COLUMNS
 
     @property
+    def panel_width(self) -> int:
+        """Width at which letters stay readable on a phone, or in a column of text."""
+        return 220 if self.is_narrow else 264
+
+    @property
     def width(self) -> float:
-        return LEFT + self.num_columns * (PANEL + MARGIN) + (self.num_columns - 1) * GAP
+        return LEFT + self.num_columns * (self.panel_width + MARGIN) + (self.num_columns - 1) * GAP
 
     @property
     def bottom(self) -> float:
@@ -72,7 +79,7 @@ class Layout(NamedTuple):
     def origin(self, number: int) -> tuple[float, float]:
         """Return the left end and the upper shift of a panel's bars."""
         row, column = divmod(number, self.num_columns)
-        return LEFT + column * (PANEL + MARGIN + GAP), row * (LINE * len(METHODS) + GAP)
+        return LEFT + column * (self.panel_width + MARGIN + GAP), row * (LINE * len(METHODS) + GAP)
 
 
 LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
@@ -81,14 +88,14 @@ LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
 def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
     """Return an SVG with one panel for the tasks that copy and one for the questions."""
     lines = sources_of(results["environment"])
-    lines = lines if layout.is_narrow else ["; ".join(lines)]
+    lines = lines if layout.is_narrow else ["; ".join(lines[:2]), *lines[2:]]
     height = layout.bottom + 16 * len(lines)
     size = f'viewBox="0 0 {layout.width} {height}" width="{layout.width}" height="{height}"'
-    title = "Speed over plain generate(): SmolLM2, prompt lookup"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>',
-        f"<title>{title}</title>",
-        text(16, 24, title, theme.text, 'font-size="16" font-weight="600"'),
+        f"<title>{TITLE}: {SETTING}</title>",
+        text(16, 24, TITLE, theme.text, 'font-size="16" font-weight="600"'),
+        text(16, 45, SETTING, theme.faint, 'font-size="14"'),
     ]
     for number, (kind, length) in enumerate(PANELS):
         left, shift = layout.origin(number)
@@ -100,7 +107,7 @@ def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
         spreads = ten_tasks.spreads_of(results["rows"], length, kind)
         parts.append(f'<g transform="translate(0 {shift})">')
         name = f"{readme_tables.TASK_KINDS[kind]}, {length} new tokens"
-        parts += [*panel(left, name, spreads, theme), "</g>"]
+        parts += [*panel(left, layout.panel_width, name, spreads, theme), "</g>"]
     for number, words in enumerate(lines):
         parts.append(text(16, layout.bottom + 16 * number, words, theme.faint, 'font-size="12"'))
     return "\n".join([*parts, "</svg>", ""])
@@ -117,12 +124,19 @@ def sources_of(environment: dict[str, Any]) -> list[str]:
 
 
 def panel(
-    start: float, title: str, spreads: dict[str, tuple[float, float, float]], theme: Theme
+    start: float,
+    width: float,
+    title: str,
+    spreads: dict[str, tuple[float, float, float]],
+    theme: Theme,
 ) -> list[str]:
     """Return the bars for one kind of task."""
-    scale = PANEL / MAX_SHOWN
+
+    def position(speed: float) -> float:
+        return start + min(speed, MAX_SHOWN) * width / MAX_SHOWN
+
     bottom = TOP + LINE * len(METHODS) - (LINE - BAR) + 6
-    plain_x = start + scale
+    plain_x = position(1)
     dashes = f'stroke="{theme.line}" stroke-dasharray="3 3"'
     parts = [
         text(start, TOP - 14, title, theme.text, 'font-size="14" font-weight="600"'),
@@ -132,7 +146,7 @@ def panel(
         middle_speed, least, greatest = spreads[method.name]
         top = TOP + LINE * number
         middle = top + BAR / 2
-        end = start + middle_speed * scale
+        end = position(middle_speed)
         parts.append(
             f'<rect x="{start}" y="{top}" width="{end - start:.1f}" height="{BAR}" rx="2" '
             f'fill="{method.colour}"/>'
@@ -142,7 +156,7 @@ def panel(
         if greatest == least:
             parts.append(text(end + 6, middle + 4.5, label, theme.text, bold))
             continue
-        left, right = start + least * scale, start + min(greatest, MAX_SHOWN) * scale
+        left, right = position(least), position(greatest)
         path = f"M{left:.1f} {middle - 4}v8M{left:.1f} {middle}H{right:.1f}"
         if greatest > MAX_SHOWN:  # the label is inside the bar
             path += "m-5 -4l5 4l-5 4"
@@ -152,7 +166,11 @@ def panel(
         else:
             path += f"M{right:.1f} {middle - 4}v8"
             parts.append(text(max(end, right) + 6, middle + 4.5, label, theme.text, bold))
-        parts.append(f'<path d="{path}" stroke="{theme.text}" stroke-width="1.2" fill="none"/>')
+        # A wider line in the page's colour sets the range off from its bar.
+        for colour, stroke_width in ((theme.page, 3.2), (theme.text, 1.4)):
+            parts.append(
+                f'<path d="{path}" stroke="{colour}" stroke-width="{stroke_width}" fill="none"/>'
+            )
     return parts
 
 
