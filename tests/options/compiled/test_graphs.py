@@ -128,8 +128,7 @@ def test_a_head_reads_the_states_of_graphs(backend: Any, tmp_path: Path) -> None
     eager_ids, eager = decode(target, inputs, assistant_model=head, speculation_graphs="off")
     assert_equal_ids(eager_ids, ids)
     assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
-    assert (stats.graphed, stats.fallbacks) == (["target"], [])
-    assert backend.num_replays == stats.num_batch_rounds
+    assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
     assert stats.draft_lens == eager.draft_lens  # wrong states would draft other tokens
     assert stats.accepted_per_position == eager.accepted_per_position
 
