@@ -215,7 +215,7 @@ def print_summary(tallies: Tallies, is_reliable: bool) -> None:
     if gains[True] and is_reliable:
         print(f"Gained: {'; '.join(gains[True])}.")
     if gains[False] and is_reliable:
-        print(f"Nothing to be gained here: {'; '.join(gains[False])}.")
+        print(f"hf_speculate did not gain: {'; '.join(gains[False])}.")
 
 
 def print_text(

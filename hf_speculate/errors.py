@@ -64,6 +64,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+# Names in other libraries -> ours.
+_ALIASES = {
+    "assistant": "assistant_model",
+    "draft": "assistant_model",
+    "draft_model": "assistant_model",
+    "num_draft_tokens": "num_assistant_tokens",
+    "num_speculative_tokens": "num_assistant_tokens",
+    "typical_threshold": "posterior_threshold",
+}
+
+
 def shown(names: Collection[str]) -> str:
     """List the first three names and count the rest."""
     first = ", ".join(sorted(names)[:_NUM_NAMED])
@@ -72,6 +83,8 @@ def shown(names: Collection[str]) -> str:
 
 def nearest_name(name: str, names: Collection[str]) -> str | None:
     """Return the closest name to a mistyped one; None if no name is similar."""
+    if _ALIASES.get(name) in names:
+        return _ALIASES[name]
     return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=_NEAR)), None)
 
 

@@ -147,11 +147,15 @@ def test_speedup_compares_the_call_with_plain_steps_of_its_rows():
     assert "not measured (no call of this type has taken a plain step yet)" in stats.headline
     stats.earlier_plain_step_s_by_rows = {3: [9.0, 0.75]}
     assert stats.headline == (
-        "about 4.30x the speed of plain decoding (estimated from 2 plain steps, 2 of earlier calls)"
+        "about 4.3x the speed of plain decoding "
+        "(estimated from only 2 plain steps, 2 of earlier calls)"
     )
     stats.earlier_plain_step_s_by_rows = {}
     stats.add_plain_step(0.75, num_rows=3)
-    assert stats.headline == "about 1.00x the speed of plain decoding (estimated from 1 plain step)"
+    assert (
+        stats.headline
+        == "about 1.0x the speed of plain decoding (estimated from only 1 plain step)"
+    )
     stats.add_plain_step(2.0, num_rows=3)
     stats.add_plain_step(1.0, num_rows=3)
     stats.add_plain_step(0.5, num_rows=1)
@@ -169,7 +173,7 @@ def test_stats_print_readable_text():
     stats = full_stats()
     stats.num_host_syncs, stats.num_user_host_syncs, stats.lock_step = 3, 1, True
     assert str(stats).splitlines() == [
-        "about 1.40x the speed of plain decoding (estimated from 1 plain step)",
+        "about 1.4x the speed of plain decoding (estimated from only 1 plain step)",
         "target forwards: 3 after the prompt, plain decoding 6",
         "mean acceptance length: 2.33 (7 tokens in 3 rounds)",
         "acceptance rate: 0.667 (4 of 6 drafted tokens)",
@@ -186,7 +190,7 @@ def test_stats_print_readable_text():
         "fallback: a <b> & c",
     ]
     assert stats.summary() == (
-        "about 1.40x the speed of plain decoding (estimated from 1 plain step); greedy "
+        "about 1.4x the speed of plain decoding (estimated from only 1 plain step); greedy "
         "verification: "
         "7 tokens in 3 rounds, 3 target forwards (plain 6), mean acceptance length 2.33, "
         "acceptance rate 0.667, "
@@ -258,7 +262,7 @@ def test_first_call_of_a_type_measures_a_plain_step():
     for batch_size, first in ((1, 0), (1, 3), (2, 0), (2, 3), (1, 3)):
         stats, _ = long_call(target, draft, batch_size)
         assert stats.draft_lens[:2] == [first, 3]
-        assert f"{stats.speedup:.2f}x the speed" in stats.headline
+        assert f"{stats.speedup:.1f}x the speed" in stats.headline
     assert "of earlier calls" in stats.headline
     assert_equal_ids(long_call(target, draft, 2, num_assistant_tokens=2)[1], expected)
 

@@ -37,6 +37,7 @@ from hf_speculate.generation.request import (
     hide_settings,
     name_cache,
     read_request,
+    samples,
     source_arguments,
     speculative_request,
     take_over_all,
@@ -45,6 +46,7 @@ from hf_speculate.generation.undrafted import (
     Undrafted,
     WithoutPrompt,
     add_tokenizer,
+    seeded,
     undrafted_config,
 )
 from hf_speculate.models.text_decoder import unwrapped
@@ -185,7 +187,8 @@ def _generate(
     try:
         request = read_request(model, plain, args, kwargs, saved, clock)
         if isinstance(request, Undrafted):
-            plain_output = plain(*args, **kwargs)
+            with seeded(request.config, model.device, samples=request.samples):
+                plain_output = plain(*args, **kwargs)
             request.report(request.stats)
             return plain_output
         decoding = SpeculativeDecoding(request, clock)
@@ -224,7 +227,9 @@ def _decode_without_source(
     """
     call, positional_names = bind(plain, args, kwargs)
     sources = getattr(model, "draft_sources", SOURCES)
-    config = undrafted_config(model, call)
+    undrafted = Undrafted.of(
+        undrafted_config(model, call), refusal, samples=samples(model, plain, call)
+    )
     add_tokenizer(model, call, call)
     for name in OUR_FIELDS & call.keys():
         del call[name]
@@ -233,8 +238,8 @@ def _decode_without_source(
     hide_settings(model, call, sources)
     if has_prompt and call.get("streamer") is not None:
         call["streamer"] = WithoutPrompt(call["streamer"])
-    undrafted = Undrafted.of(config, refusal)
-    output: GenerateOutput | Tensor = call_by_name(plain, call, positional_names)
+    with seeded(undrafted.config, model.device, samples=undrafted.samples):
+        output: GenerateOutput | Tensor = call_by_name(plain, call, positional_names)
     undrafted.report(undrafted.stats)
     return output
 

@@ -3,7 +3,6 @@
 import importlib
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
@@ -15,6 +14,7 @@ from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.errors import warn_user
+from hf_speculate.generation.undrafted import seeded
 from hf_speculate.models.foreign_code import described
 from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.stats import SpeculationStats
@@ -59,17 +59,7 @@ def decode_plainly(
     """Decode in transformers' own loop with the call's own cache."""
     stats.plan = f"Plan(drafter: none; {stats.fallbacks[-1]})"
     options = {**call.model_kwargs, "streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
-    device, seeds = call.prompts.input_ids.device, None
-    if call.do_sample and (call.config.seed is not None or call.config.generator is not None):
-        seeds = call.config.row_seeds(call.batch_size, do_sample=True)
-    devices = (
-        [device.index or 0] if seeds is not None and device.type not in ("cpu", "meta") else []
-    )
-    with torch.random.fork_rng(
-        devices, enabled=seeds is not None, device_type=device.type if devices else "cuda"
-    ):
-        if seeds is not None:
-            torch.manual_seed(int(seeds.sum()))
+    with seeded(call.config, call.prompts.input_ids.device, samples=call.do_sample):
         plain = logits_processor, stopping_criteria, call.generation_config
         output: Any = plain_decoding(call.target, call.prompts.input_ids, plain, **options)
     if call.static_cache is not None:

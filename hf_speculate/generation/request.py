@@ -30,7 +30,7 @@ from hf_speculate.draft.source import SOURCES, DraftSource, find_source, is_set
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
-from hf_speculate.generation.defaults import Defaults
+from hf_speculate.generation.defaults import Defaults, value_in
 from hf_speculate.generation.undrafted import Undrafted, add_tokenizer, stats_of
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models, check_weights
@@ -128,7 +128,10 @@ def read_request(
     if isinstance(call.get("custom_generate"), str):
         # the repository's function calls `generate` again
         return Undrafted.of(SpeculationConfig())
+    names_verifier = value_in(call, "verifier") is not None
     found = find_source_of(model, plain, call, saved)
+    if names_verifier and found.is_default:  # an error of the call, not of the defaults
+        check_verifier(found.config.resolve(do_sample=samples(model, plain, call)))
     if found.source is not None:
         with refusals(found.is_default):
             check_row_lists(model, plain, call, found.config)
@@ -137,7 +140,7 @@ def read_request(
     for name in OUR_FIELDS & kwargs.keys():
         del kwargs[name]
     add_tokenizer(model, call, kwargs)
-    return Undrafted.of(found.config)
+    return Undrafted.of(found.config, samples=samples(model, plain, call))
 
 
 def call_by_name(

@@ -1,24 +1,50 @@
-"""Prepare calls without a draft source: statistics, tokenizer and streamer."""
+"""Prepare calls without a draft source: statistics, seed, tokenizer and streamer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.generation.config_sources import fields_of, read_config
 from hf_speculate.generation.defaults import Defaults, is_nested, value_in
 from hf_speculate.stats import SpeculationStats
 
+_KEPT = ("speculation_stats", "seed", "generator")
+
 
 def undrafted_config(model: PreTrainedModel, call: Mapping[str, Any]) -> SpeculationConfig:
-    """Return the settings of a call without a draft source: only `speculation_stats`."""
+    """Return the settings that also apply without a draft source: statistics and the seed."""
     if is_nested():
         return SpeculationConfig()
-    given = value_in(call, "speculation_stats")
-    given = Defaults.of(model).values.get("speculation_stats") if given is None else given
-    return SpeculationConfig(speculation_stats=given)
+    defaults = Defaults.of(model).values
+    own = {name: value_in(call, name) for name in _KEPT}
+    sources = own, defaults, fields_of(model.generation_config)
+    return read_config(
+        {name: source[name] for name in _KEPT if source.get(name) is not None} for source in sources
+    )
+
+
+@contextmanager
+def seeded(config: SpeculationConfig, device: torch.device, *, samples: bool) -> Iterator[None]:
+    """Seed torch's random numbers from the settings in the block; restore them after it.
+
+    An int seed has the effect of `torch.manual_seed`. Of a list, the rows share one seed.
+    """
+    if not samples or (config.seed is None and config.generator is None):
+        yield
+        return
+    seeds = config.row_seeds(
+        len(config.seed) if isinstance(config.seed, Sequence) else 1, do_sample=True
+    )
+    devices = [] if device.type in ("cpu", "meta") else [device.index or 0]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(int(seeds.sum()))
+        yield
 
 
 def add_tokenizer(
@@ -49,18 +75,19 @@ class WithoutPrompt(BaseStreamer):
 
 
 class Undrafted(NamedTuple):
-    """A call without a draft source.
-
-    It holds the statistics and a callback that receives them after the call.
-    """
+    """A call without a draft source."""
 
     stats: SpeculationStats
-    report: Callable[[SpeculationStats], object]
+    report: Callable[[SpeculationStats], object]  # receives the statistics after the call
+    config: SpeculationConfig
+    samples: bool = False  # whether the call may sample
 
     @classmethod
-    def of(cls, config: SpeculationConfig, refusal: str = "") -> "Undrafted":
+    def of(
+        cls, config: SpeculationConfig, refusal: str = "", *, samples: bool = False
+    ) -> "Undrafted":
         """Return empty statistics with the reason if a draft source was rejected."""
-        undrafted = cls(*stats_of(config))
+        undrafted = cls(*stats_of(config), config, samples)
         undrafted.stats.has_draft_source = False
         if refusal:
             undrafted.stats.add_fallback(f"plain decoding: {refusal}")

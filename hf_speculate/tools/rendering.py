@@ -7,12 +7,15 @@ from hf_speculate.errors import counted
 from hf_speculate.stats import SpeculationStats
 
 _NOTHING_DRAFTED = "nothing was drafted"
+_REFUSED = "plain decoding: "  # beginning of the reason why the draft source is not used
+_FEW_STEPS = 8  # with fewer plain steps, the estimate may be off by half
 
 
 def headline(stats: SpeculationStats) -> str:
     """Return the estimated speed-up over plain decoding, or the reason why there is none."""
     if not stats.has_draft_source:
-        return "plain decoding: no draft source"
+        refusals = (reason for reason in stats.fallbacks if reason.startswith(_REFUSED))
+        return next(refusals, "plain decoding: no draft source")
     if not stats.num_rounds:
         return "no token was decoded after the prompt"
     if (speedup := stats.speedup) is None:
@@ -25,6 +28,8 @@ def headline(stats: SpeculationStats) -> str:
     steps = counted(num_steps, "plain step") + (
         f", {num_earlier} of earlier calls" if num_earlier > 0 else ""
     )
+    if num_steps < _FEW_STEPS:
+        return f"about {speedup:.1f}x the speed of plain decoding (estimated from only {steps})"
     return f"about {speedup:.2f}x the speed of plain decoding (estimated from {steps})"
 
 

@@ -88,7 +88,7 @@ def test_speedups_are_reported_by_kind(demo, import_example, capsys):
         f"tasks that copy text, 4 prompts at once: 2.00x {peer} row by row: 0.50x.",
         f"plain questions, 1 prompt: 1.00x {peer} 0.50x.",
         "Gained: tasks that copy text, 1 prompt; tasks that copy text, 4 prompts at once.",
-        "Nothing to be gained here: plain questions, 1 prompt.",
+        "hf_speculate did not gain: plain questions, 1 prompt.",
     ]
     report.print_summary(tallies, is_reliable=report.print_table(tallies, probes_s=[1.0, 9.0]))
     said = capsys.readouterr().out

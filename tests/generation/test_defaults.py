@@ -249,8 +249,38 @@ def test_unsupported_call_decodes_plainly_with_one_warning(models, options, monk
         assert after.pieces == 2 * before.pieces
     assert [call.has_draft_source for call in calls] == [False, False]
     assert all(call.fallbacks[0].startswith("plain decoding: ") for call in calls)
+    assert calls[-1].headline == calls[-1].fallbacks[0]
     with pytest.raises(UnsupportedGenerationError):
         target.generate(**inputs, **N, **options, assistant_model=draft)
+
+
+def test_invalid_verifier_in_a_call_is_an_error_also_with_an_enabled_draft(models):
+    target, draft = models
+    hf_speculate.enable(target, draft, **K)
+    for options in ({"verifier": "exact"}, {"verifier": "greedy", "do_sample": True}):
+        with pytest.raises(ConfigError, match="verifier"):
+            target.generate(**ragged_prompts(1), **N, **options)
+
+
+@pytest.mark.fallback("plain decoding: ")
+def test_seed_repeats_plain_texts_and_leaves_the_generator_of_torch(models):
+    target, draft = models
+    sampled = {**ragged_prompts(2), **N, "do_sample": True}
+    torch.manual_seed(5)
+    expected = target.generate(**sampled)
+    calls = [lambda **seed: target.generate(**sampled, **seed)]
+    hf_speculate.enable(target)
+    assert_equal_ids(expected, calls[0](seed=5))
+    hf_speculate.enable(target, draft, **K)
+    calls.append(lambda **seed: target.generate(**sampled, **seed, use_cache=False))
+    with hf_speculate.plain(target):
+        assert_equal_ids(expected, calls[0](seed=5))
+        assert_equal_ids(expected, calls[0](generation_config=GenerationConfig(seed=5)))
+    assert_equal_ids(expected, calls[1](seed=5))
+    state = torch.get_rng_state()
+    first, second = (calls[1](generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert_equal_ids(first, second)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def refuse(*args, **kwargs):
