@@ -20,12 +20,12 @@ PAIR = ROOT / "examples" / "pair"
 FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md")
 # Models on the Hub named by pages, and the bundled models that replace them.
 STAND_INS = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "target",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "draft",
     "Qwen/Qwen3-8B": "target",
     "Qwen/Qwen3-0.6B": "draft",
-    "meta-llama/Llama-3.1-8B-Instruct": "target",
-    "meta-llama/Llama-3.2-1B-Instruct": "draft",
 }
+# Chat template for the bundled tokenizer, which has none.
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # model cards leave the names of models open
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))
 # Blocks that need the reader's head or assistant, a server, or a library. Blocks that need a
@@ -76,6 +76,8 @@ def run_blocks(page: str) -> Iterator[str]:
         torch.manual_seed(0)
         for name, folder in STAND_INS.items():
             code = code.replace(f'"{name}"', f'"{(PAIR / folder).as_posix()}"')
+        if "apply_chat_template" in code:
+            names["tokenizer"].chat_template = TEMPLATE
         try:
             exec(compile(code, f"{page}, block {number}", "exec"), names)
         except hf_speculate.MissingExtraError as error:
