@@ -9,7 +9,7 @@ from typer.main import get_command
 from hf_speculate.tools.cli.main import app
 
 # Options and names in help texts, as code: a plain `--` becomes a dash.
-NAME = re.compile(r"--[a-z][a-z-]*|\b[a-z]\w*_\w+(?:\.json)?\b")
+NAME = re.compile(r"--[a-z][a-z-]*|\b[a-z]\w*_\w+(?:\.json)?\b|\b[A-Z]\w+Config\b")
 
 
 def reference(program: Any = app, name: str = "hf-speculate") -> str:
