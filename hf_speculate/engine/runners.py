@@ -1,12 +1,11 @@
 """Runners: choose how the forwards of a call's models run, which is eagerly by default."""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.compat import compile_config_of
@@ -48,6 +47,9 @@ class Runners:
     graphed: tuple[str, ...] = ()  # models that run from device graphs, "target" or "draft"
     coded: tuple[str, ...] = ()  # models in `graphed` that earlier calls have compiled
     reasons: tuple[str, ...] = ()  # why parts run eagerly instead of compiled or captured
+    # Draft lengths K, ascending. Without dynamic sizes, other lengths are rounded up to one of
+    # these.
+    lens: tuple[int, ...] = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -74,18 +76,14 @@ class Runners:
         """Return the compiled or captured model; None if its forwards run eagerly."""
         return None
 
-    def head_graphs(self, network: nn.Module, shared: Sequence[Tensor]) -> Any | None:
+    def head_graphs(self, network: nn.Module, key: Hashable) -> Any | None:
         """Return the device graphs of a draft head's network; None if it drafts eagerly.
 
         Args:
             network: the head's network.
-            shared: tensors of other modules that the network reads.
+            key: changes if the parts of other modules that the network reads have changed.
         """
         return None
-
-    def even_columns(self, num_columns: int, device: torch.device) -> int:
-        """Round a number of columns up, so that calls of similar length share their buffers."""
-        return num_columns
 
     def at_end(self, function: Callable[[], None]) -> None:
         """Call a function when the call has ended or failed."""

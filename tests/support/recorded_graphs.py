@@ -158,14 +158,18 @@ class RecordedGraphs:
 def overwrite(outputs: Any) -> None:
     """Fill the tensors in nested lists and tuples with NaN, or with ids that no model has."""
     for output in tree_flatten(outputs)[0]:
-        if isinstance(output, Tensor):
+        if isinstance(output, Tensor) and output.dtype == torch.bool:
+            output.logical_not_()
+        elif isinstance(output, Tensor):
             output.fill_(torch.nan if output.is_floating_point() else torch.iinfo(output.dtype).max)
 
 
 def spoil(outputs: Any) -> None:
     """Change the tensors in nested tuples."""
     for output in tree_flatten(outputs)[0]:
-        if isinstance(output, Tensor):
+        if isinstance(output, Tensor) and output.dtype == torch.bool:
+            output.logical_not_()
+        elif isinstance(output, Tensor):
             output.add_(1)
 
 

@@ -4,7 +4,7 @@ import itertools
 import pkgutil
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,6 +153,23 @@ def _drop_workspaces() -> None:
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # CPU builds lack it
 
 
+def weights_key(*modules: nn.Module) -> Hashable:
+    """Return a key that changes if graphs that read the modules must not be replayed."""
+    return tuple(
+        (
+            module.training,
+            forward_hook_ids(module),
+            tuple(map(tensor_key, (*parameters_of(module), *module.buffers()))),
+        )
+        for module in modules
+    )
+
+
+def tensor_key(tensor: Tensor) -> Hashable:
+    """Return a key of the memory and the type of a tensor."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
+
+
 class _Recorded(NamedTuple):
     inputs: list[Tensor]  # read by the graph
     sources: list[Tensor | None]  # the last tensor copied to each input
@@ -182,15 +199,13 @@ class Graphing(Runner):
         units: CompiledUnits,
         on_failure: Callable[[str], None],
         is_tried: bool,
-        shared: Sequence[Tensor] = (),  # tensors outside the model that functions read
+        key: Hashable = None,  # changes if graphs of other modules must not be replayed
     ):
         super().__init__(model, units, on_failure)
         # whether graphs are compared with eager forwards, and only used if faster
         self._is_tried = is_tried
         self.called: nn.Module | CodedModel = model  # the model argument of functions
-        weights = (*parameters_of(model), *model.buffers(), *shared)
-        addresses = tuple(tensor.data_ptr() for tensor in weights)
-        self._weights: Hashable = model.training, forward_hook_ids(model), addresses
+        self._weights: Hashable = weights_key(model), key
         self._graphs: dict[Hashable, Any] = {}
         # owners of the fixed tensors read last, by function and shapes
         self._owners: dict[Hashable, frozenset[OwnerRef]] = {}

@@ -1,13 +1,13 @@
 """Select forwards to run compiled or from graphs, with the reasons for excluding others."""
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.cache.ragged_layer import even_capacity
@@ -53,9 +53,6 @@ class CompiledRunners(Runners):
     """The compiled and graphed forwards of a call, with their fixed buffers."""
 
     is_static: bool = False  # whether buffers never grow
-    # Draft lengths K, ascending. Without dynamic sizes, other lengths are rounded up to one of
-    # these.
-    lens: tuple[int, ...] = ()
     min_columns: int = 0  # minimum number of columns in the buffers
     is_tried: bool = False  # see `GraphPlan`
     # called with the part and the reason if the part falls back to eager forwards
@@ -120,20 +117,15 @@ class CompiledRunners(Runners):
             step_lens if "draft" in self.graphed else (),
         )
 
-    def head_graphs(self, network: nn.Module, shared: Sequence[Tensor]) -> Any | None:
+    def head_graphs(self, network: nn.Module, key: Hashable) -> Any | None:
         if "target" not in self.graphed:
             return None
         units, fail = CompiledUnits.of(network), partial(self.on_failure, "draft")
-        graphs = pkgutil.resolve_name(_GRAPHING)(network, units, fail, self.is_tried, shared)
+        graphs = pkgutil.resolve_name(_GRAPHING)(network, units, fail, self.is_tried, key)
         failure = units.failures.get(graphs.failure_key)
         if failure is not None:
             graphs.give_up(failure)
         return graphs
-
-    def even_columns(self, num_columns: int, device: torch.device) -> int:
-        if device.type == "cuda":
-            return even_capacity(num_columns)
-        return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
 
     def at_end(self, function: Callable[[], None]) -> None:
         self._at_end.append(function)
@@ -152,7 +144,14 @@ class CompiledRunners(Runners):
         num_columns = (
             max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
         )
-        return self.even_columns(num_columns, device)
+        return even_columns(num_columns, device)
+
+
+def even_columns(num_columns: int, device: torch.device) -> int:
+    """Round a number of columns up, so that calls of similar length share their buffers."""
+    if device.type == "cuda":
+        return even_capacity(num_columns)
+    return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
 
 
 def make_runners(

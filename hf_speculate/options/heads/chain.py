@@ -23,7 +23,6 @@ from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
 from hf_speculate.models.inferencer import Chosen, joined
 from hf_speculate.models.runner import GRAPH_BACKENDS
-from hf_speculate.options.compiled.buffer_pool import BufferPool
 from hf_speculate.options.compiled.compilation import Compilation
 from hf_speculate.options.compiled.drafter import sent
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_for
@@ -180,12 +179,18 @@ def chain_steps(
     num_steps: int,
     settings: DraftSettings,
     keys: NoiseKeys | None,
-) -> Chosen:
-    """Draft tokens one after another; take the argmax if there are no noise `keys`."""
+) -> tuple[Chosen, Tensor]:
+    """Draft tokens one after another; take the argmax if there are no noise `keys`.
+
+    The second result is whether the last token was chosen from finite logits, [B] bool.
+    """
     vocabulary = parts.vocabulary
+    last_logits = inputs.outputs[0]
     drafted: list[Chosen] = []  # dynamo cannot trace list[Chosen]()
 
     def choose(logits: Tensor) -> Tensor:
+        nonlocal last_logits
+        last_logits = logits
         if keys is None:
             greedy = choose_step(vocabulary.cut(logits), None, settings)
             chosen = greedy._replace(token_ids=vocabulary.ids(greedy.token_ids))
@@ -196,7 +201,7 @@ def chain_steps(
         return chosen.token_ids[:, 0]
 
     draft_chain(network, inputs.outputs, parts, num_steps, choose, pairs_over(network, inputs))
-    return joined(drafted)
+    return joined(drafted), last_logits.amax(dim=-1).isfinite()
 
 
 def pairs_over(network: ChainNetwork, inputs: ChainInputs) -> PairsAt:
@@ -232,6 +237,8 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         if self._media is not None:
             self.hidden_layers = (*spec.hidden_layers, FIRST_INPUT)
         self._graphs: ChainGraphs | None = None
+        # [B] bool, see `has_numbers`; None if the last draft was eager
+        self._has_numbers: Tensor | None = None
         self._compilation: Compilation | None = None
         self._compiled_lens: tuple[int, ...] = ()
         request = setup.compilation
@@ -253,52 +260,51 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.is_compiled = self._compilation.is_working
             # for the whole call
             self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)
+        samples = setup.config.draft_sampling == "sample"
         self.can_capture = (
             self._compilation is None
+            and self._media is None
             and self.device == setup.target.device
             and self.device.type in GRAPH_BACKENDS
-            and (self.chooser.is_plain or bool(self.chooser.warp_alone()))
+            and (self.chooser.is_plain or (samples and bool(self.chooser.warp_alone())))
         )
 
     def capture(self, setup: DrafterSetup, runners: "Runners") -> None:
         if not self.can_capture:
             return
-        graphs = runners.head_graphs(self.network, self.parts.tensors)
-        if graphs is None or not graphs.is_working or runners.max_query is None:
-            return
-        # for the whole call; each round reads and drafts at most `max_query` tokens
-        num_columns = setup.max_length + 2 * runners.max_query + UNREAD_COLUMNS
-        self.cache.take_from(
-            BufferPool.of(self.network), runners.even_columns(num_columns, self.device)
-        )
-        runners.at_end(self.cache.release)
-        self._graphs = importlib.import_module(_GRAPHS).ChainGraphs(self, graphs, runners.max_query)
+        option = importlib.import_module(_GRAPHS)
+        graphs = runners.head_graphs(self.network, option.parts_key(self.parts))
+        if graphs is not None and graphs.is_working:
+            self._graphs = option.ChainGraphs(self, graphs, runners.lens, setup.max_length)
+            runners.at_end(self.cache.release)
 
     def draft_captured(
         self, kept: Kept | None, num_draft_tokens: int, keys: NoiseKeys | None
     ) -> DraftOut | None:
+        self._has_numbers = None
+        if self._graphs is None or kept is None or not self.newest_outputs:
+            return None  # nothing has been read yet
         settings = self.chooser.settings
-        if keys is not None and not self.chooser.is_plain:
+        if not self.chooser.is_plain:
             settings = settings._replace(warp=self.chooser.warp_alone())
-        is_choice_captured = self.chooser.is_plain or bool(settings.warp)
-        if (
-            self._graphs is None
-            or kept is None
-            or not is_choice_captured
-            or not self.newest_outputs  # nothing has been read yet
-            or self._media is not None
-            or num_draft_tokens > _MAX_UNROLLED_STEPS
-        ):
-            return None
         offsets = None if self._axes is None else self._axes.offsets
-        draft = self._graphs.draft(
+        out = self._graphs.draft(
             kept, self.newest_outputs, offsets, num_draft_tokens, settings, keys
         )
-        if draft is None:
+        if out is None:
             return None
-        logits = draft.token_logits
-        self.chooser.last_logits = None if logits is None else logits[:, -1]
+        self._has_numbers, draft = out.has_numbers, out.draft
+        if draft.token_ids.shape[1] > num_draft_tokens:
+            logits, logsumexp = (
+                None if part is None else part[:, :num_draft_tokens]
+                for part in (draft.token_logits, draft.logsumexp)
+            )
+            lens = draft.lens.clamp_max(num_draft_tokens)
+            draft = DraftOut(draft.token_ids[:, :num_draft_tokens], lens, logits, logsumexp)
         return sent(draft, self._tokens_device)
+
+    def has_numbers(self) -> Tensor | None:
+        return super().has_numbers() if self._has_numbers is None else self._has_numbers
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
         self._read_chunks(new)
@@ -345,9 +351,13 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")
         axes = "" if offsets is None else ", axes"
         name = f"chain of {num_steps}, {'greedy' if keys is None else settings}{axes}"
-        return self._compilation.run(
+        result = self._compilation.run(
             name, chain_steps, inputs, self.parts, num_steps, settings, keys
         )
+        if result is None:
+            return None
+        chosen, self._has_numbers = result
+        return chosen  # type: ignore[no-any-return]
 
     def project_states(self, states: Tensor) -> Tensor:
         if self._media is None:

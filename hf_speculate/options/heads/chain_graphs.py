@@ -1,15 +1,17 @@
 """Draft chains from device graphs: one launch reads a round's pairs and drafts its tokens."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_speculate.draft.token_choice import DraftSettings, draft_of
+from hf_speculate.options.compiled.buffer_pool import BufferPool
 from hf_speculate.options.compiled.fixed_tensors import Owner, fix
-from hf_speculate.options.compiled.graphs import Graphing
-from hf_speculate.options.compiled.language_model import States, width_for
+from hf_speculate.options.compiled.graphs import Graphing, tensor_key, weights_key
+from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, States, width_for
+from hf_speculate.options.compiled.plan import even_columns
 from hf_speculate.options.heads.chain import (
     ChainInputs,
     ChainNetwork,
@@ -42,6 +44,7 @@ class ChainOut(NamedTuple):
 
     draft: DraftOut
     newest: Tensor  # [depths, B, H], outputs at each row's last true pair
+    has_numbers: Tensor  # [B] bool, whether the last token was chosen from finite logits
 
 
 def read_and_draft(
@@ -73,24 +76,41 @@ def read_and_draft(
         inputs.outputs,
     )
     inputs = inputs._replace(outputs=tuple(newest), ends=ends + lens)
-    chosen = chain_steps(network, inputs, parts, num_steps, settings, keys)
-    return ChainOut(draft_of([chosen], settings), torch.stack(newest))
+    chosen, has_numbers = chain_steps(network, inputs, parts, num_steps, settings, keys)
+    return ChainOut(draft_of([chosen], settings), torch.stack(newest), has_numbers)
+
+
+def parts_key(parts: TargetParts) -> Hashable:
+    """Return a key that changes if graphs that read the target's parts must not be replayed."""
+    ids = parts.vocabulary.target_ids
+    return weights_key(*parts.modules), None if ids is None else tensor_key(ids)
 
 
 class ChainGraphs:
-    """The device graphs of a chain drafter, one for each draft length and attention width.
+    """The device graphs of a chain drafter.
+
+    There is one for each draft length, attention width and kind of choice.
 
     Args:
-        drafter: the drafter, whose cache has fixed buffers.
+        drafter: the drafter, whose cache is empty.
         graphs: runs the graphs.
-        max_new: R, the largest number of new tokens per row that a graph reads.
+        lens: captured draft lengths, ascending; other lengths are rounded up.
+        max_length: maximum number of columns in the output of the call.
     """
 
-    def __init__(self, drafter: "ChainDrafter", graphs: Graphing, max_new: int):
-        self._graphs, self._max_new = graphs, max_new
+    def __init__(
+        self, drafter: "ChainDrafter", graphs: Graphing, lens: Sequence[int], max_length: int
+    ):
+        # R, the maximum number of new tokens per row that a graph reads
+        self._graphs, self._lens, self._max_new = graphs, lens, max(lens) + 1
+        # Each round reads and drafts at most R tokens.
+        num_columns = max_length + 2 * self._max_new + UNREAD_COLUMNS
+        drafter.cache.take_from(
+            BufferPool.of(drafter.network), even_columns(num_columns, drafter.device)
+        )
         self._network, self._parts, self._cache = drafter.network, drafter.parts, drafter.cache
         self._padding = torch.full(
-            (max_new, len(drafter.cache.row_lens.on_host)), -1, device=drafter.device
+            (self._max_new, len(drafter.cache.row_lens.on_host)), -1, device=drafter.device
         )
         self._seen: dict[int, Tensor] = {}
 
@@ -102,14 +122,14 @@ class ChainGraphs:
         num_steps: int,
         settings: DraftSettings,
         keys: NoiseKeys | None,
-    ) -> DraftOut | None:
-        """Read the emitted tokens and draft `num_steps` tokens; None if a graph cannot.
+    ) -> ChainOut | None:
+        """Read the emitted tokens and draft at least `num_steps` tokens; None if a graph cannot.
 
         The next draft overwrites the result.
 
         Args:
             kept: the emitted tokens, with their states.
-            newest: by depth, outputs [B, H] at each row's last pair; updated in place.
+            newest: by depth, outputs [B, H] at each row's last pair; replaced by the new ones.
             offsets: see `ChainInputs`.
             num_steps: K.
             settings: how tokens are chosen.
@@ -119,6 +139,7 @@ class ChainGraphs:
         if graphs is None or not self._graphs.is_working or num_new > self._max_new:
             return None
         self._graphs.bind_to(graphs)
+        num_steps = next(length for length in self._lens if length >= num_steps)
         width = width_for(max(cache.row_lens.on_host) + self._max_new + num_steps, cache.capacity)
         if width not in self._seen:
             self._seen[width] = torch.arange(width, device=self._padding.device)
@@ -143,7 +164,7 @@ class ChainGraphs:
             return None
         new.newest.copy_(out.newest)
         cache.advance(kept.num_emitted.tolist())
-        return out.draft
+        return out
 
     def _put(
         self,
@@ -158,7 +179,7 @@ class ChainGraphs:
             raise RuntimeError("a chain reads hidden states, got none")
         numbers = (*self._cache.row_lens.summands(), *(keys or ()))  # each [B]
         rows = [kept.token_ids.T, self._padding[num_new:], *(row[None] for row in numbers)]
-        key = "new pairs", len(numbers)
+        key = "new pairs", self._max_new, len(numbers)
         if key not in graphs:
             weight, (batch_size, _, width) = newest[0], states.shape
             made = NewPairs(

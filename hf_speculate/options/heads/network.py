@@ -71,17 +71,10 @@ class TargetParts:
         self.device, self.dtype = device, dtype
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the target, and of the vocabulary, that a head reads."""
+    def modules(self) -> list[nn.Module]:
+        """The modules of the target that a head reads."""
         modules = (self._embeddings, self._head, self._rotary)
-        shared = [
-            tensor
-            for module in modules
-            if module is not None
-            for tensor in (*module.parameters(), *module.buffers())
-        ]
-        ids = self.vocabulary.target_ids
-        return shared if ids is None else [*shared, ids]
+        return [module for module in modules if module is not None]
 
     def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
         """Clamp target ids to a table with `num_rows` rows.

@@ -47,11 +47,10 @@ def from_graphs(head: DraftHead, target: PreTrainedModel, texts: list[list[int]]
     rounds = Rounds(head, target, texts)
     setup: Any = SimpleNamespace(max_length=512)
     runners: Any = SimpleNamespace(
-        head_graphs=lambda network, shared: Graphing(
-            network, CompiledUnits(), pytest.fail, False, shared
+        head_graphs=lambda network, key: Graphing(
+            network, CompiledUnits(), pytest.fail, False, key
         ),
-        max_query=MAX_NEW,
-        even_columns=lambda num_columns, device: num_columns,
+        lens=(2, 4, MAX_NEW - 1),
         at_end=lambda function: None,
     )
     drafter: Any = rounds.drafter
@@ -81,7 +80,7 @@ def test_tokens_are_those_of_eager_chains(
         draft = draft._replace(token_ids=draft.token_ids.clone())
         eager.accept(draft, counts, number)
         captured.accept(draft, counts, number)
-    assert backend.num_captures == 2  # one for each draft length
+    assert backend.num_captures == 1  # drafts of three tokens are cut from longer ones
 
 
 def test_longer_rounds_and_moved_rows_are_drafted_eagerly(
@@ -128,6 +127,41 @@ def test_later_calls_replay_graphs_of_the_first(
         assert backend.num_captures == num_captures
         # the first draft reads the prompt, and the last token is not drafted
         assert backend.num_replays >= num_replays + 2 * stats.num_batch_rounds - 2
+
+
+def test_calls_with_other_lengths_share_no_inputs(
+    backend: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    head, target = without_hooks(CHAINS["MTP, speculators"](tmp_path))
+    num_captures = []
+    for num_tokens in (3, 5, 3, 5, 17):
+        options = {"num_assistant_tokens": num_tokens, "speculation_graphs": "on"}
+        stats = decode(head, target, 2, **options)
+        assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
+        num_captures.append(backend.num_captures)
+    assert num_captures[3] == num_captures[2]
+
+
+@pytest.mark.fallback("NaN")
+def test_captured_drafts_report_logits_that_are_not_finite(
+    backend: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    head, target = without_hooks(CHAINS["EAGLE-3"](tmp_path))
+    head.network.norm.weight.fill_(torch.nan)
+    stats = decode(head, target, 2, speculation_graphs="on")
+    assert any("NaN" in reason for reason in stats.fallbacks)
+
+
+def test_drafts_that_no_graph_can_choose_are_not_called_captured(
+    backend: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    head, target = without_hooks(CHAINS["EAGLE-3"](tmp_path))
+    options = {"assistant_confidence_threshold": 0.5, "speculation_graphs": "on"}
+    stats = decode(head, target, 2, **options)
+    assert (stats.graphed, stats.fallbacks) == (["target"], [])
 
 
 @pytest.mark.fallback("draft: eager forwards", "target: eager forwards")
