@@ -34,6 +34,7 @@ TASK_METHODS = {
     "transformers, K = 10": "transformers, 10",
     "hf_speculate, default": "ours, lookup",
 }
+_UNMEASURED = "no figure here"
 TASK_KINDS = {"copying": "7 tasks that copy", "plain": "3 questions"}
 
 Cells = dict[tuple[str, int, str], dict[str, Any]]
@@ -110,23 +111,23 @@ def sources_table() -> str:
                 "a [draft head](docs/heads.md): EAGLE-3, P-EAGLE, DFlash, DFlash 2, DSpark, PARD, "
                 "MTP layers, Gemma 4 assistants"
             ),
-            f"bundled EAGLE-3 head: {head['greedy']:.1f} tokens per forward",
+            f"bundled EAGLE-3 head: {head['greedy']:.1f} tokens per forward (plain: 1)",
         ),
-        ("`assistant_early_exit`", "the first layers of the model", None),
+        ("`assistant_early_exit`", "the first layers of the model", _UNMEASURED),
         (
             "`assistant_model=UnoAdapter(...)`",
             "the model itself with a [Uno adapter](docs/heads.md#uno-adapters), a LoRA",
-            None,
+            _UNMEASURED,
         ),
         (
             "`grammar_draft`",
             "text that a [grammar](docs/drafts.md#forced-text) forces: JSON, tool calls",
-            f"SmolLM2, 30 schemas: {forced:.1f} tokens per forward",
+            f"SmolLM2, 30 schemas: {forced:.1f} tokens per forward (plain: 1)",
         ),
         (
             "`drafter`, `candidate_generator`",
             "[your own code](docs/extending.md#a-drafter)",
-            None,
+            _UNMEASURED,
         ),
     ]
     columns = ("argument of `enable()` or `generate()`", "what drafts", "measured")
