@@ -92,9 +92,9 @@ def remove_defaults(model: PreTrainedModel) -> None:
 def plain(model: PreTrainedModel) -> Iterator[None]:
     """Use plain decoding within this context.
 
-    Calls to `model.generate()` ignore all draft sources and fields. Other threads and tasks still
-    draft, and so do calls to `generate()` of other models. A generator suspended inside the context
-    keeps the context active for its caller.
+    Calls to `model.generate()` ignore all draft sources, and all fields except for the statistics
+    and the seed. Other threads and tasks still draft, and so do calls to `generate()` of other
+    models. A generator suspended inside the context keeps the context active for its caller.
 
     Args:
         model: an enabled model, or the PEFT model around one.

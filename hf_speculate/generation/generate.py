@@ -49,6 +49,7 @@ from hf_speculate.generation.undrafted import (
     seeded,
     undrafted_config,
 )
+from hf_speculate.models.language_model import device_of
 from hf_speculate.models.text_decoder import unwrapped
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -182,12 +183,12 @@ def _generate(
     clock = _started_clock()
     name_cache(model, kwargs)
     if decodes_plainly(model):
-        return _decode_without_source(model, plain, args, kwargs)
+        return _decode_without_source(model, plain, args, kwargs, saved)
     decoding = None
     try:
         request = read_request(model, plain, args, kwargs, saved, clock)
         if isinstance(request, Undrafted):
-            with seeded(request.config, model.device, samples=request.samples):
+            with seeded(request.config, device_of(model), samples=request.samples):
                 plain_output = plain(*args, **kwargs)
             request.report(request.stats)
             return plain_output
@@ -196,7 +197,7 @@ def _generate(
     except RefusedDefaultError as refused:
         Defaults.of(model).warn_once(f"a call decodes plainly: {refused}")
         return _decode_without_source(
-            model, plain, args, kwargs, str(refused), has_prompt=decoding is not None
+            model, plain, args, kwargs, saved, str(refused), has_prompt=decoding is not None
         )
     request.source.after_call(model, request.stats)
     request.report(request.stats)
@@ -212,6 +213,7 @@ def _decode_without_source(
     plain: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    saved: Mapping[str, Any],
     refusal: str = "",
     has_prompt: bool = False,
 ) -> GenerateOutput | Tensor:
@@ -222,13 +224,14 @@ def _decode_without_source(
         plain: the model's own `generate`.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
+        saved: fields from a file.
         refusal: reason why the defaults of `enable` are not used, for the statistics.
         has_prompt: whether the call's streamer has already received the prompt.
     """
     call, positional_names = bind(plain, args, kwargs)
     sources = getattr(model, "draft_sources", SOURCES)
     undrafted = Undrafted.of(
-        undrafted_config(model, call), refusal, samples=samples(model, plain, call)
+        undrafted_config(model, call, saved), refusal, samples=samples(model, plain, call)
     )
     add_tokenizer(model, call, call)
     for name in OUR_FIELDS & call.keys():
@@ -238,7 +241,7 @@ def _decode_without_source(
     hide_settings(model, call, sources)
     if has_prompt and call.get("streamer") is not None:
         call["streamer"] = WithoutPrompt(call["streamer"])
-    with seeded(undrafted.config, model.device, samples=undrafted.samples):
+    with seeded(undrafted.config, device_of(model), samples=undrafted.samples):
         output: GenerateOutput | Tensor = call_by_name(plain, call, positional_names)
     undrafted.report(undrafted.stats)
     return output

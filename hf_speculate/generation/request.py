@@ -128,10 +128,11 @@ def read_request(
     if isinstance(call.get("custom_generate"), str):
         # the repository's function calls `generate` again
         return Undrafted.of(SpeculationConfig())
-    names_verifier = value_in(call, "verifier") is not None
+    named = {name: value_in(call, name) for name in ("verifier", "relax_only_inside")}
     found = find_source_of(model, plain, call, saved)
-    if names_verifier and found.is_default:  # an error of the call, not of the defaults
-        check_verifier(found.config.resolve(do_sample=samples(model, plain, call)))
+    if named["verifier"] is not None and found.is_default:  # an error of the call's own values
+        config = replace(found.config, relax_only_inside=named["relax_only_inside"])
+        check_verifier(config.resolve(do_sample=bool(setting(model, call, "do_sample"))))
     if found.source is not None:
         with refusals(found.is_default):
             check_row_lists(model, plain, call, found.config)

@@ -11,29 +11,40 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.generation.config_sources import fields_of, read_config
-from hf_speculate.generation.defaults import Defaults, is_nested, value_in
+from hf_speculate.generation.defaults import Defaults, is_nested
 from hf_speculate.stats import SpeculationStats
 
 _KEPT = ("speculation_stats", "seed", "generator")
 
 
-def undrafted_config(model: PreTrainedModel, call: Mapping[str, Any]) -> SpeculationConfig:
+def undrafted_config(
+    model: PreTrainedModel, call: Mapping[str, Any], saved: Mapping[str, Any]
+) -> SpeculationConfig:
     """Return the settings that also apply without a draft source: statistics and the seed."""
     if is_nested():
         return SpeculationConfig()
     defaults = Defaults.of(model).values
-    own = {name: value_in(call, name) for name in _KEPT}
-    sources = own, defaults, fields_of(model.generation_config)
+    keywords = {
+        name: call[name]
+        for name in _KEPT
+        if name in call and (call[name] is not None or name not in defaults)
+    }
+    passed, model_fields = (
+        fields_of(call.get("generation_config")),
+        fields_of(model.generation_config),
+    )
     return read_config(
-        {name: source[name] for name in _KEPT if source.get(name) is not None} for source in sources
+        {name: source[name] for name in _KEPT if name in source}
+        for source in (keywords, passed, defaults, saved, model_fields)
     )
 
 
 @contextmanager
 def seeded(config: SpeculationConfig, device: torch.device, *, samples: bool) -> Iterator[None]:
-    """Seed torch's random numbers from the settings in the block; restore them after it.
+    """Seed torch's random numbers of the CPU and a device; restore them after the block.
 
-    An int seed has the effect of `torch.manual_seed`. Of a list, the rows share one seed.
+    An int seed has the effect of `torch.manual_seed`. The rows share the seeds in a list. The block
+    must not overlap with other code that draws random numbers from torch.
     """
     if not samples or (config.seed is None and config.generator is None):
         yield
@@ -41,9 +52,14 @@ def seeded(config: SpeculationConfig, device: torch.device, *, samples: bool) ->
     seeds = config.row_seeds(
         len(config.seed) if isinstance(config.seed, Sequence) else 1, do_sample=True
     )
+    seed = int((seeds * torch.arange(1, len(seeds) + 1)).sum())
     devices = [] if device.type in ("cpu", "meta") else [device.index or 0]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(int(seeds.sum()))
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
+        if device.type == "cuda":
+            torch.cuda.default_generators[devices[0]].manual_seed(seed)
+        elif devices:
+            torch.get_device_module(device.type).manual_seed(seed)
         yield
 
 

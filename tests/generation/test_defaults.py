@@ -254,6 +254,14 @@ def test_unsupported_call_decodes_plainly_with_one_warning(models, options, monk
         target.generate(**inputs, **N, **options, assistant_model=draft)
 
 
+@pytest.mark.fallback("plain decoding: ")
+def test_lossless_verifier_of_a_call_beside_default_spans_decodes_plainly(models):
+    target, draft = models
+    hf_speculate.enable(target, draft, **K, verifier="typical", relax_only_inside=[5, 6])
+    with pytest.warns(UserWarning, match="a call decodes plainly: relax_only_inside"):
+        assert drafted(target, verifier="rejection", do_sample=True)[0] == 0
+
+
 def test_invalid_verifier_in_a_call_is_an_error_also_with_an_enabled_draft(models):
     target, draft = models
     hf_speculate.enable(target, draft, **K)
@@ -277,6 +285,9 @@ def test_seed_repeats_plain_texts_and_leaves_the_generator_of_torch(models):
         assert_equal_ids(expected, calls[0](seed=5))
         assert_equal_ids(expected, calls[0](generation_config=GenerationConfig(seed=5)))
     assert_equal_ids(expected, calls[1](seed=5))
+    with hf_speculate.plain(target):
+        saved = {**sampled, "fields_from": {"seed": 5}}
+        assert_equal_ids(expected, hf_speculate.generate(target, **saved))
     state = torch.get_rng_state()
     first, second = (calls[1](generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert_equal_ids(first, second)

@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
 from hf_speculate.models.inferencer import Chosen, joined
+from hf_speculate.models.module_walk import has_hooks_of_others, is_compiled
 from hf_speculate.models.runner import GRAPH_BACKENDS
 from hf_speculate.options.compiled.compilation import Compilation
 from hf_speculate.options.compiled.drafter import sent
@@ -266,6 +267,9 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             and self._media is None
             and self.device == setup.target.device
             and self.device.type in GRAPH_BACKENDS
+            and not is_compiled(network)
+            # "auto" leaves hooks alone, as they would run in a capture only
+            and (setup.config.speculation_graphs == "on" or not has_hooks_of_others(network))
             and (self.chooser.is_plain or (samples and bool(self.chooser.warp_alone())))
         )
 
@@ -302,6 +306,10 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             lens = draft.lens.clamp_max(num_draft_tokens)
             draft = DraftOut(draft.token_ids[:, :num_draft_tokens], lens, logits, logsumexp)
         return sent(draft, self._tokens_device)
+
+    def forget(self) -> None:
+        super().forget()
+        self._has_numbers = None
 
     def has_numbers(self) -> Tensor | None:
         return super().has_numbers() if self._has_numbers is None else self._has_numbers

@@ -26,6 +26,8 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys
 if TYPE_CHECKING:
     from hf_speculate.options.heads.chain import ChainDrafter
 
+# More new tokens are read eagerly: every draft would read as many columns.
+_MAX_ACCEPTED = 16
 _NUM_SUMMANDS = 2  # rows of numbers whose sum is the end of each row
 
 
@@ -101,10 +103,14 @@ class ChainGraphs:
     def __init__(
         self, drafter: "ChainDrafter", graphs: Graphing, lens: Sequence[int], max_length: int
     ):
+        most = drafter.max_draft_tokens or max(lens)
+        self._graphs, self._lens = graphs, sorted({min(length, most) for length in lens})
+        if len(lens) > 1:  # K varies
+            self._lens.insert(0, 1)
+        longest = self._lens[-1]
         # R, the maximum number of new tokens per row that a graph reads
-        self._graphs, self._lens, self._max_new = graphs, lens, max(lens) + 1
-        # Each round reads and drafts at most R tokens.
-        num_columns = max_length + 2 * self._max_new + UNREAD_COLUMNS
+        self._max_new = min(longest, _MAX_ACCEPTED) + 1
+        num_columns = max_length + self._max_new + longest + UNREAD_COLUMNS
         drafter.cache.take_from(
             BufferPool.of(drafter.network), even_columns(num_columns, drafter.device)
         )
@@ -136,11 +142,13 @@ class ChainGraphs:
             keys: noise keys; None to take the argmax.
         """
         cache, graphs, num_new = self._cache, self._cache.graphs, kept.token_ids.shape[1]
-        if graphs is None or not self._graphs.is_working or num_new > self._max_new:
+        length = next((length for length in self._lens if length >= num_steps), None)
+        if graphs is None or not self._graphs.is_working:
+            return None
+        if num_new > self._max_new or length is None:
             return None
         self._graphs.bind_to(graphs)
-        num_steps = next(length for length in self._lens if length >= num_steps)
-        width = width_for(max(cache.row_lens.on_host) + self._max_new + num_steps, cache.capacity)
+        width = width_for(max(cache.row_lens.on_host) + self._max_new + length, cache.capacity)
         if width not in self._seen:
             self._seen[width] = torch.arange(width, device=self._padding.device)
         new = self._put(graphs, kept, newest, keys)
@@ -150,14 +158,14 @@ class ChainGraphs:
         choice = "greedy" if keys is None else settings._replace(eos_token_ids=None)
         out: ChainOut | None = self._graphs.run_in_place(
             f"chain, {choice}",
-            num_steps,
+            length,
             read_and_draft,
             new,
             offsets,
             self._seen[width],
             States(*keys_and_values),
             self._parts,
-            num_steps,
+            length,
             settings,
         )
         if out is None:

@@ -154,6 +154,20 @@ def test_captured_drafts_report_logits_that_are_not_finite(
     assert any("NaN" in reason for reason in stats.fallbacks)
 
 
+def test_hooks_of_a_head_are_left_alone_by_default(
+    backend: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    head, target = without_hooks(CHAINS["EAGLE-3"](tmp_path))
+    calls: list[int] = []
+    head.network.layers[0].register_forward_hook(lambda *args: calls.append(1))
+    for _ in range(2):
+        calls.clear()
+        stats = decode(head, target, 1, speculation_graphs="auto")
+        assert (stats.graphed, stats.fallbacks) == (["target"], [])
+        assert len(calls) >= stats.num_batch_rounds - 1
+
+
 def test_drafts_that_no_graph_can_choose_are_not_called_captured(
     backend: Any,  # noqa: F811
     tmp_path: Path,
