@@ -144,6 +144,23 @@ MUTANTS = mutants_of(
             ),
             "all tokens of a round have one noise": Fault("numbers[6:] + 1", "numbers[6:] + 0"),
         },
+        (
+            "hf_speculate/options/heads/chain_graphs.py",
+            "options/heads/test_chain_graphs.py",
+        ): {
+            "calls with another K share inputs": Fault(
+                '"new pairs", self._max_new, len(numbers)', '"new pairs", len(numbers)'
+            ),
+            "graphs outlive the embeddings of the target": Fault(
+                "return weights_key(*parts.modules), None", "return None, None"
+            ),
+            "a chain goes on from the pair before the last": Fault(
+                "ends=ends + lens)", "ends=ends + lens - 1)"
+            ),
+            "states after a row's last token are read": Fault(
+                "new.states.masked_fill(~is_new[:, :, None], 0)", "new.states"
+            ),
+        },
         ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
             "one EOS id is looked at": Fault(
                 "[:, :, None] != stop_ids).all(-1)",
