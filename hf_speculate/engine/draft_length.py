@@ -217,6 +217,9 @@ def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:
     sizes = draft_lens(config, source.varies_len) if plan.runners.parts else None
     call_type = key.name, *call_type_of(plan), config.max_draft_tokens, num_rows
     prior = draft_prior(target, source)
-    return MemoryStore.of(target).get(
-        key.draft, call_type, lambda: ScheduleMemory(prior, config.max_draft_tokens, sizes)
-    )
+    compiles_sizes = not plan.runners.shares_code(plan.target.device)
+
+    def make_memory() -> ScheduleMemory:
+        return ScheduleMemory(prior, config.max_draft_tokens, sizes, compiles_sizes=compiles_sizes)
+
+    return MemoryStore.of(target).get(key.draft, call_type, make_memory)

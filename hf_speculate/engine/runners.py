@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import CompileConfig, PreTrainedModel
 
@@ -75,6 +76,10 @@ class Runners:
     ) -> LanguageModel | None:
         """Return the compiled or captured model; None if its forwards run eagerly."""
         return None
+
+    def shares_code(self, device: torch.device) -> bool:
+        """Return whether one compilation of a target on a device serves all draft lengths."""
+        return False
 
     def head_graphs(self, network: nn.Module, key: Hashable) -> Any | None:
         """Return the device graphs of a draft head's network; None if it drafts eagerly.

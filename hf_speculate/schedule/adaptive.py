@@ -88,7 +88,8 @@ class AdaptiveSchedule(Schedule):
         lengths = range(1, max_tokens + 1)
         choice, saved_s = self._best(num_rows, lengths)
         num_drafted = choice.num_draft_tokens
-        if costs.sizes is not None and num_drafted and not costs.is_measured(num_rows, num_drafted):
+        is_new = num_drafted and not costs.is_measured(num_rows, num_drafted)
+        if self.memory.compiles_sizes and is_new:
             choice = self._compiled(num_rows, lengths, choice, saved_s)
         if self._can_afford(num_rows, choice):
             return choice

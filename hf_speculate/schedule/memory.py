@@ -25,6 +25,8 @@ class ScheduleMemory:
         prior: Prior costs of the draft source before any round.
         max_draft_tokens: K_max, >= 1.
         sizes: See `Costs`.
+        compiles_sizes: Whether the first round of each size takes long, because it is compiled or
+            captured.
     """
 
     def __init__(
@@ -32,8 +34,11 @@ class ScheduleMemory:
         prior: DraftPrior | None = None,
         max_draft_tokens: int = DEFAULT_MAX_ASSISTANT_TOKENS,
         sizes: tuple[int, ...] | None = None,
+        *,
+        compiles_sizes: bool = True,
     ) -> None:
         self.lock = threading.Lock()
+        self.compiles_sizes = sizes is not None and compiles_sizes
         self.costs = Costs(prior or DraftPrior(), max_draft_tokens, sizes)
         self.acceptance = Acceptance(max_draft_tokens)
         # balance of drafting in plain steps: past gains plus the allowed share of loss

@@ -167,6 +167,13 @@ def test_new_size_is_compiled_once_its_lack_has_cost_as_much():
     assert sum(width > 0 for width in rounds[first:]) > 0.8 * len(rounds[first:])
 
 
+def test_sizes_of_one_compilation_are_drafted_at_once():
+    memory = ScheduleMemory(DraftPrior(0.2), sizes=(2, 4, 8), compiles_sizes=False)
+    setting = Setting(STEADY, has_model=True, sizes=(2, 4, 8), compile_factor=50.0, keeps_rows=True)
+    widths = Process(setting).decode(AdaptiveSchedule(memory, 10), even_texts(0.9)[:1]).widths
+    assert 0 < next(at for at, width in enumerate(widths) if width) < 10
+
+
 def test_outcome_of_an_unusable_round_changes_no_choice_range():
     """Use a clock that does not advance."""
     memory = new_memory()

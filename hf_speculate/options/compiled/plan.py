@@ -117,6 +117,11 @@ class CompiledRunners(Runners):
             step_lens if "draft" in self.graphed else (),
         )
 
+    def shares_code(self, device: torch.device) -> bool:
+        config = self.settings.get("target")
+        is_dynamic = config is None or (config.dynamic is not False and device.type != "cuda")
+        return is_dynamic and not self.graphed
+
     def head_graphs(self, network: nn.Module, key: Hashable) -> Any | None:
         if "target" not in self.graphed:
             return None
