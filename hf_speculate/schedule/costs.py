@@ -140,7 +140,7 @@ class Costs:
             return
         read_s = max(seconds - num_steps * self.step_s(num_rows), 0.0)
         expected_s = self.read_s(num_rows, num_fed)
-        if self._reads:
+        if self._reads or self._prefill_token_s:  # the first read may also compile
             read_s = min(read_s, TUNING.max_factor * expected_s)
         self._reads.append(read_s / (num_rows * num_fed))
 

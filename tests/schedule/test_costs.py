@@ -114,6 +114,13 @@ def test_measured_reading_replaces_the_prior():
     assert costs.read_s(1, 1) == 0.0
 
 
+def test_compiling_in_the_first_read_counts_as_twice():
+    costs = costs_of((0, 1.0))
+    costs.begin(4.0, 100)
+    costs.add_draft(1, 2, 100, 90.0)
+    assert costs.read_s(1, 100) == pytest.approx(2 * 0.2 * 4.0)
+
+
 def test_draft_steps_are_medians_by_rows():
     costs = costs_of((0, 1.0))
     assert costs.drafts_s(1)[5] == pytest.approx(1.0)
