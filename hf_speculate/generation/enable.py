@@ -39,8 +39,8 @@ def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> Model
     may override the defaults, and its draft source replaces the default one. The defaults take
     precedence over the settings saved with the model. A call that cannot use the defaults falls
     back to plain decoding and warns once. If `enable` is called again without defaults, the model
-    keeps its earlier ones. A call without a draft source decodes as before, but a `seed` is used;
-    `verifier="coupled"` with `do_sample=True` replaces the sampling of tokens even then.
+    keeps its earlier ones. A call without a draft source decodes as before, except that `seed`
+    applies, and that `verifier="coupled"` with `do_sample=True` replaces the sampling of tokens.
 
     Only this object changes. Its class becomes a subclass with the same name. The defaults are
     stored on the object and are not part of its state dict, config or parameters. For a PEFT model,

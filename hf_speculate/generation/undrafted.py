@@ -43,8 +43,8 @@ def undrafted_config(
 def seeded(config: SpeculationConfig, device: torch.device, *, samples: bool) -> Iterator[None]:
     """Seed torch's random numbers of the CPU and a device; restore them after the block.
 
-    An int seed has the effect of `torch.manual_seed`. The rows share the seeds in a list. The block
-    must not overlap with other code that draws random numbers from torch.
+    An int seed has the effect of `torch.manual_seed`. With a list, all rows share one seed computed
+    from its values. No other thread may draw random numbers from torch within the block.
     """
     if not samples or (config.seed is None and config.generator is None):
         yield

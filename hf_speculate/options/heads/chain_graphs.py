@@ -26,7 +26,7 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys
 if TYPE_CHECKING:
     from hf_speculate.options.heads.chain import ChainDrafter
 
-# More new tokens are read eagerly: every draft would read as many columns.
+# Rounds with more new tokens are drafted eagerly, because each replay reads this many columns.
 _MAX_ACCEPTED = 16
 _NUM_SUMMANDS = 2  # rows of numbers whose sum is the end of each row
 
@@ -129,9 +129,10 @@ class ChainGraphs:
         settings: DraftSettings,
         keys: NoiseKeys | None,
     ) -> ChainOut | None:
-        """Read the emitted tokens and draft at least `num_steps` tokens; None if a graph cannot.
+        """Read the emitted tokens and draft at least `num_steps` tokens in one launch.
 
-        The next draft overwrites the result.
+        Return None, without reading any token, if no graph can. The next draft overwrites the
+        result.
 
         Args:
             kept: the emitted tokens, with their states.

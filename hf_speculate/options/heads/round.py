@@ -215,7 +215,7 @@ def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Te
 
 
 def last_by_lens(outputs: Tensor, lens: Tensor, before: Tensor | None = None) -> Tensor:
-    """Return `last_of` for `lens` [B] new tokens per row, without reading the host."""
+    """Return the result of `last_of` for `lens` [B] new tokens per row, without a host read."""
     index = (lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])
     last = outputs.gather(1, index)[:, 0]
     return torch.where((lens > 0)[:, None], last, last.new_zeros(()) if before is None else before)

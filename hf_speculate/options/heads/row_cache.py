@@ -124,7 +124,7 @@ class RowCache(PerRow):
     def advance(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
         """Append the first `counts` [B] of the tokens in the last write.
 
-        `on_device` holds the counts as [B] int64; None if the device does not know them.
+        `on_device` holds the counts as [B] int64; None if they are only on the host.
         """
         self.row_lens.add_counts(RowCounts(counts, on_device))
 
@@ -139,9 +139,10 @@ class RowCache(PerRow):
         super().join(other)
 
     def take_from(self, pool: Pool, capacity: int) -> None:
-        """Take buffers from a pool, or later return new ones to it, with the graphs over them.
+        """Use the buffers of a pool, with the graphs captured over them; `release` returns them.
 
-        The cache must be empty. Graphs are lost as soon as rows move or buffers grow.
+        The cache must be empty. If the pool has no buffers of this shape, the first write makes
+        them. If rows move or the buffers grow, the graphs are dropped.
         """
         self._pool, self.graphs, self.capacity = pool, {}, capacity
         pooled = pool.take(self._shape, len(self._layer_masks))
