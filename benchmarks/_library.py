@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.models.attention_names import folded_attention_for
 from hf_speculate.models.cache_kinds import CacheRequest, choose_kind, find_kind
-from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel
 
 DEFAULT_SCHEDULE = "adaptive"  # used without `num_assistant_tokens`

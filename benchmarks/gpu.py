@@ -58,7 +58,6 @@ from hf_speculate.models.folded_attention import (
     folded_attention,
     folding,
     is_chosen,
-    register_folded_attention,
 )
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.support.tiny import make_model, noisy_copy
@@ -389,7 +388,6 @@ def attention(report: Report) -> None:
     It compares our kernel with a mask with the backends in torch.
     """
     sizes = report.sizes
-    register_folded_attention()
     is_chosen([sizes.device])
     report.content["gb_per_s"] = bytes_per_s = copy_rate(sizes.device, 3)
     for num_keys in sizes.num_keys:

@@ -29,7 +29,7 @@ from hf_speculate.generation.plain_decoding import (
     self_test,
 )
 from hf_speculate.generation.request import Request, refusals
-from hf_speculate.models.folded_attention import folded_attention_for
+from hf_speculate.models.attention_names import folded_attention_for
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class SpeculativeDecoding:
     def _decode(self, decoder: SpeculativeDecoder) -> GenerateOutput | Tensor:
         plan, call = decoder.plan, decoder.plan.call
         input_ids, pad_id = call.prompts.input_ids, call.pad_token_id or 0
-        folded = folded_attention_for([] if call.recorded.attentions else plan.models)
+        folded = folded_attention_for(plan.models)
         with folded, decoder.caches(call.is_cache_passed):
             decoder.decode(Batch.of(plan))
             self.clock.enter(Stage.RETURN)

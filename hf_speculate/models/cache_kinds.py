@@ -24,17 +24,14 @@ from hf_speculate.cache.layers import (
 )
 from hf_speculate.cache.pooled_buffers import Pool
 from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
-from hf_speculate.compat import attention_name
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+from hf_speculate.models.attention_names import mask_obstacle
 from hf_speculate.models.language_model import dtype_of, takes_positions
 from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_type
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
 
 _HYBRID = "hf_speculate.options.recurrent.kind"  # imported if a call may need a hybrid cache
-# A config's attention is `FOLDED` while another call on the same model is running.
-_ATTENTIONS = ("eager", STANDS_FOR, FOLDED)
 _MASK_NAMES = ("full_attention", "sliding_attention")
 _WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no layer has a window
 
@@ -194,8 +191,8 @@ def _obstacles(request: CacheRequest) -> Iterator[str]:
     if quirk := limit_reason(model, Limit.ONLY_DYNAMIC):
         yield quirk
     config, decoder = model.config.get_text_config(decoder=True), text_decoder(model)
-    if (attention := attention_name(config)) not in _ATTENTIONS:
-        yield f"its attention is {attention}"
+    if obstacle := mask_obstacle(model):
+        yield obstacle
     if request.crosses:
         yield "its layers attend to an encoder's output"
     if not takes_positions(model):

@@ -13,9 +13,8 @@ backend, even without folding; see `_BACKENDS`.
 
 import contextvars
 import importlib
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,23 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speculate.cache.masks import shows_spans
-from hf_speculate.compat import attention_name, set_attention_name
-from hf_speculate.models.module_walk import modules_of, parameters_of
-from hf_speculate.models.quirks import may_compare_attention
 
-FOLDED = "hf_speculate_folded"  # our name in transformers' registries
-STANDS_FOR = "sdpa"  # the function that `FOLDED` replaces and uses for unsupported inputs
+STANDS_FOR = "sdpa"  # the function that ours replaces and uses for unsupported inputs
 
 # Device type -> module that chooses its attention backend, imported for a model on such a device.
 _BACKENDS = {"cuda": "hf_speculate.options.cuda.attention_backends"}
@@ -56,11 +44,6 @@ _MAX_QUERY_TOKENS = 64
 
 _MAX_MASKS = 4  # maximum number of masks kept per forward, one for each layer type
 _SPANS = 0  # key for a mask's column spans, used instead of a number of groups
-
-_LOCK = threading.Lock()
-# Id of a config -> the running calls that have set our name in it.
-_HOLDERS: dict[int, set[object]] = {}
-
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
 """Masks, each with a number of groups and the converted mask, or with `_SPANS` and the spans."""
@@ -153,16 +136,13 @@ def _attend(
     The result is None if transformers' own function must compute it.
     """
     groups: Any = getattr(module, "num_key_value_groups", 1)
-    backends: Any = _loaded.get(query.device.type)
-    num_query, is_ours = (
-        query.shape[2],
-        backends is not None and backends.chooses_backend(query, value),
-    )
+    backends, num_query = _backends_for(query, value), query.shape[2]
+    is_ours = backends is not None
     if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None
     masks = None if forward is None else forward.masks
-    if is_ours and is_causal and forward is not None:
-        backends.prepare(query, key, value)
+    if is_causal:
+        prepare(query, key, value)
     if mask is None and num_query > 1:  # a prompt, which is causal without a mask
         if not is_ours or (is_causal and num_query != key.shape[2]):
             return None
@@ -217,14 +197,20 @@ def _attend_few(
     return output
 
 
-def register_folded_attention() -> None:
-    """Register `FOLDED` with transformers, using the masks of "sdpa".
+def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Find out, in a prompt's causal forward, how later forwards attend to a few queries.
 
-    Later calls have no effect.
+    Nothing is done outside `folding()`.
     """
-    if FOLDED not in ALL_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(FOLDED, _make_mask)
-        AttentionInterface.register(FOLDED, folded_attention)
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and _forward.get() is not None and (backends := _backends_for(query, value)):
+        backends.prepare(query, key, value)
+
+
+def _backends_for(query: Tensor, value: Tensor) -> Any:
+    """Return the module that chooses the attention backend for these inputs; None for no module."""
+    backends = _loaded.get(query.device.type)
+    return backends if backends is not None and backends.chooses_backend(query, value) else None
 
 
 def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
@@ -251,87 +237,6 @@ def _repeat_rows(mask: Tensor, groups: int) -> Tensor:
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
-def _make_mask(*args: Any, **kwargs: Any) -> Any:
-    """Make the mask with the function registered for "sdpa" at the time of the call."""
-    make: Any = ALL_MASK_ATTENTION_FUNCTIONS[STANDS_FOR]
-    return make(*args, **kwargs)
-
-
-@contextmanager
-def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
-    """Set the folded function in the attention layers of `models`, and restore the name afterwards.
-
-    If several calls run at once, the last one restores the name. Only configs with "sdpa" are
-    changed, and a name assigned by the caller in the meantime is kept.
-    """
-    configs = {id(config): config for model in models for config in _configs_of(model)}
-    call = object()
-    try:
-        for config in configs.values():
-            _hold(config, call)
-        yield
-    finally:
-        for config in configs.values():
-            _release(config, call)
-
-
-def _hold(config: PreTrainedConfig, call: object) -> None:
-    with _LOCK:
-        if attention_name(config) not in (STANDS_FOR, FOLDED):
-            return
-        register_folded_attention()
-        _HOLDERS.setdefault(id(config), set()).add(call)
-        try:
-            set_attention_name(config, FOLDED)
-        except AttributeError:  # a frozen config stays unchanged
-            del _HOLDERS[id(config)]
-
-
-def _release(config: PreTrainedConfig, call: object) -> None:
-    """Undo `_hold`; do nothing if `_hold` was not called, for example after an interrupt."""
-    with _LOCK:
-        holders = _HOLDERS.get(id(config), set())
-        if call not in holders:
-            return
-        holders.remove(call)
-        if not holders:
-            del _HOLDERS[id(config)]
-            if attention_name(config) == FOLDED:
-                set_attention_name(config, STANDS_FOR)
-
-
-def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs of grouped attention layers, or of all attention layers on CUDA.
-
-    No configs are returned if the model's code may compare the name of the attention.
-    """
-    modules = modules_of(model)
-    takes_all = is_chosen({parameter.device for parameter in parameters_of(model)})
-    # A failed getattr() on a module costs more than the rest of the search; vars() avoids it.
-    layers = [
-        module
-        for module in modules
-        if (takes_all and "config" in vars(module))
-        or ("num_key_value_groups" in vars(module) and _num_groups(module) > 1)
-    ]
-    configs = {
-        id(config): config
-        for layer in layers
-        if (config := getattr(layer, "config", None)) is not None
-    }
-    served = [
-        config
-        for config in configs.values()
-        # A config copied during another call has our name.
-        if isinstance(config, PreTrainedConfig) and attention_name(config) in (STANDS_FOR, FOLDED)
-    ]
-    if not served:
-        return []
-    owners = [module for module in modules if isinstance(module, PreTrainedModel)]
-    classes = {type(module) for module in (*layers, *owners)}
-    return [] if any(may_compare_attention(module_class) for module_class in classes) else served
-
-
 def is_chosen(devices: Iterable[torch.device]) -> bool:
     """Return whether this module chooses the attention backend on any of the devices.
 
@@ -342,8 +247,3 @@ def is_chosen(devices: Iterable[torch.device]) -> bool:
         if device.type not in _loaded:
             _loaded[device.type] = importlib.import_module(_BACKENDS[device.type])
     return any(_loaded[device.type].is_chosen([device]) for device in served)
-
-
-def _num_groups(module: nn.Module) -> int:
-    groups = vars(module)["num_key_value_groups"]
-    return groups if isinstance(groups, int) else 1

@@ -1,28 +1,20 @@
-"""Compare folded attention with transformers' in whole calls, and check the restored configs."""
+"""Compare folded attention with transformers', in functions and in whole calls."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
-from hf_speculate.models.folded_attention import (
-    FOLDED,
-    STANDS_FOR,
-    folded_attention,
-    folded_attention_for,
-    folding,
-)
+from hf_speculate.models.folded_attention import STANDS_FOR, folded_attention, folding
 from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pair
-from tests.support.tiny import make_config, make_model, ragged_prompts
-from tests.support.tiny_encoders import make_llava
+from tests.support.tiny import make_model, ragged_prompts
 
 # float64 round-off in sums over 11 states of magnitude 1; the mask of a wrong row gives 0.1
 TOLERANCE = 1e-13
@@ -126,99 +118,6 @@ def test_replaced_sdpa_function_is_called_instead_of_folding(monkeypatch):
     assert torch.equal(ours, expected)
     assert calls == [{"dropout": 0.0, "scaling": 0.7, "is_causal": None}]
     assert shapes == [tuple(query.shape)]
-
-
-def name_in(model) -> str:
-    return model.config._attn_implementation
-
-
-def test_attention_name_is_restored_after_an_error():
-    model = make_model("llama")
-    before = dict(vars(model.config))
-    with pytest.raises(KeyboardInterrupt), folded_attention_for([model]):
-        assert vars(model.config) == {**before, "_attn_implementation_internal": FOLDED}
-        raise KeyboardInterrupt
-    assert vars(model.config) == before
-    with folded_attention_for([model]):
-        model.set_attn_implementation("eager")
-    assert name_in(model) == "eager"
-
-
-def test_attention_name_is_restored_by_the_last_of_several_calls():
-    llama, qwen = make_model("llama"), make_model("qwen2")
-    first, second, third = (
-        folded_attention_for(models) for models in ([llama, llama], [llama, qwen], [qwen])
-    )
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert (name_in(llama), name_in(qwen)) == (FOLDED, FOLDED)
-    third.__enter__()
-    second.__exit__(None, None, None)
-    assert (name_in(llama), name_in(qwen)) == (STANDS_FOR, FOLDED)
-    third.__exit__(None, None, None)
-    assert (name_in(llama), name_in(qwen)) == (STANDS_FOR, STANDS_FOR)
-
-
-def test_interrupted_setup_leaves_no_attention_name():
-    models = [make_model("llama"), make_model("llama")]
-    written = []
-
-    def interrupted(config, name, value):
-        vars(config)[name] = value
-        written.append(value)
-        if value == FOLDED:
-            raise KeyboardInterrupt
-
-    models[1].config.__class__ = type(
-        "InterruptedConfig", (LlamaConfig,), {"__setattr__": interrupted}
-    )
-    with pytest.raises(KeyboardInterrupt), folded_attention_for(models):
-        pass
-    assert written == [FOLDED, STANDS_FOR]
-    assert [name_in(model) for model in models] == [STANDS_FOR] * 2
-
-
-class ComparesName(LlamaForCausalLM):
-    """Model whose code compares attention names, as in Gemma 4."""
-
-    def forward(self, *args, **kwargs):
-        self.is_known = self.config._attn_implementation in ("eager", "sdpa")
-        return super().forward(*args, **kwargs)
-
-
-def test_model_comparing_attention_names_is_not_folded():
-    model = ComparesName(make_config("llama"))
-    with folded_attention_for([model]):
-        assert name_in(model) == STANDS_FOR
-
-
-def test_frozen_config_is_not_changed():
-    def refuse(config, name, value):
-        raise AttributeError(f"cannot assign to field {name!r}")
-
-    model = make_model("llama")
-    model.config.__class__ = type("FrozenConfig", (LlamaConfig,), {"__setattr__": refuse})
-    with folded_attention_for([model]):
-        assert name_in(model) == STANDS_FOR
-
-
-def test_nested_config_changes_for_grouped_layers_only():
-    model = make_llava()
-    with folded_attention_for([model]):
-        assert model.config.text_config._attn_implementation == FOLDED
-        assert name_in(model) == model.config.vision_config._attn_implementation == STANDS_FOR
-    assert model.config.text_config._attn_implementation == STANDS_FOR
-
-
-def test_model_copies_are_independent():
-    model = make_model("llama")
-    with folded_attention_for([model]):
-        copied = copy.deepcopy(model)
-    for other in (copied, copy.deepcopy(model)):
-        with folded_attention_for([other]):
-            assert (name_in(other), name_in(model)) == (FOLDED, STANDS_FOR)
-        assert (name_in(other), name_in(model)) == (STANDS_FOR, STANDS_FOR)
 
 
 def folds_in(calls, target):

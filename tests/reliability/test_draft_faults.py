@@ -12,7 +12,7 @@ from torch import nn
 import hf_speculate
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.draft_faults import is_of_device
-from hf_speculate.models import folded_attention
+from hf_speculate.models import attention_names
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import MemoryStore, adaptive
@@ -89,7 +89,7 @@ def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at,
     assert [reason for reason in stats.fallbacks if RAISED in reason] == [reason + "on purpose"]
     assert stats.draft_lens[-1] == 0
     assert (draft.config.to_dict(), hooks_of(target, draft)) == before
-    assert folded_attention._HOLDERS == {}
+    assert attention_names._HOLDERS == {}
     if source == "state":
         assert draft_options["draft_state"].num_tokens == 0
     again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **draft_options)

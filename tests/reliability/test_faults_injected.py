@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ShapeError
-from hf_speculate.models import folded_attention
+from hf_speculate.models import attention_names
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
 from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, put_in
@@ -143,7 +143,7 @@ def test_error_is_raised_unchanged_and_leaves_no_state(number, case):
     assert theirs == "their own"
     assert re.fullmatch(f"hf_speculate: raised while {case.note}", note), note
     assert configs(target, draft) == before[0]
-    assert folded_attention._HOLDERS == {}
+    assert attention_names._HOLDERS == {}
     assert "time by stage" in str(stats)
     if cache is not None:
         assert_same_contents(before[1], cache_contents(cache))

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.models import folded_attention
+from hf_speculate.models import attention_names
 from tests.cases import new_pair
 from tests.reliability.faults import Fault, FaultyProcessor, Mistake
 from tests.support.compiled_calls import compile_config
@@ -108,7 +108,7 @@ def test_concurrent_calls_give_the_texts_of_calls_alone(shift, alone):
 
     first, second = together(walk(NAMES), walk(NAMES[shift:] + NAMES[:shift]))
     assert first == second == alone
-    assert (settings(), folded_attention._HOLDERS) == (before, {})
+    assert (settings(), attention_names._HOLDERS) == (before, {})
 
 
 @pytest.mark.fallback("lock step")
@@ -132,4 +132,4 @@ def test_failing_call_leaves_other_threads_alone(alone):
     )
     assert texts == alone
     assert [len(some) for some in notes] == [1] * NUM_NEW
-    assert folded_attention._HOLDERS == {}
+    assert attention_names._HOLDERS == {}

@@ -14,7 +14,7 @@ from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.generate import prepare
-from hf_speculate.models.folded_attention import folded_attention_for
+from hf_speculate.models.attention_names import folded_attention_for
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped

@@ -31,8 +31,8 @@ from hf_speculate.engine.model_plan import plan_target
 from hf_speculate.engine.plan import attention_of, counts_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
+from hf_speculate.models.attention_names import folded_attention_for
 from hf_speculate.models.cache_kinds import has_holes
-from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name, dtype_of
 from hf_speculate.models.quirks import is_known_type, token_without_position
 
@@ -176,7 +176,7 @@ def _measure(call: Call, num_tokens: int, source: DraftSource) -> float:
     ours = replace(
         call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs)
     )
-    folded = folded_attention_for([] if call.recorded.attentions else [model])
+    folded = folded_attention_for([model])
     try:
         cache = plan_target(ours, call.config, source).make_cache(call.batch_size)
         with torch.no_grad(), _same_randomness(model), folded, ExitStack() as stack:

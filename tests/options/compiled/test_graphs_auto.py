@@ -15,6 +15,7 @@ from hf_speculate.options.compiled.graph_trial import GraphTrial, Run
 from hf_speculate.options.compiled.graphs import MIN_FREE_SHARE, CudaGraphs
 from tests.cases import assert_equal_ids, new_pair
 from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.flash import NAMES, flash_attention, set_flash
 from tests.support.gpu_rounds import on_gpu
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.support.tiny import make_model, ragged_prompts
@@ -37,8 +38,8 @@ def decode(
     return target.generate(**inputs, **options, speculation_stats=stats), stats
 
 
-def hookless_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    target, draft = new_pair("llama", 0.1)
+def hookless_pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    target, draft = new_pair(family, 0.1)
     for module in (*target.modules(), *draft.modules()):
         module._forward_pre_hooks.clear()  # the hooks installed by tests
     return target, draft
@@ -61,6 +62,20 @@ def test_a_trial_ends_and_later_calls_replay_alone(
         num_forwards.append(len(counted))
     # first prompt, capture, comparison and timing; then only the prompt
     assert num_forwards == [1 + 1 + 1 + 3, 1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_flash_attention_is_called_for_the_prompt_alone(backend: Any, family: str) -> None:
+    target, draft = (set_flash(model, NAMES[0]) for model in hookless_pair(family))
+    inputs, options = ragged_prompts(2), {"assistant_model": draft, **CONSTANT}
+    with flash_attention() as calls:
+        plain = target.generate(**inputs, max_new_tokens=24)
+        calls.clear()
+        for _ in range(2):
+            ids, stats = decode(target, inputs, **options)
+            assert_equal_ids(plain, ids)
+            assert stats.graphed == ["target", "draft"]
+    assert calls and all(call.num_query == call.num_keys for call in calls)
 
 
 def test_replays_and_rival_are_timed_with_equal_steps() -> None:

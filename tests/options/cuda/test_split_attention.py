@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.masks import marked_as_spans, shows_spans
+from hf_speculate.compat import set_attention_name
 from hf_speculate.kernels import attention
 from hf_speculate.options.cuda import attention_backends, split_attention
 from hf_speculate.options.cuda.split_attention import Build, Contender, examine
 from tests.cases import assert_equal_ids, each_value, new_pair
 from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.flash import flash_attention
 from tests.support.tiny import ragged_prompts
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -44,20 +46,28 @@ class Clock:
         return timed
 
 
-@each_value(family=["llama", "mistral_window"], batch_size=[2, 1])
+@each_value(
+    family=["llama", "mistral_window", "mistral_window"],
+    batch_size=[2, 1, 1],
+    attention=["sdpa", "sdpa", "flash_attention_2"],
+)
 def test_verification_through_the_kernel_gives_plain_ids(
-    family: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
+    family: str, batch_size: int, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = new_pair(family, 0.1, dtype=torch.float16)
     inputs = ragged_prompts(batch_size, seed=3)
     expected = target.generate(**inputs, max_new_tokens=10)
+    tried = set[int]()  # numbers of tokens in forwards that may run a trial
+    monkeypatch.setattr(
+        split_attention, "run_trial", lambda query, *others: tried.add(query.shape[2])
+    )
     options = {"num_assistant_tokens": K, "verifier_backend": "torch", "speculation_graphs": "off"}
     options["num_assistant_tokens_schedule"] = "constant"
     monkeypatch.setattr(split_attention, "verdicts", AllUsed())
     monkeypatch.setattr(split_attention, "MIN_EAGER_KEYS", 0)
-    with FakeCuda() as gpu:
+    with FakeCuda() as gpu, flash_attention():
         for model in (target, draft):
-            model.to("cuda:0")
+            set_attention_name(model.to("cuda:0").config, attention)
         gpu.watch(target, "target")
         inputs = {name: value.to("cuda:0") for name, value in inputs.items()}
         ids = target.generate(**inputs, assistant_model=draft, max_new_tokens=10, **options).to(
@@ -65,6 +75,7 @@ def test_verification_through_the_kernel_gives_plain_ids(
         )
         launches = gpu.log.launches["target"]
     assert_equal_ids(expected, ids)
+    assert inputs["input_ids"].shape[1] in tried
     num_spans, num_attend, num_merge = (
         launches[f"triton {name}_kernel"] for name in ("key_spans", "attend", "merge")
     )
