@@ -9,6 +9,7 @@ the configs of a model have one of our names instead:
   forward of another thread on the same model, is computed as in plain `generate`.
 """
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +38,8 @@ from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
 from hf_speculate.models.text_decoder import text_decoder
 
-FOLDED = "hf_speculate_folded"  # our name in transformers' registries for "sdpa"
-_PREFIX = f"{FOLDED}:"  # followed by the name of another attention
+_PREFIX = "hf_speculate_folded:"  # of our names in transformers' registries
+FOLDED = _PREFIX + STANDS_FOR
 
 _LOCK = threading.Lock()
 # Id of a config -> the running calls that have set our name in it.
@@ -50,7 +51,8 @@ def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
     """Set our functions in the attention layers of `models`, and restore the names afterwards.
 
     If several calls run at once, the last one restores the name. Only configs with "sdpa" or flash
-    attention are changed, and a name assigned by the caller in the meantime is kept.
+    attention are changed. A name assigned by the caller in the meantime is kept; that of flash
+    attention then fails on our masks.
     """
     configs = {id(config): config for model in models for config in _configs_of(model)}
     call = object()
@@ -70,7 +72,7 @@ def mask_obstacle(model: PreTrainedModel) -> str:
         return ""
     if not is_flash(name):
         return f"its attention is {name}"
-    reason = _flash_obstacle(model)
+    reason = _flash_configs(model)[1]
     return f"its attention is {name}, and {reason}" if reason else ""
 
 
@@ -87,7 +89,7 @@ def register_folded_attention(name: str = STANDS_FOR) -> str:
 
     Later calls have no effect.
     """
-    ours = FOLDED if name == STANDS_FOR else _PREFIX + name
+    ours = _PREFIX + name
     if ours not in ALL_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(ours, partial(_make_mask, name))
         AttentionInterface.register(
@@ -103,7 +105,7 @@ def _make_mask(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Renamed:
-    """View of a layer, with a view of its config that has another attention name."""
+    """View of an object with some other attributes."""
 
     def __init__(self, original: Any, **attributes: Any):
         vars(self).update(attributes, _original=original)
@@ -124,7 +126,8 @@ def _attend(
     """Compute attention with `folded_attention` under our masks, otherwise with flash attention."""
     if attention_mask is not None and attention_mask.ndim == 4:
         return folded_attention(module, query, key, value, attention_mask, **kwargs)
-    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False:
+    is_causal = kwargs.get("is_causal")
+    if getattr(module, "is_causal", True) if is_causal is None else is_causal:
         prepare(query, key, value)
     attend: Any = ALL_ATTENTION_FUNCTIONS[name]
     # flash attention is loaded by the name in the layer's config
@@ -166,7 +169,7 @@ def _name_before(config: PreTrainedConfig) -> str | None:
     A config has our name during another call, and so has a copy made during a call.
     """
     name = attention_name(config)
-    return STANDS_FOR if name == FOLDED else name and name.removeprefix(_PREFIX)
+    return None if name is None else name.removeprefix(_PREFIX)
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -176,10 +179,11 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     attention layers, or of all attention layers on CUDA. No configs are returned if the model's
     code may compare the name of the attention.
     """
-    modules = modules_of(model)
     takes_all = is_chosen({parameter.device for parameter in parameters_of(model)})
     if is_flash(_name_before(model.config.get_text_config(decoder=True))):
-        return [] if _flash_obstacle(model) else _flash_configs(model)
+        flash_configs, reason = _flash_configs(model)
+        return [] if reason else flash_configs
+    modules = modules_of(model)
     # A failed getattr() on a module costs more than the rest of the search; vars() avoids it.
     layers = [
         module
@@ -203,37 +207,35 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return [] if _may_compare_names([*layers, *owners]) else served
 
 
-def _flash_obstacle(model: PreTrainedModel) -> str:
-    """Return why SDPA cannot compute a model's attention, in place of flash attention."""
+def _flash_configs(model: PreTrainedModel) -> tuple[list[PreTrainedConfig], str]:
+    """Return the text decoder's configs with flash attention.
+
+    The second result says why SDPA cannot compute its attention; it is empty if SDPA can.
+    """
     decoder = text_decoder(model)
-    name = type(decoder).__name__
-    if _may_compare_names([model, *modules_of(decoder)]):
-        return f"the code of {name} may compare that name"
-    configs = _flash_configs(model)
-    # Before transformers 5.18, classes with soft caps were declared as supporting SDPA.
-    if not decoder._supports_sdpa or any(
-        getattr(config, "attn_logit_softcapping", None) for config in configs
+    owners = [module for module in modules_of(decoder) if "config" in vars(module)]
+    configs = {
+        id(config): config
+        for owner in owners
+        if isinstance(config := vars(owner)["config"], PreTrainedConfig)
+        and is_flash(_name_before(config))
+    }
+    reason, name = "", type(decoder).__name__
+    if _may_compare_names([model, *owners]):
+        reason = f"the code of {name} may compare that name"
+    # Some releases declare classes with soft caps as supporting SDPA.
+    elif not decoder._supports_sdpa or any(
+        getattr(config, "attn_logit_softcapping", None) for config in configs.values()
     ):
-        return f"SDPA lacks what the attention of {name} needs"
-    return "" if all(map(_is_writable, configs)) else "its config is frozen"
-
-
-def _flash_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    configs = [vars(module).get("config") for module in modules_of(text_decoder(model))]
-    return list(
-        {
-            id(config): config
-            for config in configs
-            if isinstance(config, PreTrainedConfig) and is_flash(_name_before(config))
-        }.values()
-    )
+        reason = f"SDPA lacks what the attention of {name} needs"
+    elif not all(map(_is_writable, configs.values())):
+        reason = "its config is frozen"
+    return list(configs.values()), reason
 
 
 def _is_writable(config: PreTrainedConfig) -> bool:
-    name = attention_name(config)
     try:
-        if name is not None:
-            set_attention_name(config, name)
+        set_attention_name(copy.copy(config), STANDS_FOR)
     except AttributeError:
         return False
     return True

@@ -167,11 +167,14 @@ def without_sdpa():
 
 
 def frozen():
-    def refuse(config, name, value):
-        raise AttributeError(f"cannot assign to field {name!r}")
+    class FrozenConfig(LlamaConfig):
+        def __setattr__(self, name, value):
+            if name == "_attn_implementation_internal" and "is_frozen" in vars(self):
+                raise AttributeError(f"cannot assign to field {name!r}")
+            super().__setattr__(name, value)
 
     model = set_flash(make_model("llama"), NAMES[0])
-    model.config.__class__ = type("FrozenConfig", (LlamaConfig,), {"__setattr__": refuse})
+    model.config.__class__, model.config.is_frozen = FrozenConfig, True
     return model
 
 

@@ -36,6 +36,20 @@ MUTANTS = mutants_of(
                 "[self.num_rounds - other.num_rounds]", "[0]", "options/refill/test_continuous.py"
             ),
         },
+        ("hf_speculate/models/attention_names.py", "models/test_attention_names.py"): {
+            "flash attention reads our name": Fault(
+                "config=_Renamed(module.config, _attn_implementation=name)", "config=module.config"
+            ),
+            "our name stays in a config": Fault("if not holders:", "if holders:"),
+            "soft caps are left out": Fault(
+                'getattr(config, "attn_logit_softcapping", None)', "None"
+            ),
+        },
+        ("hf_speculate/options/refill/continuous.py", "options/refill/test_continuous.py"): {
+            "configs of an attached draft keep their names": Fault(
+                "for model in decoder.plan.models if", "for model in [self.model] if"
+            ),
+        },
         ("hf_speculate/cache/ragged_layer.py", "cache/test_kv_cache.py"): {
             "a window layer keeps its first column when rows join": Fault(
                 "min(self.base, other.base)", "max(self.base, other.base)"

@@ -45,9 +45,9 @@ def flash_attention() -> Iterator[list[FlashCall]]:
         assert attn_implementation in NAMES
         num_query, num_keys = query.shape[1], key.shape[1]
         calls.append(FlashCall(attn_implementation, num_query, num_keys))
-        assert is_causal or num_query == 1
-        # the last query sees the last key
-        seen = torch.ones(num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
+        seen = torch.ones(num_query, num_keys, dtype=torch.bool)
+        if is_causal:  # the last query sees the last key
+            seen = seen.tril(num_keys - num_query)
         if sliding_window is not None:
             seen = seen.triu(num_keys - num_query - sliding_window + 1)
         if attention_mask is not None:

@@ -59,8 +59,8 @@ class Build(NamedTuple):
     width: int  # D
 
 
-verdicts: dict[Build, str] = {}
-"""Reason not to use a build; empty if it is used. A build without a verdict is not used either."""
+reasons_against: dict[Build, str] = {}
+"""Reason not to use a build; empty if it is used. A build without an entry is not used either."""
 
 
 def build_of(query: Tensor, key: Tensor) -> Build:
@@ -83,7 +83,7 @@ def serves(
     """
     if not is_captured and key.shape[2] < MIN_EAGER_KEYS:
         return False
-    if query.shape[2] > MAX_QUERY or verdicts.get(build_of(query, key), "no trial"):
+    if query.shape[2] > MAX_QUERY or reasons_against.get(build_of(query, key), "no trial"):
         return False
     if (
         key.shape != value.shape
@@ -119,10 +119,10 @@ def run_trial(query: Tensor, key: Tensor, efficient: Contender) -> None:
     The decision is made once per process.
     """
     build = build_of(query, key)
-    if build in verdicts:
+    if build in reasons_against:
         return
-    verdicts[build] = "its trial is running"
-    verdicts[build] = reason = _reason(build, efficient)
+    reasons_against[build] = "its trial is running"
+    reasons_against[build] = reason = _reason(build, efficient)
     if reason:
         _LOGGER.info("attention for few queries is left to torch on %s: %s", build.device, reason)
 

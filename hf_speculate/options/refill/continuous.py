@@ -1,6 +1,7 @@
 """Continuous batching: replace finished rows with the next prompts from a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,6 +74,8 @@ class ContinuousDecoder:
         self._observer = RowsObserver(self._prompts)
         self._num_begun = 0
         self._sources: dict[int, DraftSource] = {}  # draft source of each row, by row id
+        self._folded: list[PreTrainedModel] = []  # models whose configs name our attention
+        self._names = ExitStack()  # restores these names
 
     @property
     def num_live(self) -> int:
@@ -84,12 +87,8 @@ class ContinuousDecoder:
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
         """Decode until no rows are left and the source is empty; yield each round's results."""
-        models = [
-            model
-            for model in (self.model, *self.arguments.values())
-            if isinstance(model, PreTrainedModel)
-        ]
-        with folded_attention_for(models):
+        with ExitStack() as self._names:
+            self._folded = []
             while True:
                 finished = self._admit(source)
                 if not (self._readings or self._running or finished):
@@ -162,6 +161,9 @@ class ContinuousDecoder:
             if not self._ends_a_row(error):
                 raise
             return self._isolate(error)
+        if unfolded := [model for model in decoder.plan.models if model not in self._folded]:
+            self._names.enter_context(folded_attention_for(unfolded))
+            self._folded += unfolded
         self._sources |= dict.fromkeys(decoder.plan.call.row_ids, decoder.plan.source)
         self._readings.append(Reading(decoder, self._observer))
         return []
@@ -271,6 +273,7 @@ class ContinuousDecoder:
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]
         alone, results = replace(self), []
+        alone._folded, alone._names = self._folded, self._names
         for prompt in prompts:
             results += alone._begin([prompt])
             while alone._readings or alone._running:

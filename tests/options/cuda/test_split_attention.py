@@ -24,7 +24,7 @@ K = 3
 
 
 class AllUsed(dict[Build, str]):
-    """Verdicts in favour of every build."""
+    """Trials that were all won."""
 
     def get(self, *args: Any) -> str:
         return ""
@@ -63,7 +63,7 @@ def test_verification_through_the_kernel_gives_plain_ids(
     )
     options = {"num_assistant_tokens": K, "verifier_backend": "torch", "speculation_graphs": "off"}
     options["num_assistant_tokens_schedule"] = "constant"
-    monkeypatch.setattr(split_attention, "verdicts", AllUsed())
+    monkeypatch.setattr(split_attention, "reasons_against", AllUsed())
     monkeypatch.setattr(split_attention, "MIN_EAGER_KEYS", 0)
     with FakeCuda() as gpu, flash_attention():
         for model in (target, draft):
@@ -117,7 +117,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 def test_unsupported_attention_is_left_to_torch(
     arguments: dict[str, Any], is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split_attention, "verdicts", AllUsed())
+    monkeypatch.setattr(split_attention, "reasons_against", AllUsed())
     assert split_attention.serves(**arguments) == is_served
 
 
@@ -174,11 +174,11 @@ def test_trial_finds_wrong_and_slow_kernels(
 
 @pytest.fixture
 def _no_verdicts() -> Iterator[None]:
-    before = dict(split_attention.verdicts)
-    split_attention.verdicts.clear()
+    before = dict(split_attention.reasons_against)
+    split_attention.reasons_against.clear()
     yield
-    split_attention.verdicts.clear()
-    split_attention.verdicts.update(before)
+    split_attention.reasons_against.clear()
+    split_attention.reasons_against.update(before)
 
 
 @pytest.mark.usefixtures("_no_verdicts")
@@ -189,7 +189,9 @@ def test_missing_compiler_leaves_kernels_out() -> None:
         inputs = {name: value.to("cuda:0") for name, value in ragged_prompts(2).items()}
         options = {"prompt_lookup_num_tokens": K, "max_new_tokens": 4, "speculation_graphs": "off"}
         target.generate(**inputs, **options, verifier_backend="torch")
-        assert set(split_attention.verdicts.values()) == {"Triton does not compile kernels here"}
+        assert set(split_attention.reasons_against.values()) == {
+            "Triton does not compile kernels here"
+        }
         assert not gpu.log.launches[""]["triton attend_kernel"]
 
 
@@ -202,5 +204,5 @@ def test_trial_on_a_device_accepts_the_kernel(dtype: torch.dtype, width: int) ->
     attention_backends.find_devices()
     key = query[:, :8]
     attention_backends.prepare(query, key, key)
-    (reason,) = split_attention.verdicts.values()
+    (reason,) = split_attention.reasons_against.values()
     assert not reason or " us against " in reason, reason

@@ -7,14 +7,16 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_speculate import generate, register_row_wise
+from hf_speculate import enable, generate, register_row_wise
 from hf_speculate.errors import BadLogitsError, UnsupportedGenerationError
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.options.sources.suffix_store import SuffixStore
 from tests.cases import new_pair, pair
+from tests.support.flash import NAMES, flash_attention, set_flash
 from tests.support.tiny import cheaper_copy
 
 NUM_ROWS = 3
@@ -346,3 +348,19 @@ def test_outputs_are_stored_under_the_key_of_their_row():
     ]
     decoded(pair("llama")[0], prompts, prompt_lookup_num_tokens=3)
     assert [store.of(name).num_tokens > 0 for name in "ab"] == [True, True]
+
+
+def test_attached_draft_with_flash_attention_drafts_on_preallocated_buffers():
+    """The draft is not among the arguments, and its LoRA's modules are no layers of attention."""
+    target, draft = (set_flash(model, NAMES[0]) for model in new_pair("llama", 0.1))
+    lora = LoraConfig(target_modules=["q_proj", "up_proj"], r=2)
+    draft = get_peft_model(draft, lora).eval().to(torch.float64)
+    prompts = make_prompts(5)
+    with flash_attention():
+        plain = {prompt.key: alone(target, prompt) for prompt in prompts}
+        enabled = enable(target, assistant_model=draft, num_assistant_tokens=3)
+        results, decoder = decoded(enabled, prompts)
+    assert {key: result.token_ids for key, result in results.items()} == plain
+    assert decoder.stats.num_accepted and not decoder.stats.fallbacks
+    configs = target.config, draft.config
+    assert [config._attn_implementation for config in configs] == [NAMES[0]] * 2
