@@ -16,10 +16,17 @@ import torch
 import transformers
 from tqdm import tqdm
 
+import hf_speculate
 from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.results import environment, spread
 
 ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = Path(hf_speculate.__file__).resolve().parents[1]
+if LIBRARY != ROOT:
+    raise ImportError(
+        f"benchmarks must measure the library in {ROOT}, got the one in {LIBRARY}; set "
+        f"PYTHONPATH={ROOT}"
+    )
 RESULTS = ROOT / "benchmarks" / "results"
 
 Call = Callable[[], Any]
