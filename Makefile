@@ -60,7 +60,7 @@ endef
 .PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench gpu-check distributions release-pythons wheel-check release-check clean
 
 help:
-	@echo "make demo        decode questions three ways and print what was measured"
+	@echo "make demo        decode ten tasks with three methods and print what was measured"
 	@echo "make test        tests of the library: decoding, drafting, verification, caches, models, reference kernels"
 	@echo "make test-kernels tests of the Triton kernels in Triton's interpreter"
 	@echo "make test-tools  tests of the command line, benchmarks, reports, data sets, Hub, examples, pages and packages"

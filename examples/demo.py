@@ -1,4 +1,4 @@
-"""Decode questions with plain, assisted and speculative generation, and print the measurements.
+"""Decode tasks with plain, assisted and speculative generation, and print the measurements.
 
     python examples/demo.py
     python examples/demo.py --tiny --prompts 16 --max-new-tokens 64 --num-assistant-tokens 5
