@@ -163,7 +163,8 @@ def test_special_tokens_for_a_template_have_no_text():
 
     pieces = asyncio.run(run())
     engine.close()
-    assert {(piece.text, *(token.text for token in piece.tokens)) for piece in pieces} == {("", "")}
+    assert {piece.text for piece in pieces} == {""}  # of one or two tokens, as the loop runs
+    assert [token.text for piece in pieces for token in piece.tokens] == ["", ""]
     assert "".join(piece.marked.text for piece in pieces) == 2 * "<|end|>"
 
 
