@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hf_speculate
+from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.draft_faults import is_of_device
 from hf_speculate.models import attention_names
@@ -95,6 +96,28 @@ def test_draft_model_that_raises_leaves_the_text(source, family, batch_size, at,
     again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **draft_options)
     assert not any(RAISED in reason for reason in again.fallbacks)
     assert again.num_drafted > 0
+
+
+@pytest.mark.fallback(RAISED)
+def test_buffers_of_a_dead_drafter_are_released(monkeypatch):
+    made, released = [], []
+    init, release = PreallocatedKVCache.__init__, PreallocatedKVCache.release
+
+    def made_by(cache, *args, **kwargs):
+        init(cache, *args, **kwargs)
+        made.append(cache)
+
+    def released_by(cache):
+        release(cache)
+        released.append(cache)
+
+    monkeypatch.setattr(PreallocatedKVCache, "__init__", made_by)
+    monkeypatch.setattr(PreallocatedKVCache, "release", released_by)
+    target, draft = new_pair("llama")
+    with hook(draft, Fault(3, Mistake("on purpose"))):
+        assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=5), max_new_tokens=NUM_NEW)
+    assert len(made) == 2
+    assert all(any(cache is other for other in released) for cache in made)
 
 
 @pytest.mark.fallback(RAISED)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
+from hf_speculate.engine.target_session import EndPadding
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import (
@@ -146,6 +147,34 @@ def test_text_scores_and_caches_equal_plain(spoil, family, batch_size, options, 
     assert (stats.num_rescored > 0) == (family != "mamba2")
     assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
     assert stats.status == 0
+
+
+@pytest.mark.parametrize("scripted", [LENS], indirect=True)
+def test_padding_at_the_end_reads_no_rejected_columns(scripted, monkeypatch):
+    """Fill the columns of rejected tokens with NaN, as their forward may have left them."""
+    target, draft, inputs = call_of("llama", 2)
+    options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "pad_token_id": PAD}
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, **PREALLOCATED}
+    finish, spoilt = EndPadding.finish, []
+
+    def spoil(padding, model, kv_cache, batch):
+        num_forwards, holds_rejected = len(forwards), kv_cache.holds_rejected
+        for layer in kv_cache.cache.layers if holds_rejected else ():
+            for row, end in enumerate(kv_cache.layout.lens):
+                for states in layer.buffers:
+                    states[row, :, end - layer.base :] = torch.nan
+        finish(padding, model, kv_cache, batch)
+        spoilt.append(holds_rejected and len(forwards) > num_forwards)
+
+    forwards = []
+    target.register_forward_hook(lambda *args: forwards.append(1))
+    monkeypatch.setattr(EndPadding, "finish", spoil)
+    new = target.generate(**inputs, **options).sequences[:, -NUM_NEW:].tolist()
+    for end in range(2, NUM_NEW - 1):
+        options["eos_token_id"] = [new[0][end], new[1][end + 1]]
+        plain, ours = (target.generate(**inputs, **options, **more) for more in ({}, own))
+        assert_equal_outputs(plain, ours, "llama")
+    assert any(spoilt)
 
 
 INSIDE = {"verifier": "typical", "do_sample": True, "relax_only_inside": (5, 9)}
