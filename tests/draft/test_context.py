@@ -13,6 +13,7 @@ from hf_speculate.models.context import context_len, context_of, encoder_context
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import MemoryStore
+from hf_speculate.schedule.constant import ConstantSchedule
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
 from tests.options.heads.designs import VOCAB_SIZE
 from tests.options.heads.kinds import KINDS as HEADS
@@ -129,6 +130,22 @@ def test_long_row_keeps_the_drafts_of_other_rows(family, longest):
     of_long = 0 if family in BY_COLUMNS else num_at_most(longest, 11)
     assert stats.accepted_per_row == [num_at_most(3, 11), of_long, num_at_most(4, 11)]
     assert len(without_caches(stats.fallbacks)) == 1
+
+
+@pytest.mark.fallback(PAST_CONTEXT)
+def test_row_past_the_context_is_no_row_of_the_model_for_the_schedule(monkeypatch):
+    target, draft = pair_of("llama")
+    update, models = ConstantSchedule.update, []
+
+    def record(schedule, outcome):
+        models.append({row.row_id: row.is_model for row in outcome.rows})
+        update(schedule, outcome)
+
+    monkeypatch.setattr(ConstantSchedule, "update", record)
+    options = {"max_new_tokens": 11, "num_assistant_tokens": K}
+    assert_decodes_as_plain(target, draft, prompts(3, C + 4, 4), **options)
+    assert any(models[0].values())
+    assert not any(rows.get(1, False) for rows in models)
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "mpt", "opt"])

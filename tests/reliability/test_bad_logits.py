@@ -66,6 +66,29 @@ def test_sampling_without_a_distribution_raises(verifier, value):
     assert len(caught.value.__notes__) == 1
 
 
+@hf_speculate.register_row_wise
+class ChoosesLastForNan(LogitsProcessor):
+    """Processor that turns NaN into a distribution."""
+
+    def __call__(self, input_ids, scores):
+        ramp = torch.arange(scores.shape[-1], dtype=scores.dtype)
+        return torch.where(scores.isnan(), ramp, scores)
+
+
+def test_processors_get_the_nan_of_the_target_itself():
+    target, draft = pair("llama")
+    options = {"max_new_tokens": 12, "num_assistant_tokens": K}
+    with spoiled(target, NAN):
+        stats = assert_decodes_as_plain(
+            target,
+            draft,
+            ragged_prompts(3, seed=4),
+            **options,
+            logits_processor=[ChoosesLastForNan()],
+        )
+    assert stats.num_rescored > 0
+
+
 def test_logits_of_an_ended_row_are_not_checked():
     target, draft = pair("llama")
     text = target.generate(torch.tensor([[5, 9]]), max_new_tokens=4)[0].tolist()

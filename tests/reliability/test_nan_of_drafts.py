@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
@@ -254,6 +254,23 @@ def test_stateful_processor_follows_the_text_only():
     assert all(texts[row][: len(followed)] == followed for row, followed in watched.log)
     assert stats.num_rescored > 0
     assert not stats.lock_step
+
+
+@hf_speculate.register_row_wise
+class FailsOnNan(LogitsProcessor):
+    """Processor that plain decoding would never hand NaN."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert not scores.isnan().any()
+        return scores - 1
+
+
+def test_processors_get_no_nan_of_drafts():
+    target, draft, inputs = call_of("llama", 3)
+    options = {"max_new_tokens": NUM_NEW, "logits_processor": [FailsOnNan()]}
+    with drafts_of_nan(target, draft, embedding_is_nan):
+        stats = assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
+    assert stats.num_rescored > 0
 
 
 class DraftsNan(Watcher):
