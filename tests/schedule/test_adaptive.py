@@ -184,3 +184,21 @@ def test_outcome_of_an_unusable_round_changes_no_choice_range():
         num = choice.num_draft_tokens
         rows = [RowOutcome(row, num, 0, 1) for row in range(2)]
         schedule.update(RoundOutcome(rows, 2, num, choice.num_model_tokens))
+
+
+def test_round_gains_what_its_slowest_row_gains():
+    accounts = []
+    for others in (1, 4):  # tokens that the second row emits, of the 4 that the first does
+        memory = new_memory()
+        schedule = AdaptiveSchedule(memory, 10)
+        rows = [RowAhead(0, 40), RowAhead(1, 40)]
+        schedule.choose(rows, 2, 10)
+        schedule.update(
+            RoundOutcome([RowOutcome(row, 0, 0, 1) for row in (0, 1)], 2, 0, 0, score_s=1.0)
+        )
+        schedule.choose(rows, 2, 10)
+        emitted = [RowOutcome(0, 3, 3, 4), RowOutcome(1, 3, others - 1, others)]
+        before = memory.account
+        schedule.update(RoundOutcome(emitted, 2, 3, 3, draft_s=0.5, score_s=1.0))
+        accounts.append(memory.account - before)
+    assert accounts[1] - accounts[0] == pytest.approx(3.0)
