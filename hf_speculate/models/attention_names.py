@@ -38,7 +38,7 @@ from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
 from hf_speculate.models.text_decoder import text_decoder
 
-_PREFIX = "hf_speculate_folded:"  # of our names in transformers' registries
+_PREFIX = "hf_speculate_folded:"  # begins our names in transformers' registries
 FOLDED = _PREFIX + STANDS_FOR
 
 _LOCK = threading.Lock()
